@@ -130,20 +130,7 @@ def _read(
 ) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
-        values = parse_yaml(launcher, "accelerate config").values
-        processes = launchers.num_processes(values, "accelerate config", sharding.num_gpus)
-        inside = replace(sharding, num_gpus=processes)
-        inner = _read(text, name, model=model, base=base, sharding=inside)
-        spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
-        setup = spread.setup
-        if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
-            setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
-        return replace(
-            inner,
-            setup=setup,
-            assumptions=(*inner.assumptions, *spread.assumptions),
-            approximations=(*inner.approximations, *spread.approximations),
-        )
+        return _under_launcher(text, name, model, base, sharding, launcher)
     if name.endswith(".py") and torchtitan_python.is_registry(text):
         return torchtitan_python.read(text, name, model, sharding=sharding)
     if name.endswith(".py"):
@@ -174,6 +161,26 @@ def _read(
     raise min(problems, key=weight)
 
 
+def _under_launcher(
+    text: str, name: str, model: ModelSpec | None, base: TrainSetup | None, sharding: Sharding, launcher: str
+) -> ReadConfig:
+    """The setup of a file under the Accelerate config that it is launched with."""
+    values = parse_yaml(launcher, "accelerate config").values
+    processes = launchers.num_processes(values, "accelerate config", sharding.num_gpus)
+    inside = replace(sharding, num_gpus=processes)
+    inner = _read(text, name, model=model, base=base, sharding=inside)
+    spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
+    setup = spread.setup
+    if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
+        setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
+    return replace(
+        inner,
+        setup=setup,
+        assumptions=(*inner.assumptions, *spread.assumptions),
+        approximations=(*inner.approximations, *spread.approximations),
+    )
+
+
 def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name, model, base = launches.name, launches.model, launches.base
@@ -190,12 +197,7 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
         parsed = parsed._replace(values=composed)
         said = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
-    if kind in ("", own.FORMAT):  # a wrapper's file may hold a tool's whole config as a block of its name
-        blocks = {key: parsed.values.get(key) for key in READERS}
-        block = next((key for key, one in blocks.items() if isinstance(one, dict) and detect(one) == key), "")
-        if block:
-            lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
-            kind, parsed = block, parsed._replace(values=parsed.values[block], lines=lines)
+    kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
         kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, sharding.arguments or ()))
@@ -216,6 +218,18 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
     elif kind == own.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
     return replace(found, assumptions=(*said, *found.assumptions), origins=where)
+
+
+def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
+    """A tool and its settings, where a wrapper's file holds its whole config as a block of the tool's name."""
+    if kind not in ("", own.FORMAT):
+        return kind, parsed
+    blocks = {key: parsed.values.get(key) for key in READERS}
+    block = next((key for key, one in blocks.items() if isinstance(one, dict) and detect(one) == key), "")
+    if not block:
+        return kind, parsed
+    lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
+    return block, parsed._replace(values=parsed.values[block], lines=lines)
 
 
 def _of_notebook(text: str, launches: Launches, sharding: Sharding) -> ReadConfig:

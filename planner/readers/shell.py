@@ -318,17 +318,7 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     if tool in LAUNCHERS:
         return _launched(tool, words[1:], shown)
     if re.fullmatch(r"python[\d.]*", tool):
-        rest = words[1:]
-        if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
-            return _launched("torchrun", rest[2:], shown)
-        if rest[:2] == ["-m", "accelerate.commands.launch"]:
-            return _launched("accelerate", ["launch", *rest[2:]], shown)
-        while rest and rest[0].startswith("-") and rest[0] != "-m":
-            rest = rest[1:]
-        if rest[:1] == ["-m"] and len(rest) > 1 and rest[1].partition(".")[0] in TOOLS_AS_MODULES:
-            verb = rest[1].rpartition(".")[2]
-            return _of_tool(rest[1].partition(".")[0], [*(() if "." not in rest[1] else (verb,)), *rest[2:]], shown)
-        return _program(rest, shown if shown and shown > 1 else None, "")
+        return _python(words[1:], shown)
     if tool == "megatron" and len(words) > 1:
         return Command(tool="python", target=f"megatron/{words[1]}", arguments=tuple(words[2:]))
     if tool in TOOLS and len(words) > 1:
@@ -343,6 +333,20 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     if inner is None and "--model_name_or_path" in words:  # a program that is installed as a command
         return Command(tool="python", target=tool, arguments=tuple(words[1:]), num_gpus=started or shown)
     return inner
+
+
+def _python(rest: list[str], shown: int | None) -> Command | None:
+    """What Python's words start: a launcher, a tool or a program."""
+    if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
+        return _launched("torchrun", rest[2:], shown)
+    if rest[:2] == ["-m", "accelerate.commands.launch"]:
+        return _launched("accelerate", ["launch", *rest[2:]], shown)
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        rest = rest[1:]
+    if rest[:1] == ["-m"] and len(rest) > 1 and rest[1].partition(".")[0] in TOOLS_AS_MODULES:
+        verb = rest[1].rpartition(".")[2]
+        return _of_tool(rest[1].partition(".")[0], [*(() if "." not in rest[1] else (verb,)), *rest[2:]], shown)
+    return _program(rest, shown if shown and shown > 1 else None, "")
 
 
 def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Command | None:
