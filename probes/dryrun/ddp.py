@@ -10,7 +10,8 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.dryrun.splice import LayerMap, splice
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Trace, load
 from probes.dryrun.tracker import Origin

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from probes.dryrun.splice import LayerMap
+from probes.dryrun.layer_map import LayerMap
 from probes.stack import layer_signatures, num_layers, period_of
 from probes.stack.build import bare_model
 from probes.stack.configs import config_of_layers

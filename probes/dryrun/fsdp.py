@@ -8,7 +8,9 @@ from unittest import mock
 import torch
 
 from planner.setup import TrainSetup
-from probes.dryrun.splice import LayerMap, Shards, splice
+from probes.dryrun.full_step import Shards
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import Tracker, local
@@ -53,7 +55,7 @@ class FsdpWorld:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See `probes.dryrun.splice.Shards`: the norm of all gradients is summed up over the ranks as DTensor does it,
+        """See `full_step.Shards`: the norm of all gradients is summed up over the ranks as DTensor does it,
         from one stack of the parts' norms."""
         from torch.distributed.tensor import DTensor, Replicate
         from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -72,14 +74,14 @@ class FsdpWorld:
             yield
 
     def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        """See `probes.dryrun.splice.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
+        """See `full_step.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
         it: DTensor's own rules take seconds for the lists of a deep model."""
         rows = -(-one.shape[0] // self._setup.shards)
         return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
 
 
 class OnHost:
-    """See `probes.dryrun.splice.Shards`: the step happens in the host's memory, its trained parameters have no gradient
+    """See `full_step.Shards`: the step happens in the host's memory, its trained parameters have no gradient
     on the device."""
 
     tracker = Tracker

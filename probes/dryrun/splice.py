@@ -13,59 +13,22 @@ layers that several stand for), `SpliceError` says so and the caller runs the fu
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
-
-import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.dryrun.metaops import quick_checks
-from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
-from probes.dryrun.tracker import WORKSPACE, Origin, Tracker
-from probes.dryrun.workspaces import temporaries
-from probes.stack import make_optimizer
-from probes.stack.step import make_scaler, optimizer_phase
+from probes.dryrun.full_step import OptimizerRun, Shards, StepEvents, Whole
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.trace import Trace
+from probes.dryrun.tracker import WORKSPACE, Origin
 
-T = TypeVar("T")
 _ELSEWHERE, _ONCE, _FOUND = -1, -2, -3
 
 
 class SpliceError(ValueError):
     """The run's layers are not copies of one another."""
-
-
-@dataclass(frozen=True)
-class LayerMap:
-    """The run's layer that stands for each layer of the full model."""
-
-    of: tuple[int, ...]
-
-    @cached_property
-    def full(self) -> tuple[tuple[int, ...], ...]:
-        """The full model's layers that each layer of the run stands for."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for layer, run in enumerate(self.of):
-            found[run].append(layer)
-        return tuple(tuple(found[run]) for run in range(len(found)))
-
-    def unrolled(self, items: Iterable[T], layer_of: Callable[[T], int | None]) -> Iterator[tuple[T, int | None]]:
-        """What the run has in the order of its layers (ascending or descending), as the full model has it: each with
-        its layer there. What belongs to no layer stays where it is."""
-        for in_layers, stretch in groupby(items, lambda one: layer_of(one) is not None):
-            if not in_layers:
-                yield from ((one, None) for one in stretch)
-                continue
-            by_layer: dict[Any, list[T]] = defaultdict(list)
-            for one in stretch:
-                by_layer[layer_of(one)].append(one)
-            first, last = next(iter(by_layer)), next(reversed(by_layer))
-            for layer in range(len(self.of)) if first <= last else reversed(range(len(self.of))):
-                yield from ((one, layer) for one in by_layer.get(self.of[layer], ()))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,37 +53,13 @@ class _Segment:
     left: list[int]
 
 
-class Shards(Protocol):
-    """What a rank of several GPUs holds of a parameter, and how it steps."""
-
-    tracker: type[Tracker]
-
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Entered around the optimizer's run on the full model's parameters."""
-
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        """This rank's part of the parameter, on meta."""
-
-
-class _Whole:
-    """One GPU holds everything."""
-
-    tracker = Tracker
-
-    def stepping(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"))
-
-
 def splice(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards | None = None) -> Trace:
     """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
 
     Raises:
         SpliceError: a reference between layers does not repeat.
     """
-    return _Splicer(trace, layers, setup, shards or _Whole()).run()
+    return _Splicer(trace, layers, setup, shards or Whole()).run()
 
 
 class _Splicer:
@@ -147,7 +86,7 @@ class _Splicer:
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
     def run(self) -> Trace:
-        steps = iter(_OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
+        steps = iter(OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
         step = 0
         for (phase, _, in_layers), group in groupby(
             self.segments, lambda one: (one.phase, one.occurrence, one.layer is not None)
@@ -311,7 +250,7 @@ class _Splicer:
             elif isinstance(event, Free):
                 self._release(event.id, None)
 
-    def _step(self, segment: _Segment, optimizer: "_StepEvents", step: int) -> None:
+    def _step(self, segment: _Segment, optimizer: StepEvents, step: int) -> None:
         of_parameter = self.gradients[step]
         gradients = set(of_parameter.values())
         before: list[int] = []
@@ -423,87 +362,3 @@ def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str,
             if owner is not None and owner[0] == "gradients":
                 found[-1][owner[1]] = number
     return found[:-1]
-
-
-@dataclass(kw_only=True)
-class _StepEvents:
-    events: list[Event]
-    origins: dict[int, Origin]
-    owners: dict[int, tuple[str, str]]
-    gradients: dict[int, tuple[str, int | None]]
-    numbers: dict[int, int]
-
-
-class _OptimizerRun:
-    """Clipping, optimizer and release of gradients on the full model's trained parameters."""
-
-    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
-        self.setup = setup
-        self.shards = shards
-        self.parameters = [
-            (one.name, layer, one, shards.parameter(one))
-            for one, layer in layers.unrolled(trace.trainables, lambda one: one.layer)
-        ]
-
-    def _gradients(self) -> dict[tuple[str, int | None], torch.Tensor]:
-        """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
-        members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
-        found = {}
-        for _, layer, trainable, parameter in self.parameters:
-            if trainable.has_gradient and trainable.gradient is None:
-                members.setdefault((trainable.gradient_of, layer), []).append(parameter)
-            elif trainable.gradient is not None:
-                found[trainable.gradient_of, layer] = _laid_out_otherwise(trainable, parameter)
-        for key, parameters in members.items():
-            flat = torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device="meta")
-            offset = 0
-            for one in parameters:
-                one.grad = flat[offset : offset + one.numel()].view(one.shape)
-                offset += one.numel()
-            found[key] = flat
-        return found
-
-    def steps(self, count: int) -> list[_StepEvents]:
-        """Events of each of `count` optimizer steps; numbers are shared between the steps."""
-        holder = torch.nn.Module()
-        holder.list = torch.nn.ParameterList([one[-1] for one in self.parameters])
-        wide = [parameter for _, _, one, parameter in self.parameters if one.wide]
-        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
-        scaler = make_scaler(self.setup, "meta")
-        tracker = self.shards.tracker("meta", temporaries=temporaries())
-        found: list[_StepEvents] = []
-        numbers: dict[int, int] = {}
-        owners: dict[int, tuple[str, str]] = {}
-        for parameter in holder.parameters():
-            tracker.track(parameter, "load")
-        for _ in range(count):
-            gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
-            tracker.mark("step", None)
-            first = len(tracker.events)
-            with self.shards.stepping(), quick_checks(), tracker:
-                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.by.clips_gradients)
-            own_optimizer_state(tracker, optimizer, owners)
-            found.append(
-                _StepEvents(
-                    events=tracker.events[first:],
-                    origins=tracker.origins,
-                    owners=owners,
-                    gradients=gradients,
-                    numbers=numbers,
-                )
-            )
-        tracker.close()
-        return found
-
-
-def _laid_out_otherwise(one: Trainable, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Gives `parameter` (a DTensor) its gradient of another layout; returns the gradient's local tensor."""
-    from torch.distributed.tensor import DTensor
-
-    assert one.gradient is not None
-    shape, placements = one.gradient
-    storage = torch.empty(shape, dtype=one.dtype, device="meta")
-    parameter.grad = DTensor.from_local(
-        storage, one.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return storage

@@ -16,8 +16,9 @@ from planner.memory.rank_part import stage_sizes
 from planner.setup import TrainSetup
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
+from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.splice import LayerMap, splice
+from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, load
 from probes.stack import load_config

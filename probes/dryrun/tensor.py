@@ -13,7 +13,8 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.dryrun.fsdp import OnHost
-from probes.dryrun.splice import LayerMap, splice
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import local
@@ -86,13 +87,13 @@ class _StepTracker(SpreadTracker):
 
 
 class _Steps:
-    """See `probes.dryrun.splice.Shards`."""
+    """See `probes.dryrun.full_step.Shards`."""
 
     tracker = _StepTracker
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See `probes.dryrun.splice.Shards`: each mesh's norm is summed up over its ranks as DTensor does it."""
+        """See `full_step.Shards`: each mesh's norm is summed up over its ranks as DTensor does it."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -110,7 +111,7 @@ class _Steps:
             yield
 
     def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        """See `probes.dryrun.splice.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
+        """See `full_step.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
         where the gradient is laid out otherwise."""
         part = torch.empty(one.local_shape, dtype=one.dtype, device="meta")
         if one.gradient is not None:
