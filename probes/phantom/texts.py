@@ -80,7 +80,7 @@ def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
     def from_pretrained(owner: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return true(owner, name, *args, **kwargs)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError):  # the last: torchvision
             from transformers import AutoConfig, AutoTokenizer
 
             config = AutoConfig.from_pretrained(name)

@@ -19,11 +19,6 @@ SIGLIP = {
     "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
 """`SiglipVisionConfig`'s defaults."""
-PALIGEMMA = SIGLIP | {
-    "hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27, "num_attention_heads": 16,
-    "patch_size": 14, "projection_dim": 2048,
-}  # fmt: skip
-"""`PaliGemmaConfig`'s own defaults of its tower."""
 
 
 def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
@@ -74,22 +69,6 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
         marks=4,
         shape=frame_shape(field),
         projectors=(Projector(layer=joint, tokens=tokens),),
-    )
-
-
-def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
-    """PaliGemma and PaliGemma 2: SigLIP at the size that the checkpoint is published for, every patch a token."""
-    field = {**PALIGEMMA, **given}
-    side = field["image_size"] // field["patch_size"]
-    joint = one_matrix("model.multi_modal_projector", "linear", field["hidden_size"], model.hidden_size, bias=True)
-    return Tower(
-        model=siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM),
-        grid=(side, side),
-        patches=side**2,
-        tokens=side**2,
-        marks=0,
-        shape=frame_shape(field),
-        projectors=(Projector(layer=joint, tokens=side**2),),
     )
 
 
