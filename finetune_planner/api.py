@@ -36,6 +36,9 @@ class Options(TypedDict, total=False):
     generator: str
     vllm_fraction: float
     reference: bool
+    precomputed_reference: bool
+    hard_negatives: int
+    cached_seqs: int
     method: str | Sequence[str]
     prefer: str
     rank: int
