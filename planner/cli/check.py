@@ -278,7 +278,8 @@ def _setup_lines(result: "CheckResult") -> list[str]:
         f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
         f"  {', '.join(filter(None, words))}",
         f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
-        f"sequences of {setup.seq_len_tokens} tokens",
+        f"sequences of {setup.seq_len_tokens} tokens"
+        + (f", each with {setup.images.words}" if setup.images is not None else ""),
         *_origin_lines(config),
     ]
 

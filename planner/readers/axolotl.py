@@ -30,7 +30,6 @@ NOT_COUNTED = {
     "relora_steps": "ReLoRA's restarts are not counted",
     "qat": "quantization-aware training's fake quantization is not counted",
     "fp8": "fp8 matrix multiplications are counted as bf16",
-    "processor_type": "images are not counted, text tokens only",
     "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
@@ -75,6 +74,7 @@ def read(
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    common.pictures(settings, model, "processor_type")
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)

@@ -13,6 +13,7 @@ from planner.kernels import default_attention
 from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets
+from planner.models.towers import SEEING
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_MODULES
@@ -173,6 +174,18 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str, model: ModelS
         settings.approximate(f"{ADAPTERS[kind].title.partition(' (')[0]} is counted as LoRA: {error.message}")
         return fields
     return found
+
+
+def pictures(settings: Settings, model: ModelSpec | None, *keys: str) -> None:
+    """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does. Of a model
+    whose eyes are not modelled they are not counted, and that is said."""
+    named = [key for key in keys if settings.raw(key)]
+    if not named or model is None:
+        return
+    if model.model_type in SEEING:
+        settings.ask("images", f": {named[0]} is of pictures, and how many a sample shows is known to the data alone")
+    else:
+        settings.approximate("images are not counted, text tokens only")
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

@@ -65,6 +65,7 @@ def read(
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
     fields |= parallel_of(settings, _spread(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    common.pictures(settings, model, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)

@@ -53,7 +53,7 @@ def read(
     if settings.has("optim_config"):
         settings.approximate("optim_config's optimizer is counted as AdamW")
     if settings.text("model_class", "llm") != "llm":
-        settings.approximate("images are not counted, text tokens only")
+        common.pictures(settings, model, "model_class")
     data = settings.raw("train_dataset")
     named = settings.optional_text("model")
     return config(FORMAT, settings, fields, dist, peft, model_id=named, dataset=data if isinstance(data, str) else None)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from planner.choices.images import Images
 from planner.errors import SetupError, Undetermined, UsageError
 from planner.readers.types import SHORT_NAMES, ReadConfig
 from planner.setup import TrainSetup
@@ -35,6 +36,8 @@ def _value(field: str, text: str) -> Any:
     default = getattr(TrainSetup(), field)
     if field == "checkpointing":
         return int(_WORDS[text.lower()]) if text.lower() in _WORDS else _number(field, text, int)
+    if field == "images":
+        return None if text.lower() == "none" else _images(text)
     if field == "lora_targets":
         return tuple(text.split(",")) if "," in text else text
     if isinstance(default, bool):
@@ -44,6 +47,16 @@ def _value(field: str, text: str) -> Any:
     if isinstance(default, (int, float)):
         return _number(field, text, type(default))
     return text
+
+
+def _images(text: str) -> Images:
+    try:
+        num, width, height = map(int, text.lower().split("x"))
+        return Images(num=num, width=width, height=height)
+    except (ValueError, SetupError):
+        raise UsageError(
+            f"--set images must be NUMxWIDTHxHEIGHT or none, got {text!r}", hint="for example --set images=1x1024x1024"
+        ) from None
 
 
 def _number(field: str, text: str, kind: type) -> Any:

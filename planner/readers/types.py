@@ -40,6 +40,7 @@ OPTIONS = {
     "checkpointing": "--set checkpointing=true|false",
     "precision": "--set precision=bf16-autocast",
     "packing": "--set packing=true|false",
+    "images": "--set images=NUMxWIDTHxHEIGHT of a sample (1x1024x1024; none: text alone)",
     "loss": "--set loss=full|chunked",
     "num_gpus": "--gpus N",
 }

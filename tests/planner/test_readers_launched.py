@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError
+from planner.choices.images import Images
+from planner.errors import ConfigError, UsageError
+from planner.models import catalogue
 from planner.readers import read_config, read_text
 from planner.readers.rewrite import rewrite
+from planner.readers.supply import parse_sets, supply
 from planner.readers.types import ReadConfig
 
 PROGRAM = """
@@ -345,3 +348,23 @@ def test_a_flag_that_stands_in_no_one_place_is_left(launch: str) -> None:
         rewrite(launch, "run.sh", {"max_length": 32})
     with pytest.raises(ConfigError, match="says none of"):
         rewrite(launch, "run.sh", {"optim": "sgd"})
+
+
+PICTURES = (
+    "model_name_or_path: google/gemma-3-4b-it\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: a\n"
+    "cutoff_len: 2048\nper_device_train_batch_size: 1\nbf16: true\nimage_max_pixels: 262144\n"
+)
+
+
+def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
+    found = read_text(PICTURES, "mm.yaml", model=catalogue.load("google/gemma-3-4b-it"))
+    assert [one.field for one in found.missing] == ["images"]
+    given = supply(found, parse_sets(["images=2x512x384"]))
+    assert (given.setup.images, given.missing) == (Images(num=2, width=512, height=384), ())
+    alone = supply(found, parse_sets(["images=none"]))
+    assert (alone.setup.images, alone.missing) == (None, ())
+    with pytest.raises(UsageError, match="NUMxWIDTHxHEIGHT"):
+        parse_sets(["images=many"])
+    blind = read_text(PICTURES, "mm.yaml", model=catalogue.load("meta-llama/Llama-3.1-8B"))
+    assert not blind.missing
+    assert "images are not counted, text tokens only" in blind.approximations
