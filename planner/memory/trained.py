@@ -178,14 +178,16 @@ def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, i
     `trainable_tokens` (one set of rows, also of a tied pair).
 
     Raises:
-        SetupError: virtual tokens before an encoder-decoder's two sequences.
+        SetupError: virtual tokens before an encoder-decoder's two sequences; norms without weights.
     """
     wide = model.hidden_size
     if row.form in TOKEN_FORMS and model.is_encoder_decoder:
         raise SetupError(f"adapter {row.name!r} is planned for decoders, got {model.model_type}")
     if row.form == "norms":
-        tuned = tuned_norms(model)
-        return [(one.size, 0) for one in tuned for _ in range(int(one.weight) + int(one.bias))]
+        shapes = [(one.size, 0) for one in tuned_norms(model) for _ in range(int(one.weight) + int(one.bias))]
+        if not shapes:
+            raise SetupError(f"the norms of {model.model_id} have no weights that adapter {row.name!r} could train")
+        return shapes
     if row.form == "prefix":
         return [(size, 2 * model.num_layers * prefix_width(model))]
     if row.name == "p-tuning":

@@ -8,6 +8,7 @@ from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
+from planner.predict import predict
 from planner.readers.read import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
@@ -127,3 +128,10 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     matrices = speed_profile(model, card, plain).step_time(plain).parts_s["matmul"]
     assert parts[0]["matmul"] == pytest.approx(matrices)
     assert parts[1]["matmul"] > 1.4 * matrices  # 456 tokens for 256
+
+
+def test_norms_without_weights_cannot_be_tuned() -> None:
+    model = catalogue.load("allenai/OLMo-1B-hf")
+    assert model is not None
+    with pytest.raises(SetupError, match="no weights"):
+        predict(model, find_gpu("rtx-4090"), a_setup("ln-tuning"))
