@@ -6,7 +6,7 @@ Facts by `model_type`, read in transformers 5.23's modeling files and seen in th
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.kernels import PACKS_TOGETHER
+from planner.kernels import ALWAYS_MASKED, PACKS_TOGETHER
 from planner.models.spec import ModelSpec
 
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
@@ -145,7 +145,7 @@ def _read_traits(model: ModelSpec) -> Traits:
         alibi_sum=model.model_type in ALIBI_SUM,
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
-        packs_apart=model.model_type not in PACKS_TOGETHER,
+        packs_apart=model.model_type not in PACKS_TOGETHER - ALWAYS_MASKED,
         streams=_streams(model),
         inner_dropout=model.model_type in POSITION_BIAS and residual_dropout,
     )
