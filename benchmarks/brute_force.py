@@ -15,7 +15,8 @@ from itertools import product
 from typing import NamedTuple
 
 from planner.calibration_bands import memory_band
-from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup, simplicity
+from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup
+from planner.decision.simplicity import simplicity
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models.resolve import resolve_model

@@ -162,7 +162,7 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
         epochs[packing] = epoch_s(asked, plan.chosen), epoch_s(asked, blind.chosen)
         assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(asked, plan.chosen)
     assert epochs[False][0] < 0.95 * epochs[False][1]
-    assert epochs[True][0] < 0.7 * epochs[False][0]
+    assert epochs[True][0] < 0.8 * epochs[False][0]  # the mask of packed samples costs the causal half
 
 
 def test_a_file_has_its_own_number_of_samples(tmp_path: Path) -> None:
