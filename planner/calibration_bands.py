@@ -93,6 +93,8 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
 TRAINERS = ("trl", "hf", "sentence-transformers")
 """Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
 another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
+ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory")
+"""Those whose training is transformers' Trainer on the same libraries."""
 MEMORY = ("allocated", "reserved", "device")
 LEAST_ROWS = 10
 """Published rows from which a stack has a band of its own."""
@@ -238,13 +240,13 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
 
     Args:
         planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
-            allocator as launch files set it, transformers' Trainer (Axolotl's and LLaMA-Factory's too) on the same
-            libraries. The speed of an engine of its own code (`ENGINE_BANDS`) stays as uncertain as others' runs are.
+            allocator as launch files set it, and transformers' Trainer or an engine of `ENGINE_BANDS`. The speed of an
+            engine of its own code stays as uncertain as others' runs are, and so does the memory of one that has no
+            band here (torchtitan).
     """
     if of_a_plan(setup):
         return prediction
-    own_code = setup.stack in ENGINE_BANDS
-    if planned and not own_code:
+    if planned and setup.stack in ON_THE_TRAINER:
         same = f"{NOBODY}: {setup.by.title} has no published run here, the band is that of its libraries under TRL"
         return prediction if setup.stack in TRAINERS else _noted(prediction, same)
     bands, note = evidence_bands(prediction.rung.value, gpu, setup)
@@ -255,7 +257,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
         time = max(time, above, 1 / (1 - below) - 1)
     found = _noted(replace(prediction, time_band_fraction=time), note)
     memory = max(bands.get("device") or bands["reserved"])
-    if planned:
+    if planned and setup.stack in ENGINE_BANDS:
         return replace(found, memory_band_fraction=max(found.memory_band_fraction, ENGINE_BANDS[setup.stack]))
     return replace(found, memory_band_fraction=max(found.memory_band_fraction, memory), bands=bands)
 

@@ -73,6 +73,9 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     assert set(asked.bands) == {"allocated", "reserved", "device", "tokens_per_s"}
     assert asked.memory_band_fraction >= max(asked.bands["device"])
     assert not predict(model, A100, TrainSetup()).bands
+    titan = asked_setup({"stack": "torchtitan"})  # its own code, of which no band is known
+    assert predict(model, A100, titan, planned=True).bands == predict(model, A100, titan).bands != {}
+    assert not predict(model, A100, asked_setup({"stack": "axolotl"}), planned=True).bands
     several = evidence_bands("dry_run", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
     assert several == evidence_bands("formula", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
 
