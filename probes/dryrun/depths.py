@@ -14,7 +14,7 @@ import torch
 from probes.dryrun.layer_map import LayerMap
 from probes.stack import layer_signatures, num_layers, period_of
 from probes.stack.build import bare_model
-from probes.stack.configs import config_of_layers
+from probes.stack.configs import config_of_layers, layers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class DepthPlan:
 
 def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int = 0, reach: int = 1) -> DepthPlan:
     """Layers enough to hold every kind of layer between every kind of neighbours, or all when that is asked for, when
-    no fewer do, or when a model of those layers alone has others.
+    no fewer do, or when a model of those layers alone has others, or others outside them (Gemma 4's table of every
+    layer's embeddings).
 
     Args:
         unlike: layers at the start that do what others of their kind do not.
@@ -46,10 +47,11 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
     one_by_one = any(re.search(r"\d", name) for name in getattr(config, "kept_modules", ()))  # no layer repeats
     if full_depth or config.is_encoder_decoder or one_by_one:
         return whole  # an encoder-decoder's two halves grow together, and its models are small
-    _, period, signatures = _pattern(config)
+    pattern = _pattern(config)
+    signatures = pattern.signatures
     shared = full - int(getattr(config.get_text_config(), "num_kv_shared_layers", 0) or 0)
     last = {signature: layer for layer, signature in enumerate(signatures)}
-    for every in dict.fromkeys((checkpointing or 1, math.lcm(period, checkpointing or 1))):
+    for every in dict.fromkeys((checkpointing or 1, math.lcm(pattern.period, checkpointing or 1))):
         kinds: list[Kind] = [
             (signature, layer % every, min(layer, unlike), layer >= shared and last[signature] == layer)
             for layer, signature in enumerate(signatures)
@@ -59,11 +61,10 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
             break
         try:
             short = config_of_layers(config, chosen)
-            with torch.device("meta"):
-                kept = layer_signatures(bare_model(copy.deepcopy(short), torch.bfloat16, "eager"))
+            made = _built(short)
         except (ValueError, IndexError, KeyError):
             continue
-        if kept == tuple(signatures[layer] for layer in chosen):
+        if made.outside == pattern.outside and made.signatures == tuple(signatures[layer] for layer in chosen):
             layers = LayerMap(standing_for(kinds, chosen, reach))
             wider = partial(
                 plan_depth, config, checkpointing=checkpointing, full_depth=reach > 1, unlike=unlike, reach=reach + 1
@@ -114,21 +115,44 @@ def _cases(kinds: Sequence[Hashable], reach: int) -> list[tuple[Hashable, ...]]:
     return [tuple(padded[layer : layer + 2 * reach + 1]) for layer in range(len(kinds))]
 
 
-_PATTERNS: OrderedDict[str, tuple[int, int, tuple[int, ...]]] = OrderedDict()
+@dataclass(frozen=True)
+class _Pattern:
+    """What a model is made of.
+
+    Attributes:
+        signatures: one number per layer, equal ones for layers that behave alike.
+        outside: name and shape of every parameter that is no layer's.
+    """
+
+    signatures: tuple[int, ...]
+    outside: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def period(self) -> int:
+        """After how many layers they repeat, beyond those at the start that do not."""
+        return period_of(self.signatures)[1]
+
+
+_PATTERNS: OrderedDict[str, _Pattern] = OrderedDict()
 
 
 def layer_kinds(config: Any) -> tuple[int, ...]:
     """One number per layer of a decoder, equal ones for layers that behave alike."""
-    return _pattern(config)[2]
+    return _pattern(config).signatures
 
 
-def _pattern(config: Any) -> tuple[int, int, tuple[int, ...]]:
-    """(prefix, period, signatures) of the full model, built once on meta per configuration."""
+def _pattern(config: Any) -> _Pattern:
+    """That of the full model, built once on meta per configuration."""
     key = config.to_json_string(use_diff=False)
     if key not in _PATTERNS:
-        signatures = layer_signatures(bare_model(copy.deepcopy(config), torch.bfloat16, "eager"))
-        prefix, period = period_of(signatures)
-        _PATTERNS[key] = (prefix, period, signatures)
+        _PATTERNS[key] = _built(config)
         if len(_PATTERNS) > 64:
             _PATTERNS.popitem(last=False)
     return _PATTERNS[key]
+
+
+def _built(config: Any) -> _Pattern:
+    model = bare_model(copy.deepcopy(config), torch.bfloat16, "eager")
+    inside = {id(one) for layer in layers_of(model) for one in layer.parameters()}
+    others = tuple((name, tuple(one.shape)) for name, one in model.named_parameters() if id(one) not in inside)
+    return _Pattern(layer_signatures(model), others)

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Free
 from probes.dryrun import DryRunReport, report_for_config
@@ -136,6 +137,13 @@ def test_fewest_layers_of_patterns(kinds: str, kept: str) -> None:
     chosen = fewest(kinds)
     assert "".join(kinds[layer] for layer in chosen) == kept
     assert [kinds[chosen[run]] for run in standing_for(kinds, chosen)] == [*kinds]
+
+
+def test_plan_depth_runs_all_layers_where_tables_outside_them_grow_with_their_number() -> None:
+    small = catalogue.find("google/gemma-4-E4B-it")
+    assert small is not None
+    plan = plan_depth(load_config(dict(small.config)), checkpointing=1, full_depth=False)
+    assert (plan.depth, plan.layers) == (42, None)
 
 
 def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
