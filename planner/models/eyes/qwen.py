@@ -32,7 +32,7 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
 def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
     """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated) and Qwen3-VL (further projectors of inner layers)."""
     family = model.model_type.removesuffix("_moe")
-    third = family in ("qwen3_vl", "qwen3_5")
+    third = family == "qwen3_vl"
     field = {**_DEFAULTS[family], **given}
     if family == "qwen2_vl":  # its `hidden_size` is the text's
         inner = int(field["embed_dim"] * field["mlp_ratio"])
@@ -93,7 +93,7 @@ def _mergers(family: str, field: Mapping[str, Any], tokens: int) -> tuple[Projec
     """What merges neighbouring patches, and of Qwen3-VL such for the features of inner layers."""
     merged = field["spatial_merge_size"] ** 2
     wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
-    names = ("linear_fc1", "linear_fc2") if family in ("qwen3_vl", "qwen3_5") else ("mlp.0", "mlp.2")
+    names = ("linear_fc1", "linear_fc2") if family == "qwen3_vl" else ("mlp.0", "mlp.2")
     norm = _norm("ln_q", field["hidden_size"], gated=len(_MLPS[family]) == 3, rows=merged)
     found = [Projector(layer=projector("model.visual.merger", names, norm, wide, out), tokens=tokens)]
     if deep := len(field.get("deepstack_visual_indexes", ())):
@@ -107,7 +107,6 @@ _MLPS: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("fc1", "fc2"),
     "qwen2_5_vl": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_vl": ("linear_fc1", "linear_fc2"),
-    "qwen3_5": ("linear_fc1", "linear_fc2"),
 }
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {

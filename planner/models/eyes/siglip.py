@@ -1,4 +1,4 @@
-"""Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3, PaliGemma."""
+"""Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3."""
 
 from collections.abc import Mapping
 from typing import Any
