@@ -106,10 +106,7 @@ def traits_of(model: ModelSpec) -> Traits:
 
     Source: transformers 5.23 `modeling_*.py` and `configuration_*.py`.
     """
-    found: Traits | None = model.kept.get("traits")  # by object: models are equal whatever their configs say
-    if found is None:
-        found = model.kept["traits"] = _read_traits(model)
-    return found
+    return model.once("traits", _read_traits)
 
 
 def _read_traits(model: ModelSpec) -> Traits:

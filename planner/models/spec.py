@@ -5,10 +5,12 @@ order of the layers. Adapters (one per architecture family) derive it from `conf
 module tree instead and a test compares the two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 Role = Literal[
     "q", "k", "v", "qkv", "o",              # attention projections ("qkv": fused)
@@ -240,9 +242,16 @@ class ModelSpec:
         return hash((self.model_id, self.model_type, self.layer_kinds, self.layer_order, self.tied))
 
     @cached_property
-    def kept(self) -> dict[str, Any]:
-        """What others work out of this very object and ask for thousands of times; no part of the spec."""
+    def _worked_out(self) -> dict[Hashable, Any]:
         return {}
+
+    def once(self, key: Hashable, work_out: Callable[["ModelSpec"], T]) -> T:
+        """What is worked out of this very object, once: a walk asks thousands of times, and models of one shape are
+        equal whatever their configurations say."""
+        if key not in self._worked_out:
+            self._worked_out[key] = work_out(self)
+        found: T = self._worked_out[key]
+        return found
 
     @property
     def num_layers(self) -> int:

@@ -5,9 +5,7 @@ Text-only plans need none of it: there a tower is weights alone (`ModelSpec.idle
 in transformers 5.23's modeling, configuration and image processing files.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from planner.choices.images import Images
@@ -30,11 +28,6 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]]
 }
 SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
-_OF_CONFIG = (
-    "vision_config", "mm_tokens_per_image", "vision_feature_select_strategy", "vision_feature_layer",
-    "spatial_merge_size", "multimodal_projector_bias", "scale_factor", "downsample_ratio",
-)  # fmt: skip
-"""What of a model's configuration a tower is made of."""
 
 
 def tower_of(model: ModelSpec, images: Images) -> Tower:
@@ -43,13 +36,11 @@ def tower_of(model: ModelSpec, images: Images) -> Tower:
     Raises:
         SetupError: a model without eyes, or whose eyes are not known here.
     """
-    said = {name: model.config.get(name) for name in _OF_CONFIG}
-    return _tower(model, json.dumps(said, sort_keys=True), images.width, images.height)
+    width, height = images.width, images.height
+    return model.once(("tower", width, height), lambda of: _tower(of, width, height))
 
 
-@lru_cache(maxsize=256)
-def _tower(model: ModelSpec, said: str, width: int, height: int) -> Tower:
-    """`said` is part of the key alone: two models of one shape are equal whatever their configs."""
+def _tower(model: ModelSpec, width: int, height: int) -> Tower:
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:

@@ -1,7 +1,6 @@
 """What one token passes through, counted once per model: matrices, norms, attention, elementwise widths."""
 
 from dataclasses import dataclass
-from weakref import ref
 
 from planner.memory.traits import traits_of
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
@@ -76,18 +75,9 @@ class Inventory:
     softcap: bool
 
 
-_CACHE: dict[int, tuple[ref[ModelSpec], Inventory]] = {}
-
-
 def inventory(model: ModelSpec) -> Inventory:
-    """The inventory of a model, counted once per object (hashing a whole spec would cost more than the counting)."""
-    found = _CACHE.get(id(model))
-    if found is not None and found[0]() is model:
-        return found[1]
-    made = _count(model)
-    key = id(model)
-    _CACHE[key] = (ref(model, lambda _: _CACHE.pop(key, None)), made)
-    return made
+    """The inventory of a model."""
+    return model.once("inventory", _count)
 
 
 class _Tally:
