@@ -129,6 +129,24 @@ def short_setup_words(setup: TrainSetup) -> str:
     return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
 
 
+def trial_words(setup: TrainSetup) -> str:
+    """One line of a progress log: what a search or a campaign varies."""
+    batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps} of {setup.seq_len_tokens:,}"
+    return joined(
+        (
+            spread_words(setup) if setup.num_gpus > 1 else "",
+            method_words(setup, short=True),
+            setup.quantization if setup.quantized else "",
+            setup.precision,
+            setup.optimizer,
+            setup.attention,
+            checkpointing_words(setup),
+            f"{setup.loss} loss",
+            batch,
+        )
+    )
+
+
 def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
     """What `other` does differently from `setup`, short: "rank 128, micro-batch 2 × 8"."""
     parts = []

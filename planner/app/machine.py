@@ -12,6 +12,8 @@ from planner.gpu import GpuSpec
 from planner.install import install_command
 
 if TYPE_CHECKING:
+    from planner.models.spec import ModelSpec
+    from probes.evaluate import Prober
     from probes.executors import Executor
     from probes.store import Store
 
@@ -145,3 +147,14 @@ def executor_for(
         yield executor
     finally:
         executor.close()
+
+
+@contextmanager
+def prober_on(
+    devices: tuple[str, ...], model: "ModelSpec", gpu: GpuSpec | None, *, store: Path | None, executor: Any, **how: Any
+) -> Iterator["Prober"]:
+    """A prober of one model on these devices; `executor`: what `executor_for` takes, `how`: what `Prober` takes."""
+    from probes.evaluate import Prober
+
+    with executor_for(devices, **executor) as runs:
+        yield Prober(model=model, gpu=gpu, executor=runs, store=open_store(store), device=devices[0], **how)

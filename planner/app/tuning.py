@@ -1,37 +1,28 @@
-"""A finished plan after a search with GPU probes: what is searched, what it costs, what the answer becomes."""
+"""A finished plan goes through a search with GPU probes; what was learned is kept for the next."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.app import machine
 from planner.app.progress import ProgressLine, say
+from planner.app.search_space import search_candidates
+from planner.app.tuned import tuned
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
-from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
-from planner.plan import Plan, with_trades
+from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
+from planner.plan import Plan
 from planner.setup import TrainSetup
 from planner.workload import Workload
+from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
-    from planner.walk import Point
     from search.problem import Elsewhere, Evaluate, Unprobed
-    from search.run import SearchResult
     from search.stopping import Budget
     from search.trials import TrialRecord
 
-MAX_CANDIDATES = 1500
-"""Of the walked space, the fastest this many that may fit are searched: predicting one costs half a millisecond."""
-NEAR_MISS_FRACTION = 0.15
-"""A setup predicted this much above the budget may still fit: the formula errs by less in nearly all cases."""
-SLOWEST_FRACTION = 0.5
-"""What is predicted at less than this share of the best speed cannot become the best by any error seen so far."""
-MIN_PER_SPREAD = 60
-"""With several GPUs so many of every spread are searched, even where another spread's fastest fill the list: how well
-links are used is what the formula knows least."""
 DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0
 
@@ -63,24 +54,33 @@ def climb_probe(plan: Plan) -> Plan:
     return tune_plan(plan)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a search goes, and where it keeps what it learns.
+
+    Attributes:
+        study: name of the study. Default: "plan", with several GPUs their number in it.
+        storage: the study's place (`search.storage.open_storage`); None: memory.
+        store, corrections: files of measurements and of what was learned on several GPUs; None: the user's.
+        device: the first one to probe on; None: this machine's first.
+    """
+
+    budget: "Budget | None" = None
+    sampler: str = "residual"
+    dry_run: bool = True
+    storage: str | Path | None = None
+    study: str | None = None
+    store: Path | None = None
+    corrections: Path | None = None
+    device: str | None = None
+
+
 def tune_plan(
-    plan: Plan,
-    *,
-    budget: "Budget | None" = None,
-    sampler: str = "residual",
-    storage: str | Path | None = None,
-    study: str | None = None,
-    dry_run: bool = True,
-    device: str | None = None,
-    store: Path | None = None,
-    corrections: Path | None = None,
-    evaluate: "Evaluate | None" = None,
-    unprobed: "Unprobed | None" = None,
+    plan: Plan, how: Tuning = Tuning(), *, evaluate: "Evaluate | None" = None, unprobed: "Unprobed | None" = None
 ) -> Plan:
     """The plan after a search with probes on this machine's GPUs; what was learned is kept for the next plan.
 
     Args:
-        study: name of the study. Default: "plan", with several GPUs their number in it.
         evaluate: stands in for the probes (tests, recorded replay).
         unprobed: what no probe here can run; default: what the prober says.
 
@@ -95,25 +95,22 @@ def tune_plan(
 
     wish = plan.workload
     on_this_machine(wish)
-    learned = _Learned(wish, store, corrections)
+    learned = _Learned(wish, how.store, how.corrections)
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
-    budget = budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+    budget = how.budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
     line = ProgressLine(budget_s=budget.seconds)
     line.say(f"searching among {len(problem.candidates):,} setups")
-
-    with ExitStack() as stack:
-        if evaluate is None:
-            evaluate = _prober(stack, wish, device=device, store=store, line=line)
+    with _prober(wish, how, line) if evaluate is None else nullcontext(evaluate) as evaluator:
         result = search(
             problem,
-            evaluate,
-            storage=storage,
-            study_name=study or study_name(wish),
-            strategy=Strategy(sampler=sampler),
+            evaluator,
+            storage=how.storage,
+            study_name=how.study or study_name(wish),
+            strategy=Strategy(sampler=how.sampler),
             budget=budget,
             plan=plan.chosen.setup,
-            check=partial(_dry_run, wish, line) if dry_run and not dry_run_possible() else None,
+            check=partial(_dry_run, wish, line) if how.dry_run and not dry_run_possible() else None,
             elsewhere=learned.elsewhere(),
             on_trial=lambda record, belief: line.advance(trial_line(record)),
         )
@@ -121,6 +118,12 @@ def tune_plan(
     if problem_words := learned.keep(result.candidates):
         line.note(problem_words)
     return tuned(plan, result, unprobed)
+
+
+def _prober(wish: Workload, how: Tuning, line: ProgressLine) -> "AbstractContextManager[Evaluate]":
+    devices = machine.job_devices(how.device, wish.num_gpus)
+    gpu = None if devices == ("cpu",) else wish.gpu
+    return machine.prober_on(devices, wish.model, gpu, store=how.store, executor={"on_progress": line.event})
 
 
 class _Learned:
@@ -180,7 +183,7 @@ def _dry_run(wish: Workload, line: ProgressLine, setup: TrainSetup) -> Predictio
     """The dry run before a probe; None where it breaks, or does not follow the spread: the probe decides."""
     from planner.app.climb import dry_run_setup
 
-    line.say(f"dry run: {setup_words(setup)}")
+    line.say(f"dry run: {trial_words(setup)}")
     try:
         found = dry_run_setup(wish.model, wish.gpu, setup)
     except Exception as error:  # a prediction that breaks is no reason to end a search
@@ -190,205 +193,11 @@ def _dry_run(wish: Workload, line: ProgressLine, setup: TrainSetup) -> Predictio
     return None if unable and setup.num_gpus > 1 else found
 
 
-def _prober(
-    stack: ExitStack, wish: Workload, *, device: str | None, store: Path | None, line: ProgressLine
-) -> "Evaluate":
-    from probes.evaluate import Prober
-
-    devices = machine.job_devices(device, wish.num_gpus)
-    executor = stack.enter_context(machine.executor_for(devices, on_progress=line.event))
-    return Prober(
-        model=wish.model,
-        gpu=None if devices == ("cpu",) else wish.gpu,
-        executor=executor,
-        store=machine.open_store(store),
-        device=devices[0],
-    )
-
-
-def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tuple[Candidate, ...]:
-    """What the search may choose from: the walked space where it may fit and is not hopelessly slow, fastest first.
-
-    The tree's first answer stands: a plan for full fine-tuning is tuned among full fine-tuning setups, one for
-    adapters among adapters (quantized or not). With several GPUs every way of spreading the job keeps its best, however
-    fast the others are; of a way that no probe can run only the fastest that fits stays, told with its prediction.
-    """
-    from planner.decision.candidates import candidate
-
-    wish = plan.workload
-    full = plan.chosen.setup.method == "full"
-    limit_bytes = wish.budget_bytes * (1 + NEAR_MISS_FRACTION)
-    points = [
-        point
-        for point in _walked(plan)
-        if (point.family.method == "full") == full and point.peak_device_bytes <= limit_bytes
-    ]
-    if wish.objective == "memory":
-        points.sort(key=lambda point: point.peak_device_bytes)
-    else:
-        points.sort(key=lambda point: -point.tokens_per_s)
-    told: list[Point] = []
-    if wish.num_gpus > 1:
-        points, told = _probed_and_told(points, unprobed, wish.budget_bytes)
-    if wish.objective != "memory":
-        fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= wish.budget_bytes]
-        floor = SLOWEST_FRACTION * max(fitting, default=0.0)
-        points = [point for point in points if point.tokens_per_s >= floor]
-    kept = points[:MAX_CANDIDATES]
-    if wish.num_gpus > 1:
-        kept += _best_of_each(points, MIN_PER_SPREAD)
-    setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*kept, *told))])
-    return tuple(candidate(wish, setup) for setup in setups)
-
-
-def _walked(plan: Plan) -> "Iterable[Point]":
-    """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
-    from planner.space import dimension_values
-    from planner.walk import walk
-
-    wish = plan.workload
-    if wish.num_gpus == 1:
-        return walk(wish)
-    from planner.decision.spreads import STAGES, spreads
-
-    hosted = plan.chosen.setup.offload != "none" or "offload" in wish.fixed
-    found = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
-    return walk(wish, dimension_values(wish), found) if found else ()
-
-
-def _probed_and_told(
-    points: "Sequence[Point]", unprobed: "Unprobed", budget_bytes: int
-) -> "tuple[list[Point], list[Point]]":
-    """(what a probe can run, of every spread that none can the first that fits)."""
-    from planner.decision.spreads import spread_key
-
-    probed: list[Point] = []
-    told: dict[Any, Point] = {}
-    reasons: dict[Any, str] = {}
-    for point in points:
-        key = spread_key(point.shared)
-        if key not in reasons:
-            reasons[key] = unprobed(point.shared)
-        if not reasons[key]:
-            probed.append(point)
-        elif key not in told and point.peak_device_bytes <= budget_bytes:
-            told[key] = point
-    return probed, list(told.values())
-
-
-def _best_of_each(points: "Sequence[Point]", num: int) -> "Iterator[Point]":
-    """The first points of every spread."""
-    from planner.decision.spreads import spread_key
-
-    counts: Counter[Any] = Counter()
-    for point in points:
-        key = spread_key(point.shared)
-        counts[key] += 1
-        if counts[key] <= num:
-            yield point
-
-
-MEASURED_GAIN_FRACTION = 0.05
-"""A quantized base replaces a LoRA that fits where it was measured faster by more than this."""
-
-
-def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "") -> Plan:
-    """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
-
-    What no probe can run stands beside it with its prediction and the reason, never among what was measured.
-    """
-    from reports.evidence import search_values
-
-    trials = [(record.setup, record.origin, record.evidence, record.excluded) for record in result.trials]
-    values: Mapping[str, object] = {
-        **search_values(trials, result.reason, plan.workload.budget_bytes),
-        "num_probes": result.num_probes,
-        "pareto": [_pareto_point(one) for one in result.pareto],
-    }
-    if plan.workload.num_gpus > 1:
-        told = _predicted_only(plan, result, unprobed)
-        values = {**values, "not_probed": told}
-        plan = replace(plan, notes=(*plan.notes, *_unprobed_notes(told)))
-    if result.given_up:
-        words = "; ".join(setup_words(setup) for setup in result.given_up)
-        note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
-        plan = replace(plan, notes=(*plan.notes, note))
-    if result.best is None:
-        note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
-        return replace(plan, search=values, notes=(*plan.notes, note))
-    chosen = result.best
-    if plan.workload.objective == "tokens" and chosen.setup.method == "qlora":
-        chosen = _unquantized(chosen, result.candidates, MEASURED_GAIN_FRACTION)
-    rivals = [one for one in result.candidates if one.fits and one.setup != chosen.setup]
-    known = {chosen.setup, *(one.setup for one in result.candidates)}
-    ranked = (chosen, *rivals, *(one for one in plan.ranked if one.setup not in known))
-    return replace(
-        plan,
-        chosen=chosen,
-        ranked=ranked,
-        search=values,
-        alternatives=with_trades(chosen, [one for one in plan.alternatives if one.candidate.setup != chosen.setup]),
-    )
-
-
-def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
-    """Of every spread that no probe here can run: its setup in the study, why, and what the formula says of it."""
-    from planner.decision.candidates import candidate
-    from planner.decision.spreads import spread_name
-    from planner.interchange import setup_to_dict
-
-    rows = []
-    for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
-        formula = candidate(plan.workload, setup).formula
-        row = {
-            "spread": spread_name(setup),
-            "setup": setup_to_dict(setup),
-            "reason": unprobed(setup),
-            "predicted_tokens_per_s": formula.tokens_per_s,
-            "predicted_peak_device_bytes": formula.peak_device_bytes,
-        }
-        rows.append(row)
-    return rows
-
-
-def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each reason."""
-    from planner.units import gib
-
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
-        words = f"{row['spread']} ({speed}, {gib(row['predicted_peak_device_bytes'])})"
-        by_reason.setdefault(row["reason"], []).append(words)
-    return [f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()]
-
-
-def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction: float) -> Candidate:
-    """A measured 16-bit LoRA nearly as fast goes before QLoRA: quantize to fit, or where the whole is faster."""
-    for one in candidates:
-        near = one.tokens_per_s * (1 + gain_fraction) >= best.tokens_per_s
-        timed = isinstance(one.probe, Measurement) and one.probe.tokens_per_s is not None
-        if one.setup.method == "lora" and timed and one.fits and near:
-            return one
-    return best
-
-
-def _pareto_point(candidate: Candidate) -> dict[str, Any]:
-    from planner.interchange import setup_to_dict
-
-    return {
-        "setup": setup_to_dict(candidate.setup),
-        "tokens_per_s": candidate.tokens_per_s,
-        "peak_device_bytes": candidate.memory_evidence.peak_device_bytes,
-        "lora_rank": candidate.setup.lora_rank,
-    }
-
-
 def trial_line(record: "TrialRecord") -> str:
     """One finished trial for a person."""
     from planner.units import gib
 
-    what = setup_words(record.setup)
+    what = trial_words(record.setup)
     if record.excluded:
         return f"  excluded  {what}: {record.excluded}"
     evidence = record.evidence
@@ -398,20 +207,6 @@ def trial_line(record: "TrialRecord") -> str:
         return f"  {what}"
     speed = f"{evidence.tokens_per_s:,.0f} tokens/s" if evidence.tokens_per_s else "speed not measured"
     return f"  {speed}, {gib(evidence.peak_device_bytes)}  {what}"
-
-
-def setup_words(setup: TrainSetup) -> str:
-    """A setup on one line."""
-    words = [setup.method, setup.precision, setup.attention, f"checkpointing {setup.checkpointing}", setup.loss]
-    if setup.quantized:
-        words.insert(1, setup.quantization)
-    batch = f"{setup.micro_batch_seqs} x {setup.accumulation_steps}"
-    if setup.num_gpus > 1:
-        from planner.decision.spreads import spread_name
-
-        words.insert(0, spread_name(setup))
-        batch += f" x {setup.data_degree} copies"
-    return f"{', '.join(words)}, {batch}"
 
 
 def default_corrections_path() -> Path:

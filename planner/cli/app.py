@@ -60,7 +60,7 @@ COMMANDS = {
 }
 INTERRUPTED = 130
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-GROUPS = {"store": Command("campaign", "store_app", "Export and import the store of measurements.")}
+GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:

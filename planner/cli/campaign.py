@@ -1,4 +1,4 @@
-"""`plan campaign`: measure a list of setups within a time budget. `plan store`: export and import measurements."""
+"""`plan campaign`: measure a list of setups within a time budget."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,15 +9,17 @@ from planner.app import machine
 from planner.app.progress import ProgressLine
 from planner.cli import options, probing
 from planner.cli.output import console, print_json
-from planner.errors import EXIT_ENVIRONMENT, EnvironmentProblem, UsageError
+from planner.errors import EXIT_ENVIRONMENT, UsageError
 from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
 from planner.outcome import Measurement
 from planner.units import gib, seconds
+from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
     from probes.campaign import CampaignReport, Step
     from probes.campaign_spec import CampaignSpec, Chain
+    from probes.store import Store
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -53,7 +55,7 @@ def campaign(
     as_json: options.Json = False,
 ) -> int:
     """Measure a campaign, most valuable first. What the store knows is skipped: call it again to go on."""
-    from probes.campaign import export_for_commit, run_campaign
+    from probes.campaign import export_for_commit
     from probes.campaign_spec import read_spec
 
     plan = read_spec(spec)
@@ -61,33 +63,39 @@ def campaign(
     if dry:
         return _list(plan, as_json=as_json)
     devices = machine.pick_devices(device if slurm is None else device or "cuda:0")
-    gpu = None if devices == ("cpu",) else machine.gpu_of(plan.gpu, devices[0])
     kept = machine.open_store(store if store is not None else out)
+    jobs = {"slurm": slurm, "partition": partition, "ahead": 0 if devices == ("cpu",) else ahead}
+    try:
+        report = _measure(plan, devices, kept, budget_s, jobs)
+    finally:  # what was measured before it stopped is to be committed too
+        if out is not None and store not in (None, out):
+            export_for_commit(plan, kept, out)
+    return _tell(report, plan, kept.path, as_json=as_json)
+
+
+def _measure(
+    plan: "CampaignSpec", devices: tuple[str, ...], store: "Store", budget_s: float | None, jobs: dict[str, Any]
+) -> "CampaignReport":
+    """The campaign's run with its progress; `jobs`: what `machine.executor_for` takes."""
+    from probes.campaign import run_campaign
+
+    gpu = None if devices == ("cpu",) else machine.gpu_of(plan.gpu, devices[0])
     resolve = _Resolver(plan)
     line = ProgressLine(budget_s=budget_s)
-    stopped: BaseException | None = None
-    with machine.executor_for(
-        devices, slurm=slurm, partition=partition, ahead=0 if devices == ("cpu",) else ahead, on_progress=line.event
-    ) as executor:
-        try:
-            report = run_campaign(
+    try:
+        with machine.executor_for(devices, on_progress=line.event, **jobs) as executor:
+            return run_campaign(
                 plan,
                 executor=executor,
-                store=kept,
+                store=store,
                 resolve=resolve,
                 gpu=gpu,
                 device=devices[0],
                 budget_s=budget_s,
                 on_step=lambda step, report: line.advance("" if step.from_store else step_line(step)),
             )
-        except (KeyboardInterrupt, EnvironmentProblem) as error:
-            stopped = error
-    line.close()
-    if out is not None and (store is not None and store != out):
-        export_for_commit(plan, kept, out)
-    if stopped is not None:
-        raise stopped
-    return _tell(report, plan, kept.path, as_json=as_json)
+    finally:
+        line.close()
 
 
 def _tell(report: "CampaignReport", plan: "CampaignSpec", store: Path, *, as_json: bool) -> int:
@@ -140,13 +148,9 @@ class _Resolver:
 
 def step_line(step: "Step") -> str:
     """One answered point, for a log."""
-    setup, outcome = step.setup, step.outcome
-    rank = f" r{setup.lora_rank}" if setup.lora_rank else ""
-    what = (
-        f"{step.chain.model} {setup.method}{rank} {setup.optimizer} {setup.attention} {setup.loss} "
-        f"ckpt{setup.checkpointing} s{setup.seq_len_tokens} b{setup.micro_batch_seqs}"
-        + (" full-depth" if step.chain.depths == (0,) else "")
-    )
+    outcome = step.outcome
+    depth = ", full depth" if step.chain.depths == (0,) else ""
+    what = f"{step.chain.model}: {trial_words(step.setup)}{depth}"
     if not isinstance(outcome, Measurement):
         return f"{what}: {outcome.kind.value}: {outcome.message[:160]}"
     flags = f" [{', '.join(outcome.flags)}]" if outcome.flags else ""
@@ -180,41 +184,3 @@ def _list(plan: "CampaignSpec", *, as_json: bool) -> int:
     for name, num in blocks.items():
         out.print(f"  {name}: {num} chains", markup=False, soft_wrap=True)
     return 0
-
-
-store_app = typer.Typer(
-    help="The store of measurements.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
-)
-
-
-@store_app.command("export")
-def export(
-    target: Annotated[Path, typer.Argument(help="File to write (JSON lines).", show_default=False)],
-    store: probing.StorePath = None,
-) -> None:
-    """Write the last outcome of every setup as JSON lines."""
-    kept = machine.open_store(store)
-    print_json({"exported": kept.export(target), "to": str(target)})
-
-
-@store_app.command("import")
-def import_(
-    source: Annotated[Path, typer.Argument(help="File that `plan store export` wrote.", show_default=False)],
-    store: probing.StorePath = None,
-) -> None:
-    """Add another store's outcomes; what is here already is left alone."""
-    kept = machine.open_store(store)
-    added, known = kept.merge(source)
-    print_json({"added": added, "already_here": known, "store": str(kept.path)})
-
-
-@store_app.command("show")
-def show(store: probing.StorePath = None) -> None:
-    """How much the store holds, and where it lies."""
-    kept = machine.open_store(store)
-    records = kept.latest()
-    models: dict[str, int] = {}
-    for record in records:
-        models[record.model_id] = models.get(record.model_id, 0) + 1
-    measured = sum(isinstance(record.outcome, Measurement) for record in records)
-    print_json({"store": str(kept.path), "outcomes": len(records), "measurements": measured, "models": models})

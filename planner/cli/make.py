@@ -58,6 +58,29 @@ class ShowOptions:
         return frozenset(name for name, on in wanted.items() if on)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RungOptions:
+    """Which rungs of the ladder a plan climbs."""
+
+    no_dry_run: options.NoDryRun = False
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")
+    ] = False
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False
+
+    def answer(self, asked: "Workload", *, local: bool) -> "Plan | NoPlan":
+        """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
+        from planner.app.climb import answered
+        from planner.plan import Plan
+
+        plan = answered(asked, dry_run=not self.no_dry_run, history=not self.no_history)
+        if isinstance(plan, Plan) and local and not self.no_probe:
+            from planner.app.tuning import climb_probe
+
+            plan = climb_probe(plan)
+        return plan
+
+
 @takes_options
 def make(
     model: options.Model,
@@ -65,20 +88,14 @@ def make(
     *,
     wish: WishOptions,
     files: FileOptions,
-    no_dry_run: options.NoDryRun = False,
-    no_history: Annotated[
-        bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")
-    ] = False,
-    no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
+    rungs: RungOptions,
     lookup: options.Lookup,
     show: ShowOptions,
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.writing import check_launch_words, known_targets
-    from planner.plan import Plan
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     check_launch_words(files.target, files.dataset, files.out)
@@ -92,12 +109,7 @@ def make(
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
             _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
-    plan = answered(asked, dry_run=not no_dry_run, history=not no_history)
-    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
-        from planner.app.tuning import climb_probe
-
-        plan = climb_probe(plan)
-    written = _Written(plan)
+    written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
     _show(written, show.names, as_json=as_json)

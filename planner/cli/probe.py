@@ -64,7 +64,6 @@ def probe(
     downloaded."""
     setup = setup_from_dict(one.values())
 
-    from probes.evaluate import Prober
     from probes.request import Limits
 
     line = ProgressLine()
@@ -76,16 +75,11 @@ def probe(
     limits = Limits(time_s=how.limit, measure_s=how.measure_seconds, **memory)
     ranks = f"{setup.num_gpus} ranks on " if setup.num_gpus > 1 else ""
     line.say(f"starting {ranks}{', '.join(devices)}, at most {how.limit:g} s")
-    with machine.executor_for(devices, slurm=how.slurm, partition=how.partition, on_progress=line.event) as executor:
-        prober = Prober(
-            model=spec,
-            gpu=card,
-            executor=executor,
-            store=machine.open_store(how.store),
-            device=devices[0],
-            limits=limits,
-            depths=(0,) if how.full_depth else (),
-        )
+    where = {"slurm": how.slurm, "partition": how.partition, "on_progress": line.event}
+    depths = (0,) if how.full_depth else ()
+    with machine.prober_on(
+        devices, spec, card, store=how.store, executor=where, limits=limits, depths=depths
+    ) as prober:
         known = None if how.again else prober.stored(setup)
         outcome = known or prober.finish(setup, prober.submit(setup))
     line.close()
@@ -182,7 +176,6 @@ def confirm(
     from planner.models.resolve import resolve_model
     from probes.confirm import confirm as run
     from probes.confirm import promise_of
-    from probes.evaluate import Prober
     from probes.request import Limits
 
     line = ProgressLine()
@@ -193,15 +186,9 @@ def confirm(
     spec = resolve_model(workload.model.model_id)
     devices = machine.job_devices(device, setup.num_gpus)
     card = machine.gpu_of(None, devices[0])
-    with machine.executor_for(devices, on_progress=line.event) as executor:
-        prober = Prober(
-            model=spec,
-            gpu=card,
-            executor=executor,
-            store=machine.open_store(store),
-            device=devices[0],
-            limits=Limits(time_s=limit, measure_s=measure_seconds),
-        )
+    limits = Limits(time_s=limit, measure_s=measure_seconds)
+    events = {"on_progress": line.event}
+    with machine.prober_on(devices, spec, card, store=store, executor=events, limits=limits) as prober:
         promise = promise_of(chosen.memory_evidence, chosen.speed_evidence)
         confirmation = run(prober, setup, promise, budget_bytes=chosen.budget_bytes)
     line.close()

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.app.machine import needs_search
 from planner.app.progress import ProgressLine
-from planner.app.tuning import DEFAULT_PROBES, on_this_machine, tune_plan
+from planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_plan
 from planner.choices.packages import absent_packages
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
@@ -19,9 +19,6 @@ from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import NoPlan, Plan
 from planner.workload import Workload
-
-if TYPE_CHECKING:
-    from search.stopping import Budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +38,20 @@ class SearchOptions:
         typer.Option("--study", help="Name of the study: workers that share it work together. Default: plan."),
     ] = None
 
-    def limits(self) -> "Budget":
-        """When it stops."""
+    def tuning(self, *, out: Path | None, store: Path | None, device: str | None, dry_run: bool) -> Tuning:
+        """How the search goes; its study lies beside the plan where nothing else is said."""
         from planner.cli.campaign import parse_budget
         from search.stopping import Budget
 
-        return Budget(max_probes=positive("max-probes", self.max_probes), seconds=parse_budget(self.budget))
+        return Tuning(
+            budget=Budget(max_probes=positive("max-probes", self.max_probes), seconds=parse_budget(self.budget)),
+            sampler=self.sampler,
+            dry_run=dry_run,
+            storage=self.storage if self.storage is not None else out,
+            study=self.study,
+            store=store,
+            device=device,
+        )
 
 
 @takes_options
@@ -71,23 +76,14 @@ def tune(
     from planner.planning import plan_workload
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    limits = how.limits()
+    tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
     asked = _workload(lookup.model(model), gpu, wish, how.goal)
     plan = plan_workload(asked)
     line.close()
     if isinstance(plan, Plan):
-        plan = tune_plan(
-            plan,
-            budget=limits,
-            sampler=how.sampler,
-            storage=how.storage if how.storage is not None else (str(out) if out is not None else None),
-            study=how.study,
-            dry_run=not no_dry_run,
-            device=device,
-            store=store,
-        )
+        plan = tune_plan(plan, tuning)
     if out is not None:
         from planner.cli.writing import write_out
 

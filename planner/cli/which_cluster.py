@@ -111,8 +111,7 @@ def which_cluster(
     from planner.decision.clusters import counts
     from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
-    asked = work.limits()
-    fixed = space.fixed()
+    asked, fixed = work.limits(), space.fixed()
     numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=cluster_options.MAX_GPUS) or 1)
     _known_links(clusters.interconnect)
     cards, spec = _cards(clusters.gpu), lookup.model(model)
@@ -126,13 +125,13 @@ def which_cluster(
         price=card.price,
     )
     found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
-    limits = {**asked, "global_batch_seqs": batch}
+    shown = (spec, found, {**asked, "global_batch_seqs": batch})
     show_table(
         out,
         as_json,
-        markdown=lambda: which_cluster_markdown(spec, found, limits),
-        document=lambda: as_document(spec, found, limits),
-        render=lambda page: render_which_cluster(spec, found, limits, page),
+        markdown=lambda: which_cluster_markdown(*shown),
+        document=lambda: as_document(*shown),
+        render=lambda page: render_which_cluster(*shown, page),
     )
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)

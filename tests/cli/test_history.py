@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.app.history import QUESTION, history_of, with_history
-from planner.app.tuning import tune_plan
+from planner.app.tuning import Tuning, tune_plan
 from planner.cli.app import run
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
@@ -147,5 +147,6 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("search.corrections.as_elsewhere", seen)
     failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
-    tune_plan(planned(asked), store=store, evaluate=lambda setup: failure, dry_run=False, budget=Budget(max_probes=1))
+    how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
+    tune_plan(planned(asked), how, evaluate=lambda setup: failure)
     assert tuple(given) == history_of(asked, store) != ()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from search_cases import measurement
 
-from planner.app.tuning import search_candidates, trial_line, tune_plan
+from planner.app.search_space import search_candidates
+from planner.app.tuning import Tuning, trial_line, tune_plan
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
@@ -57,13 +58,7 @@ def test_candidates_keep_the_plans_kind_and_contain_it() -> None:
 @pytest.mark.slow
 def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> None:
     plan = made_plan()
-    tuned = tune_plan(
-        plan,
-        evaluate=stand_in,
-        dry_run=False,
-        storage=tmp_path,
-        budget=Budget(max_probes=10),
-    )
+    tuned = tune_plan(plan, Tuning(dry_run=False, storage=tmp_path, budget=Budget(max_probes=10)), evaluate=stand_in)
     assert isinstance(tuned.chosen.probe, Measurement)
     assert tuned.chosen.probe.peak_device_bytes <= plan.workload.budget_bytes
     first = stand_in(plan.chosen.setup)
@@ -80,12 +75,7 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
 def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
     plan = made_plan()
     failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
-    tuned = tune_plan(
-        plan,
-        evaluate=lambda setup: failure,
-        dry_run=False,
-        budget=Budget(max_probes=2),
-    )
+    tuned = tune_plan(plan, Tuning(dry_run=False, budget=Budget(max_probes=2)), evaluate=lambda setup: failure)
     assert tuned.chosen == plan.chosen
     assert "no probe showed a setup that fits" in tuned.notes[-1]
 
@@ -96,7 +86,7 @@ def test_trial_lines_say_what_happened() -> None:
     setup = TrainSetup(method="qlora", quantization="nf4", micro_batch_seqs=2, accumulation_steps=8)
     record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
     done = replace(record, evidence=measurement(setup, 1234.0, 2**30))
-    assert trial_line(done).startswith("  1,234 tokens/s, 1.00 GiB  qlora, nf4, bf16-autocast")
+    assert trial_line(done).startswith("  1,234 tokens/s, 1.00 GiB  QLoRA rank 16, nf4, bf16-autocast")
     failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="x")
-    assert trial_line(replace(record, evidence=failure)).startswith("  out of memory  qlora")
+    assert trial_line(replace(record, evidence=failure)).startswith("  out of memory  QLoRA")
     assert "excluded" in trial_line(replace(record, excluded="formula: needs 30 GiB, budget 20 GiB"))

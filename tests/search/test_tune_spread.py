@@ -13,7 +13,8 @@ from optuna.trial import TrialState
 from search_cases import measurement
 
 from planner.app import climb
-from planner.app.tuning import climb_probe, on_this_machine, search_candidates, study_name, trial_line, tune_plan
+from planner.app.search_space import search_candidates
+from planner.app.tuning import Tuning, climb_probe, on_this_machine, study_name, trial_line, tune_plan
 from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.gpus import find_gpu
@@ -68,7 +69,9 @@ def stand_in(setup: TrainSetup) -> Evidence:
 def tuned_plan(folder: Path, **changes: Any) -> Plan:
     values: dict[str, Any] = {"evaluate": stand_in, "dry_run": False, "unprobed": no_deepspeed, "storage": folder}
     values |= {"corrections": folder / "corrections.json", "budget": Budget(max_probes=8)}
-    return tune_plan(made_plan(), **{**values, **changes})
+    given = {**values, **changes}
+    stands_in = {name: given.pop(name) for name in ("evaluate", "unprobed") if name in given}
+    return tune_plan(made_plan(), Tuning(**given), **stands_in)
 
 
 def trials_of(folder: Path, name: str) -> list[Any]:
@@ -204,8 +207,7 @@ def test_a_plan_for_more_gpus_than_here_goes_on_without_probes(
 def test_trial_lines_name_the_spread() -> None:
     setup = TrainSetup(num_gpus=2, parallel="fsdp2", accumulation_steps=3)
     record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
-    assert "FSDP2, lora" in trial_line(record)
-    assert trial_line(record).endswith("1 x 3 x 2 copies")
+    assert "FSDP2, LoRA rank 16" in trial_line(record)
 
 
 def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
