@@ -4,6 +4,7 @@ from planner.choices.kernels import KERNELS, parts_of
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import (
     attention_line,
+    differing,
     environment,
     liger_loss_refusal,
     model_line,
@@ -45,34 +46,40 @@ SWITCHES = {
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Axolotl runs otherwise than the setup says."""
-    found: list[Difference] = []
-    runs = setup
-    precision = SWITCHES[setup.precision][2]
-    if by_deepspeed := deepspeed.differences(setup):
-        found += by_deepspeed
-    elif precision != setup.precision:
-        reason = "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on"
-        found.append(Difference(field="precision", planned=setup.precision, runs_as=precision, reason=reason))
-    if setup.kbit_fp32_cast:
-        runs = runs.with_(kbit_fp32_cast=False)
-        reason = "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation"
-        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
-    if setup.checkpointing > 1 and setup.parallel == "fsdp2":
-        reason = "Axolotl's FSDP configuration checkpoints every layer"
-        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    if setup.objective == "dpo" and setup.loss == "chunked":
-        reason = "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference"
-        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
-    if setup.objective == "dpo" and setup.lora_dropout:
-        reason = "TRL switches every dropout off for DPO (disable_dropout)"
-        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
-    dtype = _adapter_dtype(setup)
-    if setup.method != "full" and runs.resolved_adapter_dtype != dtype:
-        reason = "peft keeps the adapters of a quantized base in fp32"
-        found.append(
-            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as=dtype, reason=reason)
-        )
-    return tuple(found)
+    by_deepspeed, dpo = deepspeed.differences(setup), setup.objective == "dpo"
+    every_layer = setup.checkpointing > 1 and setup.parallel == "fsdp2"
+    return (
+        *by_deepspeed,
+        *differing(
+            setup,
+            (
+                "precision",
+                setup.precision if by_deepspeed else SWITCHES[setup.precision][2],
+                "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on",
+            ),
+            (
+                "kbit_fp32_cast",
+                False,
+                "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation",
+            ),
+            (
+                "checkpointing",
+                1 if every_layer else setup.checkpointing,
+                "Axolotl's FSDP configuration checkpoints every layer",
+            ),
+            (
+                "loss",
+                "full" if dpo and setup.loss == "chunked" else setup.loss,
+                "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference",
+            ),
+            (
+                "lora_dropout",
+                0.0 if dpo else setup.lora_dropout,
+                "TRL switches every dropout off for DPO (disable_dropout)",
+            ),
+            ("adapter_dtype", _adapter_dtype(setup), "peft keeps the adapters of a quantized base in fp32"),
+        ),
+    )
 
 
 def _adapter_dtype(setup: TrainSetup) -> str:

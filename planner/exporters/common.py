@@ -177,8 +177,18 @@ def model_line(key: str, request: ExportRequest, shown: str) -> Line:
     return Line(key, shown, comment)
 
 
-def adapter_dtype_difference(setup: TrainSetup, runs_as: str, reason: str) -> Difference | None:
-    """A difference when the adapters' data type in the target is not the planned one."""
-    if setup.method == "full" or setup.resolved_adapter_dtype == runs_as:
-        return None
-    return Difference(field="adapter_dtype", planned=setup.resolved_adapter_dtype, runs_as=runs_as, reason=reason)
+def differing(setup: TrainSetup, *rows: tuple[str, object, str]) -> tuple[Difference, ...]:
+    """Of (field, what the target runs it as, why) those that the setup says otherwise.
+
+    `adapter_dtype` is held against what "auto" comes to without the k-bit cast to fp32, which no tool here makes.
+    """
+    found = []
+    for field, runs_as, reason in rows:
+        planned = getattr(setup, field)
+        if field == "adapter_dtype":
+            if setup.method == "full":
+                continue
+            planned = setup.with_(kbit_fp32_cast=False).resolved_adapter_dtype
+        if planned != runs_as:
+            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=reason))
+    return tuple(found)

@@ -12,7 +12,8 @@ from planner.engines.zero import (
     ZERO_BUCKET_ELEMENTS,
     zero_bucket_elements,
 )
-from planner.exporters.several_gpus import deepspeed_precision, sharding_refusal, split_refusal
+from planner.exporters.common import differing
+from planner.exporters.several_gpus import sharding_refusal, split_refusal
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.state import part_trained
 from planner.models.spec import ModelSpec
@@ -27,9 +28,16 @@ HOST = {"device": "cpu", "pin_memory": True}
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that DeepSpeed runs otherwise than the setup says."""
-    found = deepspeed_precision(setup)
-    return (found,) if found is not None else ()
+    """Settings that DeepSpeed runs otherwise than the setup says.
+
+    It computes in bf16 only by its own switch, whatever type the weights were loaded in. Source: DeepSpeed 0.19
+    engine.py `_configure_distributed_model`: bf16 casts the module and keeps fp32 masters; without it every parameter
+    must be fp32.
+    """
+    if not setup.zero or setup.precision != "bf16-pure":
+        return ()
+    reason = "DeepSpeed trains bf16 weights with fp32 masters and only by its bf16 switch; there is no autocast in it"
+    return differing(setup, ("precision", "bf16-autocast", reason))
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -4,6 +4,7 @@ from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     attention_line,
     batch_lines,
+    differing,
     environment,
     family_refusal,
     kernels_lines,
@@ -44,14 +45,19 @@ VALIDATED_WITH = {
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the plain Trainer runs otherwise than the setup says."""
-    found = list(deepspeed.differences(setup))
-    if setup.loss == "chunked":
-        reason = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
-        found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
-    if setup.selective_checkpointing:
-        reason = "transformers' Trainer recomputes the attention of checkpointed layers, slower"
-        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
-    return tuple(found)
+    liger = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
+    return (
+        *deepspeed.differences(setup),
+        *differing(
+            setup,
+            ("loss", "liger" if setup.loss == "chunked" else setup.loss, liger),
+            (
+                "selective_checkpointing",
+                False,
+                "transformers' Trainer recomputes the attention of checkpointed layers, slower",
+            ),
+        ),
+    )
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

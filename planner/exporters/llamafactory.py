@@ -6,6 +6,7 @@ from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
     batch_lines,
+    differing,
     environment,
     family_refusal,
     liger_loss_refusal,
@@ -45,75 +46,61 @@ VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that LLaMA-Factory runs otherwise than the setup says."""
-    if not setup.aim.supervised:
-        return (*_loading_differences(setup), *_preference_differences(setup))
-    return (*_loading_differences(setup), *_loss_differences(setup))
+    return differing(
+        setup,
+        ("precision", *_precision_run(setup)),
+        ("kbit_fp32_cast", False, "LLaMA-Factory does not call prepare_model_for_kbit_training"),
+        ("precomputed_reference", False, "LLaMA-Factory asks the reference in every step"),
+        (
+            "selective_checkpointing",
+            False,
+            "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower",
+        ),
+        (
+            "checkpointing",
+            min(setup.checkpointing, 1),
+            "its transformers has no every_n_layers: every layer is checkpointed, slower",
+        ),
+        ("loss", *_loss_run(setup)),
+        *_of_trainer(setup),
+        ("adapter_dtype", "fp32", "LLaMA-Factory trains adapters in fp32"),
+    )
 
 
-def _loading_differences(setup: TrainSetup) -> list[Difference]:
-    """How the weights are loaded, and what is checkpointed."""
-    found = []
+def _precision_run(setup: TrainSetup) -> tuple[str, str]:
+    """(precision, why) of what is loaded and trained."""
     adapters = setup.method != "full"
     if setup.parallel in deepspeed.STAGES and setup.precision in ("bf16-pure", "bf16-autocast"):
         runs_as = "bf16-autocast" if adapters else "bf16-mixed"
-        if runs_as != setup.precision:
-            reason = "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
-            found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
+        return runs_as, "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
     if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
-        runs_as = setup.precision.replace("mixed", "autocast")
-        reason = "LLaMA-Factory loads a frozen base in the 16-bit type"
-        found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
-    if setup.kbit_fp32_cast:
-        reason = "LLaMA-Factory does not call prepare_model_for_kbit_training"
-        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
-    if setup.precomputed_reference:
-        reason = "LLaMA-Factory asks the reference in every step"
-        found.append(Difference(field="precomputed_reference", planned=True, runs_as=False, reason=reason))
-    if setup.selective_checkpointing:
-        reason = "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower"
-        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
-    if setup.checkpointing > 1:
-        reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
-        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    return found
+        return setup.precision.replace("mixed", "autocast"), "LLaMA-Factory loads a frozen base in the 16-bit type"
+    return setup.precision, ""
 
 
-def _loss_differences(setup: TrainSetup) -> list[Difference]:
-    """The loss of supervised fine-tuning with the kernels that come with it, and the adapters' type."""
-    found = []
-    if setup.loss == "chunked" and setup.images is not None:
-        reason = "no chunked loss, and its Liger switch is not planned with images: the logits are held in full"
-        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
-    elif setup.loss == "chunked":
-        reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
-        found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
-    if setup.loss != "full" and setup.kernels == "eager" and setup.images is None:
-        reason = "its one Liger switch takes the layers' kernels with the loss"
-        found.append(Difference(field="kernels", planned="eager", runs_as="liger", reason=reason))
-    if setup.loss == "full" and setup.kernels == "liger":
-        reason = "its one Liger switch takes the loss with the layers' kernels"
-        found.append(Difference(field="loss", planned="full", runs_as="liger", reason=reason))
-    uncast = setup.with_(kbit_fp32_cast=False) if setup.kbit_fp32_cast else setup
-    if setup.method != "full" and (planned := uncast.resolved_adapter_dtype) != "fp32":
-        reason = "LLaMA-Factory trains adapters in fp32"
-        found.append(Difference(field="adapter_dtype", planned=planned, runs_as="fp32", reason=reason))
-    return found
-
-
-def _preference_differences(setup: TrainSetup) -> list[Difference]:
-    """As `differences`, of pairs, whose trainer has no loss of Liger's."""
-    found = []
+def _loss_run(setup: TrainSetup) -> tuple[str, str]:
+    """(loss, why): its one Liger switch takes loss and kernels together, and only in supervised training."""
     if setup.loss == "chunked":
-        reason = "its DPO makes the logits of policy and reference, and their log-softmax"
-        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
-    if setup.lora_dropout:
-        reason = "its trainer switches every dropout off (disable_dropout)"
-        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
-    if setup.method != "full" and setup.with_(kbit_fp32_cast=False).resolved_adapter_dtype != "fp32":
-        reason = "LLaMA-Factory trains adapters in fp32"
-        planned = setup.resolved_adapter_dtype
-        found.append(Difference(field="adapter_dtype", planned=planned, runs_as="fp32", reason=reason))
-    return found
+        if not setup.aim.supervised:
+            return "full", "its DPO makes the logits of policy and reference, and their log-softmax"
+        if setup.images is not None:
+            return (
+                "full",
+                "no chunked loss, and its Liger switch is not planned with images: the logits are held in full",
+            )
+        return "liger", "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
+    if setup.loss == "full" and setup.kernels == "liger" and setup.aim.supervised:
+        return "liger", "its one Liger switch takes the loss with the layers' kernels"
+    return setup.loss, ""
+
+
+def _of_trainer(setup: TrainSetup) -> tuple[tuple[str, object, str], ...]:
+    """What differs between its trainers: of pairs there is none of Liger's."""
+    if not setup.aim.supervised:
+        return (("lora_dropout", 0.0, "its trainer switches every dropout off (disable_dropout)"),)
+    if setup.loss != "full" and setup.kernels == "eager" and setup.images is None:
+        return (("kernels", "liger", "its one Liger switch takes the layers' kernels with the loss"),)
+    return ()
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

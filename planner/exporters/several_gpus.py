@@ -3,7 +3,7 @@
 from planner.choices.optimizers import OPTIMIZERS
 from planner.engines import why_not
 from planner.exporters.text import Line
-from planner.exporters.types import Difference, ExportRequest
+from planner.exporters.types import ExportRequest
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -83,18 +83,6 @@ def distributed_config(setup: TrainSetup) -> dict[str, object]:
         if setup.autocast_dtype == "bf16":
             config["fsdp_mixed_precision"] = True
     return config
-
-
-def deepspeed_precision(setup: TrainSetup) -> Difference | None:
-    """DeepSpeed computes in bf16 only by its own switch, whatever type the weights were loaded in.
-
-    Source: DeepSpeed 0.19 engine.py `_configure_distributed_model`: bf16 casts the module and keeps fp32 masters;
-    without it every parameter must be fp32.
-    """
-    if not setup.zero or setup.precision != "bf16-pure":
-        return None
-    reason = "DeepSpeed trains bf16 weights with fp32 masters and only by its bf16 switch; there is no autocast in it"
-    return Difference(field="precision", planned=setup.precision, runs_as="bf16-autocast", reason=reason)
 
 
 def torchrun(request: ExportRequest, script: str) -> str:

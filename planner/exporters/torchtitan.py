@@ -7,6 +7,7 @@ architectures, loaded from and saved to transformers' format.
 import json
 
 from planner.exporters import slurm
+from planner.exporters.common import differing
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
@@ -51,22 +52,17 @@ def flavor(model: ModelSpec | None) -> str:
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that torchtitan runs otherwise than the setup says."""
-    found = []
-    if setup.precision == "bf16-autocast":
-        reason = "torchtitan holds fp32 weights under mixed precision"
-        found.append(Difference(field="precision", planned=setup.precision, runs_as="bf16-mixed", reason=reason))
-    for name, value, reason in (
+    mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
+    return differing(
+        setup,
+        ("precision", mixed, "torchtitan holds fp32 weights under mixed precision"),
         ("loss", "full", "torchtitan computes the logits in full"),
         ("attention", "sdpa", "torchtitan's models call SDPA"),
         ("selective_checkpointing", False, "torchtitan's selection by operation keeps products of matrices too"),
         ("activation_offload", False, "torchtitan's checkpoints stay on the GPU"),
         ("kernels", "eager", "torchtitan has kernels of its own, by torch.compile"),
         ("packing", True, "torchtitan fills every sequence with the next samples"),
-    ):
-        planned = getattr(setup, name)
-        if planned != value:
-            found.append(Difference(field=name, planned=planned, runs_as=value, reason=reason))
-    return tuple(found)
+    )
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -4,9 +4,9 @@ from importlib.resources import files as files_text
 
 from planner.exporters import accelerate, chat, deepspeed, rollouts, slurm
 from planner.exporters.common import (
-    adapter_dtype_difference,
     attention_line,
     batch_lines,
+    differing,
     environment,
     family_refusal,
     kernels_lines,
@@ -58,53 +58,47 @@ OLDER_NAMES = (
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that `trl sft` runs otherwise than the setup says."""
-    found: list[Difference | None] = [*deepspeed.differences(setup)]
-    if setup.loss != "chunked" and "chunked" in setup.aim.losses:
-        found.append(
-            Difference(
-                field="loss",
-                planned=setup.loss,
-                runs_as="chunked",
-                reason="TRL 1.16 always computes the loss in chunks and never holds full logits",
-            )
-        )
-    runs = setup
-    if setup.kbit_fp32_cast:
-        runs = setup.with_(kbit_fp32_cast=False)
-        found.append(
-            Difference(
-                field="kbit_fp32_cast",
-                planned=True,
-                runs_as=False,
-                reason="TRL does not call prepare_model_for_kbit_training",
-            )
-        )
+    chunked = "TRL 1.16 always computes the loss in chunks and never holds full logits"
+    adapters = ("fp32", "peft holds adapters in fp32")
     if setup.method == "qlora":
-        found.append(adapter_dtype_difference(runs, "bf16", "TRL casts the adapters of a quantized base to bf16"))
-    elif setup.method == "lora":
-        zero3 = setup.parallel == "zero3"
-        dtype = setup.weight_dtype if zero3 else "fp32"
-        reason = "TRL keeps adapters in the weights' type under ZeRO-3" if zero3 else "peft holds adapters in fp32"
-        found.append(adapter_dtype_difference(runs, dtype, reason))
-    if not setup.aim.supervised:
-        found += _objective_differences(setup)
-    return tuple(one for one in found if one is not None)
+        adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
+    elif setup.parallel == "zero3":
+        adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
+    return (
+        *deepspeed.differences(setup),
+        *differing(
+            setup,
+            ("loss", "chunked" if "chunked" in setup.aim.losses else setup.loss, chunked),
+            ("kbit_fp32_cast", False, "TRL does not call prepare_model_for_kbit_training"),
+            ("adapter_dtype", *adapters),
+        ),
+        *(_objective_differences(setup) if not setup.aim.supervised else ()),
+    )
 
 
-def _objective_differences(setup: TrainSetup) -> list[Difference]:
+def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
-    found = []
-    if setup.lora_dropout and not setup.aim.rolls_out:
-        reason = "TRL switches every dropout off for this objective (disable_dropout)"
-        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
-    if setup.selective_checkpointing:
-        reason = "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers"
-        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
-    if (setup.has_reference or setup.aim.rolls_out) and setup.checkpointing > 1:
-        asked = "generation" if setup.aim.rolls_out else "the reference's forward"
-        reason = f"TRL switches checkpointing off for {asked}, and on again for every layer"
-        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    return found
+    aim = setup.aim
+    asked = "generation" if aim.rolls_out else "the reference's forward"
+    every_layer = (setup.has_reference or aim.rolls_out) and setup.checkpointing > 1
+    return differing(
+        setup,
+        (
+            "lora_dropout",
+            setup.lora_dropout if aim.rolls_out else 0.0,
+            "TRL switches every dropout off for this objective (disable_dropout)",
+        ),
+        (
+            "selective_checkpointing",
+            False,
+            "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
+        ),
+        (
+            "checkpointing",
+            1 if every_layer else setup.checkpointing,
+            f"TRL switches checkpointing off for {asked}, and on again for every layer",
+        ),
+    )
 
 
 def orpo_script() -> str:

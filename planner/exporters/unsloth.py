@@ -5,6 +5,7 @@ from planner.exporters.common import (
     USUAL_ATTENTION_MODULES,
     USUAL_LINEAR_MODULES,
     batch_lines,
+    differing,
     environment,
     model_refusal,
     step_lines,
@@ -26,44 +27,33 @@ VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Unsloth runs otherwise than the setup says."""
-    found = []
-    runs = setup
-    if setup.loss != "chunked":
-        reason = "Unsloth computes the loss in chunks by its own kernel"
-        found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
     own = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
-    if setup.kernels != own:
-        reason = "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"
-        found.append(Difference(field="kernels", planned=setup.kernels, runs_as=own, reason=reason))
-    if setup.attention != "sdpa":
-        reason = "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"
-        found.append(Difference(field="attention", planned=setup.attention, runs_as="sdpa", reason=reason))
-    if setup.kbit_fp32_cast:
-        runs = runs.with_(kbit_fp32_cast=False)
-        reason = "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"
-        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
-    if setup.selective_checkpointing:
-        reason = "Unsloth has no selective checkpointing: attention is recomputed, slower"
-        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
-    if setup.checkpointing > 1:
-        reason = "Unsloth checkpoints all layers or none: slower"
-        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    if setup.method != "full" and setup.precision in ("bf16-mixed", "fp16-mixed"):
-        runs_as = setup.precision.replace("mixed", "autocast")
-        reason = "Unsloth loads a frozen base in the 16-bit type"
-        found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
-    if setup.method != "full" and runs.resolved_adapter_dtype != "fp32":
-        reason = "Unsloth trains adapters in fp32"
-        found.append(
-            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
-        )
-    if setup.quantization == "nf4":
-        reason = "Unsloth always quantizes twice"
-        found.append(Difference(field="quantization", planned="nf4", runs_as="nf4-double", reason=reason))
-    if setup.compile:
-        reason = "Unsloth compiles its own parts and refuses torch_compile"
-        found.append(Difference(field="compile", planned=True, runs_as=False, reason=reason))
-    return tuple(found)
+    frozen = setup.method != "full"
+    return differing(
+        setup,
+        ("loss", "chunked", "Unsloth computes the loss in chunks by its own kernel"),
+        ("kernels", own, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),
+        ("attention", "sdpa", "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"),
+        ("kbit_fp32_cast", False, "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"),
+        (
+            "selective_checkpointing",
+            False,
+            "Unsloth has no selective checkpointing: attention is recomputed, slower",
+        ),
+        ("checkpointing", min(setup.checkpointing, 1), "Unsloth checkpoints all layers or none: slower"),
+        (
+            "precision",
+            setup.precision.replace("mixed", "autocast") if frozen else setup.precision,
+            "Unsloth loads a frozen base in the 16-bit type",
+        ),
+        ("adapter_dtype", "fp32", "Unsloth trains adapters in fp32"),
+        (
+            "quantization",
+            "nf4-double" if setup.quantization == "nf4" else setup.quantization,
+            "Unsloth always quantizes twice",
+        ),
+        ("compile", False, "Unsloth compiles its own parts and refuses torch_compile"),
+    )
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
