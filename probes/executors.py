@@ -26,7 +26,8 @@ from planner.outcome import Environment, FailureKind, ProbeFailure
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
 from probes.request import ProbeRequest
-from probes.runner import WORKER_ARGV, OnProgress, ProbeStopped, run_probe
+from probes.runner import WORKER_ARGV, ProbeStopped, run_probe
+from probes.watch import OnProgress
 
 SETUP_MINUTES = 5
 """Added to a probe's own limit when a cluster is asked for time: starting Python on a cold file system is slow."""

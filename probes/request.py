@@ -30,7 +30,7 @@ class Limits:
 
     Attributes:
         time_s: wall time of the child process from when it holds its device, building included; past it it is killed.
-            Imports and the wait for the device have limits of their own (`probes.runner.START_LIMIT_S`).
+            Imports and the wait for the device have limits of their own (`probes.watch.START_LIMIT_S`).
         measure_s: cap in seconds on the measured steps of one depth.
         min_measure_s: the least that is measured, where the cap allows. The extension to full depth doubles the noise:
             with 1 % of jitter, six steps miss by 2 to 3.5 % at the 95th percentile, thirty by about 1 %.

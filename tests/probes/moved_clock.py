@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from probes import runner
+from probes import watch
 
 PATIENCE_S = 600.0
 """What takes this long hangs; alone a job of stand-in workers takes a second."""
@@ -18,7 +18,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 1000.0
 
-    def over_once(self, seen: Callable[[str], bool]) -> runner.OnProgress:
+    def over_once(self, seen: Callable[[str], bool]) -> watch.OnProgress:
         """For `on_progress`: a limit of PATIENCE_S is over as soon as `seen` says so of what the child does."""
 
         def look(text: str, elapsed_s: float) -> None:
@@ -32,5 +32,5 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The runner reads this clock; what waits for a process still sleeps."""
     one = Clock()
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: one.now_s, sleep=time.sleep))
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: one.now_s, sleep=time.sleep))
     return one

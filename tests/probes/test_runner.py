@@ -21,7 +21,7 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.exporters.common import environment
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes import device, runner
+from probes import device, runner, watch
 from probes.environment import DeviceStatus, read_environment
 from probes.evaluate import record_of
 from probes.request import Limits, ProbeRequest
@@ -46,7 +46,7 @@ def request(fault: str = "ok", *, time_s: float = PATIENCE_S, **config: object) 
 
 
 def failure(
-    fault: str, tmp_path: Path, *, on_progress: runner.OnProgress | None = None, **config: object
+    fault: str, tmp_path: Path, *, on_progress: watch.OnProgress | None = None, **config: object
 ) -> ProbeFailure:
     outcome = runner.run_probe(request(fault, **config), work_dir=tmp_path, argv=ARGV, on_progress=on_progress)
     assert isinstance(outcome, ProbeFailure)
@@ -157,7 +157,7 @@ def test_run_probe_sweeps_grandchildren(tmp_path: Path) -> None:
 
 
 def test_run_probe_stops_a_child_that_floods_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_LOG_BYTES", 4 << 20)
+    monkeypatch.setattr(watch, "MAX_LOG_BYTES", 4 << 20)
     outcome = failure("chatter", tmp_path)
     assert outcome.kind is FailureKind.CRASHED
     assert "printed more than" in outcome.message
@@ -382,18 +382,18 @@ def test_starting_has_a_limit_of_its_own_and_is_the_machines_fault(tmp_path: Pat
 
     def slow_imports(text: str, elapsed_s: float) -> None:
         if text == "importing" and not go.exists():
-            clock.now_s += runner.START_LIMIT_S - 1
+            clock.now_s += watch.START_LIMIT_S - 1
             go.touch()
 
     asked = request("starting", time_s=10.0, go=str(go))
     assert isinstance(runner.run_probe(asked, work_dir=tmp_path, argv=ARGV, on_progress=slow_imports), Measurement)
 
     def never(text: str, elapsed_s: float) -> None:
-        clock.now_s += runner.START_LIMIT_S if text == "importing" and elapsed_s < runner.START_LIMIT_S else 0.0
+        clock.now_s += watch.START_LIMIT_S if text == "importing" and elapsed_s < watch.START_LIMIT_S else 0.0
 
     found = failure("starting", tmp_path, on_progress=never, time_s=10.0, go=str(tmp_path / "never"))
     assert found.kind is FailureKind.MACHINE
-    assert f"no result within {runner.START_LIMIT_S:g} s; last seen importing" in found.message
+    assert f"no result within {watch.START_LIMIT_S:g} s; last seen importing" in found.message
 
 
 def test_stopped_probe_kills_its_child(tmp_path: Path) -> None:

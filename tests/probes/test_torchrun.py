@@ -16,7 +16,7 @@ from planner.cli.app import run
 from planner.codec import evidence_to_dict, outcome_from_dict
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
-from probes import runner
+from probes import runner, watch
 from probes.child import StatusPipe
 from probes.crew import collective_timeout_s, merge
 from probes.failures import UnsupportedProbe
@@ -163,7 +163,7 @@ def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(
                         killed.append(pid)
 
     endless = Limits(time_s=600, measure_s=10_000, window_steps=100_000, max_steps=1_000_000)
-    monkeypatch.setattr(runner, "RANK_GRACE_S", 600.0)  # however late torchrun is scheduled to tell who was killed
+    monkeypatch.setattr(watch, "RANK_GRACE_S", 600.0)  # however late torchrun is scheduled to tell who was killed
     one = asked(setup(parallel="ddp"), depths=(0,), limits=endless)
     outcome = runner.run_probe(one, work_dir=tmp_path, on_progress=kill)
     assert killed

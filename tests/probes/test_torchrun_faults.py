@@ -14,7 +14,7 @@ from moved_clock import PATIENCE_S, Clock, clock
 
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes import device, runner
+from probes import device, runner, watch
 from probes.environment import DeviceStatus
 from probes.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
 from probes.request import Limits, ProbeRequest
@@ -29,7 +29,7 @@ __all__ = ["clock"]  # a fixture
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is over when torchrun ends, however late a busy machine lets it tell which rank died of what."""
-    monkeypatch.setattr(runner, "RANK_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(watch, "RANK_GRACE_S", PATIENCE_S)
     monkeypatch.setattr(runner, "KILL_WAIT_S", PATIENCE_S)
 
 
