@@ -176,7 +176,7 @@ def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) ->
         trace = run(plan.config, num_layers=plan.depth)
         if plan.layers is not None:
             try:
-                trace = splice(trace, plan.layers, setup)
+                trace = splice(trace, plan.layers, setup).flat()
             except SpliceError:
                 trace = run(whole, num_layers=plan.full)
         peaks = phase_peaks(second_step(trace) if steps == 1 else trace)

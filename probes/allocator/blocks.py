@@ -14,24 +14,21 @@ MIN_LARGE_BYTES = 10 << 20  # requests from here on get a segment of their own
 ROUND_LARGE_BYTES = 2 << 20
 
 _UNIT_BITS = 9  # sizes and addresses are multiples of 512 bytes
-_ADDRESS_BITS = 48 - _UNIT_BITS + 1
+_SIZE_SHIFT = 49 - 2 * _UNIT_BITS  # a size in bytes stands above an address of 48 bits, without its zeros
 
 
 class Block:
     """A stretch of device memory: allocated, cached (free and backed by memory) or unmapped (address space only)."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "prev", "size")
+    __slots__ = ("address", "allocated", "key", "mapped", "next", "prev", "size")
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, address: int, size: int, before: "Block | None" = None, after: "Block | None" = None) -> None:
+        """Put between two neighbours of its segment; `key` is its place in its pool's order."""
         self.address = address
         self.size = size
         self.allocated = False
         self.mapped = True
-        self.prev: Block | None = None
-        self.next: Block | None = None
-
-    def link(self, before: "Block | None", after: "Block | None") -> None:
-        """Put this block between two neighbours of its segment."""
+        self.key = 0
         self.prev = before
         self.next = after
         if before is not None:
@@ -60,20 +57,21 @@ class Pool:
 
     def insert(self, block: Block) -> None:
         """Add a free block."""
-        key = (block.size << (_ADDRESS_BITS - _UNIT_BITS)) | (block.address >> _UNIT_BITS)
+        key = block.key = (block.size << _SIZE_SHIFT) | (block.address >> _UNIT_BITS)
         insort(self._keys, key)
         self._blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Take a free block out; its size and address must not have changed since it was added."""
-        key = (block.size << (_ADDRESS_BITS - _UNIT_BITS)) | (block.address >> _UNIT_BITS)
-        del self._keys[bisect_left(self._keys, key)]
+        """Take a free block out."""
+        key = block.key
+        keys = self._keys
+        del keys[bisect_left(keys, key)]
         del self._blocks[key]
 
     def take_best_fit(self, size: int) -> Block | None:
         """The smallest free block of at least `size` bytes, the lowest address among equals; taken out."""
         keys = self._keys
-        index = bisect_left(keys, size << (_ADDRESS_BITS - _UNIT_BITS))
+        index = bisect_left(keys, size << _SIZE_SHIFT)
         if index == len(keys):
             return None
         return self._blocks.pop(keys.pop(index))
@@ -84,13 +82,13 @@ class Pool:
         So the tail of the growing segment is used last.
         """
         keys = self._keys
-        index = bisect_left(keys, size << (_ADDRESS_BITS - _UNIT_BITS))
+        index = bisect_left(keys, size << _SIZE_SHIFT)
         if index == len(keys):
             return None
         block = self._blocks[keys[index]]
-        while index + 1 < len(keys):
+        while (growth := _growth(block)) and index + 1 < len(keys):
             following = self._blocks[keys[index + 1]]
-            if _growable(following) >= _growable(block):
+            if following.size + _growth(following) >= block.size + growth:
                 break
             block = following
             index += 1
@@ -115,6 +113,7 @@ class Pool:
         self.unmapped.sort(key=lambda one: one.address)
 
 
-def _growable(block: Block) -> int:
+def _growth(block: Block) -> int:
+    """By how much it could grow."""
     following = block.next
-    return block.size + (following.size if following is not None and not following.mapped else 0)
+    return following.size if following is not None and not following.mapped else 0

@@ -70,30 +70,24 @@ class CachingAllocator:
         Raises:
             OutOfDeviceMemory: the limit does not allow it, even with all cached memory given back.
         """
-        size = (size_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        size = (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         small = size <= SMALL_BYTES
         pool = self.small if small else self.large
         expandable = self.expandable_segments
         block = pool.take_best_fit_expandable(size) if expandable else pool.take_best_fit(size)
         if block is None:
-            block = self._from_driver(pool, size)
+            block = self._from_driver(pool, size) or self._tried_again(pool, size)
             if block is None:
-                self.num_retries += 1
-                self.empty_cache()
-                block = self._from_driver(pool, size)
-                if block is None:
-                    raise OutOfDeviceMemory(size_bytes)
+                raise OutOfDeviceMemory(size_bytes)
         remaining = block.size - size
         if remaining >= MIN_BLOCK_BYTES if small or expandable else remaining > SMALL_BYTES:
             # The request gets the low end, the remainder keeps the high end.
-            rest = Block(block.address + size, remaining)
-            rest.link(block, block.next)
             block.size = size
-            pool.insert(rest)
+            pool.insert(Block(block.address + size, remaining, block, block.next))
         block.allocated = True
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        allocated = self.allocated_bytes = self.allocated_bytes + block.size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
         return block
 
     def free(self, block: Block, size_bytes: int) -> None:
@@ -121,25 +115,27 @@ class CachingAllocator:
 
     def _merge_neighbours(self, block: Block, pool: Pool) -> None:
         before = block.prev
-        if before is not None and not before.allocated and before.mapped == block.mapped:
-            self._forget(before, pool)
+        if before is not None and not before.allocated and before.mapped is block.mapped:
+            (pool.remove if before.mapped else pool.unmapped.remove)(before)
             block.address = before.address
             block.size += before.size
-            block.link(before.prev, block.next)
+            first = block.prev = before.prev
+            if first is not None:
+                first.next = block
         after = block.next
-        if after is not None and not after.allocated and after.mapped == block.mapped:
-            self._forget(after, pool)
+        if after is not None and not after.allocated and after.mapped is block.mapped:
+            (pool.remove if after.mapped else pool.unmapped.remove)(after)
             block.size += after.size
-            block.link(block.prev, after.next)
-
-    @staticmethod
-    def _forget(block: Block, pool: Pool) -> None:
-        if block.mapped:
-            pool.remove(block)
-        else:
-            pool.unmapped.remove(block)
+            last = block.next = after.next
+            if last is not None:
+                last.prev = block
 
     # What the driver is asked for.
+
+    def _tried_again(self, pool: Pool, size: int) -> Block | None:
+        self.num_retries += 1
+        self.empty_cache()
+        return self._from_driver(pool, size)
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:
         if self.expandable_segments:
@@ -197,9 +193,8 @@ class CachingAllocator:
             return False
         pool.unmapped.remove(block)
         if size < block.size:
-            rest = Block(block.address + size, block.size - size)
+            rest = Block(block.address + size, block.size - size, block, block.next)
             rest.mapped = False
-            rest.link(block, block.next)
             pool.insert_unmapped(rest)
             block.size = size
         block.mapped = True
@@ -217,13 +212,9 @@ class CachingAllocator:
             return
         pool.remove(block)
         if begin > block.address:
-            before = Block(block.address, begin - block.address)
-            before.link(block.prev, block)
-            pool.insert(before)
+            pool.insert(Block(block.address, begin - block.address, block.prev, block))
         if end < block.address + block.size:
-            after = Block(end, block.address + block.size - end)
-            after.link(block, block.next)
-            pool.insert(after)
+            pool.insert(Block(end, block.address + block.size - end, block, block.next))
         block.address = begin
         block.size = end - begin
         block.mapped = False

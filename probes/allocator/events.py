@@ -4,7 +4,6 @@ Four kinds of event, as named tuples because a step has up to 100,000 of them. `
 recorder chose for one storage; it may be used again once freed.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -32,4 +31,3 @@ class EmptyCache(NamedTuple):
 
 
 Event = Alloc | Free | Phase | EmptyCache
-Events = Iterable[Event]

@@ -1,15 +1,17 @@
 """From one run's events to peaks by phase, with what was alive at each."""
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, zip_longest
 
-from probes.allocator.events import Alloc, Free, Phase
+from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.stretches import Stretch, rounded
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
-from probes.dryrun.tracker import ROUND_BYTES, Origin
+from probes.dryrun.tracker import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,68 +84,119 @@ def _weight_group(name: str) -> str:
     return next((words for pattern, words in _WEIGHT_NAMES if pattern.search(last)), last)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Allocated bytes along a run: after every event, rounded as blocks are.
+    """Allocated bytes along a run, rounded as blocks are.
 
     Attributes:
         totals: allocated bytes after each event.
         best: phase -> (highest total, index of the first event at which it stood).
-        sizes: rounded size of each storage; `made` and `freed`: indices of its two events (ids are not used again).
     """
 
-    totals: list[int]
-    best: dict[str, tuple[int, int]]
-    sizes: dict[int, int]
-    made: dict[int, int]
-    freed: dict[int, int]
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+        self.best: dict[str, tuple[int, int]] = {}
+        self._sizes: dict[int, int] = {}
+        self._phase = "load"
+        self._total = 0
+
+    def add(self, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Alloc):
+            size = self._sizes[event.id] = rounded(event.size_bytes)
+            self._total += size
+            self._rise(self._total, len(self.totals))
+        elif isinstance(event, Free):
+            self._total -= self._sizes.pop(event.id)
+        elif isinstance(event, Phase):
+            self._phase = event.name.partition("/")[0]
+            self._rise(self._total, len(self.totals))
+        self.totals.append(self._total)
+
+    def add_stretch(self, stretch: Stretch) -> None:
+        """Its events."""
+        pattern = stretch.pattern
+        for place in pattern.left:
+            self._sizes[stretch.first + place] = rounded(pattern.sizes[place])
+        for course, hole in zip_longest(pattern.courses, stretch.holes, fillvalue=()):
+            if course and course.totals:
+                base, start = self._total, len(self.totals)
+                self._rise(base + course.totals[course.top], start + course.top)
+                self._total += course.totals[-1]
+                self.totals.extend([base + one for one in course.totals])
+            for event in hole:
+                self.add(event)
+
+    def _rise(self, total: int, index: int) -> None:
+        if total > self.best.get(self._phase, (-1, 0))[0]:
+            self.best[self._phase] = total, index
 
 
 def curve_of(trace: Trace) -> Curve:
     """One walk over the events, from which peaks, their contents and the timeline follow."""
-    sizes: dict[int, int] = {}
-    made: dict[int, int] = {}
-    freed: dict[int, int] = {}
-    totals: list[int] = []
-    best: dict[str, tuple[int, int]] = {}
-    total, phase, highest = 0, "load", -1
-    for index, event in enumerate(trace.events):
-        if isinstance(event, Alloc):
-            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            sizes[event.id] = size
-            made[event.id] = index
-            total += size
-            if total > highest:
-                highest = total
-                best[phase] = (total, index)
-        elif isinstance(event, Free):
-            freed[event.id] = index
-            total -= sizes[event.id]
-        elif isinstance(event, Phase):
-            phase = event.name.partition("/")[0]
-            highest = best.get(phase, (-1, 0))[0]
-            if total > highest:
-                highest = total
-                best[phase] = (total, index)
-        totals.append(total)
-    return Curve(totals=totals, best=best, sizes=sizes, made=made, freed=freed)
+    curve = Curve()
+    for item in trace.events:
+        if isinstance(item, Stretch):
+            curve.add_stretch(item)
+        else:
+            curve.add(item)
+    return curve
 
 
 def phase_peaks(trace: Trace, curve: Curve | None = None) -> dict[str, SegmentPeak]:
     """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
-    curve = curve or curve_of(trace)
-    return {phase: _alive_at(trace, curve, index) for phase, (_, index) in curve.best.items()}
+    best = (curve or curve_of(trace)).best
+    alive = _Alive(trace, sorted({index for _, index in best.values()}))
+    for item in trace.events:
+        alive.add(item)
+    return {phase: alive.at[index] for phase, (_, index) in best.items()}
 
 
-def _alive_at(trace: Trace, curve: Curve, index: int) -> SegmentPeak:
-    sums: dict[Group, int] = defaultdict(int)
-    freed, sizes, origins, owners = curve.freed, curve.sizes, trace.origins, trace.owners
-    never = len(trace.events)
-    for number, born in curve.made.items():
-        if born <= index < freed.get(number, never):
-            sums[group_of(origins[number], owners.get(number))] += sizes[number]
-    found = {group: size for group, size in sums.items() if size}
-    return SegmentPeak(size_bytes=sum(found.values()), groups=found)
+class _Alive:
+    """What is alive along a run; `at` the events of `indices` (ascending) it is summed up."""
+
+    def __init__(self, trace: Trace, indices: list[int]) -> None:
+        self.at: dict[int, SegmentPeak] = {}
+        self._trace = trace
+        self._indices = deque(indices)
+        self._index = 0  # of the next event
+        self._alive: dict[int, tuple[Group, int]] = {}
+
+    def add(self, item: Event | Stretch) -> None:
+        """The next event or events."""
+        if not self._indices:
+            return
+        if not isinstance(item, Stretch):
+            self._one(item)
+        elif self._index + item.num_events > self._indices[0]:
+            for event in item.events():
+                self._one(event, item)
+        else:
+            for place in item.pattern.left:
+                self._make(item.first + place, item)
+            for event in chain.from_iterable(item.holes):
+                self._one(event)
+            self._index += item.num_own_events
+
+    def _one(self, event: Event, stretch: Stretch | None = None) -> None:
+        if isinstance(event, Alloc):
+            self._make(event.id, stretch)
+        elif isinstance(event, Free):
+            del self._alive[event.id]
+        if self._indices and self._index == self._indices[0]:
+            sums: dict[Group, int] = defaultdict(int)
+            for group, size in self._alive.values():
+                sums[group] += size
+            found = {group: size for group, size in sums.items() if size}
+            self.at[self._indices.popleft()] = SegmentPeak(size_bytes=sum(found.values()), groups=found)
+        self._index += 1
+
+    def _make(self, number: int, stretch: Stretch | None) -> None:
+        origin, owner = self._trace.origins.get(number), self._trace.owners.get(number)
+        if origin is None:
+            assert stretch is not None
+            place = number - stretch.first
+            origin, owner = stretch.pattern.origins[place], stretch.pattern.owners.get(place)
+        self._alive[number] = group_of(origin, owner), rounded(origin.size_bytes)
 
 
 def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:

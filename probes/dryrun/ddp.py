@@ -10,6 +10,7 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.stretches import flat
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
@@ -76,7 +77,7 @@ class DdpWorld:
 
     def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
-        full = splice(_without(trace, BUCKETS), layers, setup)
+        full = splice(_without(trace, BUCKETS), layers, setup).flat()
         states = _repeated(self._states, trace, layers)
         holder = torch.nn.Module()
         holder.parts = torch.nn.ParameterList(
@@ -102,7 +103,7 @@ class DdpWorld:
 def _without(trace: Trace, label: str) -> Trace:
     """`trace` without the allocations of one label."""
     dropped = {number for number, origin in trace.origins.items() if origin.op == label}
-    events = [one for one in trace.events if isinstance(one, Phase) or getattr(one, "id", None) not in dropped]
+    events = [one for one in flat(trace.events) if isinstance(one, Phase) or getattr(one, "id", None) not in dropped]
     return replace(trace, events=events)
 
 
@@ -145,7 +146,7 @@ def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace
             elif isinstance(event, Free):
                 events.append(Free(numbers.pop(event.id)))
 
-    for event in trace.events:
+    for event in flat(trace.events):
         if isinstance(event, Phase):
             before, phase = phase, event.name.partition("/")[0]
             events.append(event)

@@ -135,7 +135,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         kernel_reasons=dict(trace.log.reasons),
         timeline=timeline(curve),
         parameter_bytes=trace.parameter_bytes,
-        num_events=len(trace.events),
+        num_events=len(curve.totals),
         elapsed_s=0.0,
     )
 
@@ -144,7 +144,7 @@ def _reserved(trace: Trace, expandable_segments: bool, limit_bytes: int | None) 
     """Reserved peak, under the limit when the run survives there, and what to say about it."""
     if limit_bytes is not None:
         limited = replay(trace.events, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
-        if limited.out_of_memory is None:
+        if limited.fits:
             if not limited.num_retries:
                 return limited.peak_reserved_bytes, ()
             return limited.peak_reserved_bytes, (

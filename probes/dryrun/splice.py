@@ -12,19 +12,20 @@ size, once, and nothing that the run released may be left. Where a model breaks 
 layers that several stand for), `SpliceError` says so and the caller runs the full depth.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.stretches import Pattern, Step, Stretch, flat
 from probes.dryrun.full_step import OptimizerRun, Shards, StepEvents, Whole
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import WORKSPACE, Origin
 
-_ELSEWHERE, _ONCE, _FOUND = -1, -2, -3
+_ELSEWHERE, _ONCE = -1, -2
 
 
 class SpliceError(ValueError):
@@ -36,9 +37,9 @@ class _Segment:
     """What happened between two marks.
 
     Attributes:
-        steps: its allocations as (place among them, size), the releases of those as (place, None), other releases as
-            (number, `_ELSEWHERE`), and libraries' workspaces, which are made once, as (number, `_ONCE`).
-        numbers: of its allocations, in order; `left` the places of those that it does not release itself.
+        pattern: what it does to its own allocations, of which `numbers` are the run's.
+        holes: between the pattern's runs, releases of others' storages as (number, `_ELSEWHERE`), and libraries'
+            workspaces, which are made once, as (number, `_ONCE`).
         nth: how many segments of the same phase and layer came before in the same pass.
     """
 
@@ -47,10 +48,9 @@ class _Segment:
     occurrence: int
     nth: int
     events: list[Event]
-    steps: list[tuple[int, int | None]]
+    pattern: Pattern
+    holes: list[list[tuple[int, int]]]
     numbers: list[int]
-    sizes: list[int]
-    left: list[int]
 
 
 def splice(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards | None = None) -> Trace:
@@ -72,16 +72,17 @@ class _Splicer:
             self.twins[segment.occurrence, segment.phase, segment.nth, segment.layer] = segment
             for place, number in enumerate(segment.numbers):
                 self.home[number] = (segment, place)
-        self.released = {event.id for event in trace.events if isinstance(event, Free)}
-        self.events: list[Event] = []
+        self.released = {event.id for event in flat(trace.events) if isinstance(event, Free)}
+        self.events: list[Event | Stretch] = []
+        self.next = 0
         self.origins: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
         self.first: dict[tuple[int, int | None], int] = {}
         """Segment and layer of the full model -> the number of its first allocation."""
         self.single: dict[tuple[int, int | None], int] = {}
         """Number in the run and layer of the full model -> number, of what was loaded or made by the optimizer."""
-        self.open: set[int] = set()
-        """Numbers of what the run releases and nobody has released yet."""
+        self.open: dict[int, int] = {}
+        """Numbers of what the run releases and nobody has released yet, with the run's."""
         self._graph_ends: dict[int, bool] = {}
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
@@ -104,7 +105,7 @@ class _Splicer:
                 else:
                     self._emit(segment, None, last=True)
         if self.open:
-            raise SpliceError(f"a copy of a storage of {self.origins[min(self.open)].op} is never released")
+            raise SpliceError(f"a copy of a storage of {self._op(self.open[min(self.open)])} is never released")
         return replace(
             self.trace,
             events=self.events,
@@ -138,89 +139,92 @@ class _Splicer:
             layer = self.layers.full[home.layer][0]
         first = self.first.get((id(home), layer))
         if first is None:
-            raise SpliceError(f"a storage of {self.trace.origins[number].op} is released before it exists")
+            raise SpliceError(f"a storage of {self._op(number)} is released before it exists")
         return first + place
 
-    def _allocate(self, number: int, layer: int | None) -> None:
-        new = self.single[number, layer] = len(self.origins)
-        self.origins[new] = self.trace.origins[number]
-        owner = self.trace.owners.get(number)
+    def _op(self, number: int) -> str:
+        return self.trace.origins[number].op
+
+    def _allocate(self, number: int, layer: int | None) -> Event:
+        new = self.single[number, layer] = self._made(self.trace.origins[number], self.trace.owners.get(number))
+        if number in self.released:
+            self.open[new] = number
+        return Alloc(new, self.origins[new].size_bytes)
+
+    def _made(self, origin: Origin, owner: tuple[str, str] | None) -> int:
+        """The number of a storage that belongs to no stretch."""
+        new = self.next
+        self.next += 1
+        self.origins[new] = origin
         if owner is not None:
             self.owners[new] = owner
-        if number in self.released:
-            self.open.add(new)
-        self.events.append(Alloc(new, self.origins[new].size_bytes))
+        return new
 
-    def _release(self, number: int, layer: int | None) -> None:
-        self._end(self._new(number, layer))
+    def _release(self, number: int, layer: int | None) -> Event:
+        return self._end(self._new(number, layer), number)
 
-    def _end(self, new: int) -> None:
-        if new not in self.open:
-            raise SpliceError(f"a storage of {self.origins[new].op} is released twice")
-        self.open.remove(new)
-        self.events.append(Free(new))
+    def _end(self, new: int, number: int) -> Event:
+        if self.open.pop(new, None) is None:
+            raise SpliceError(f"a storage of {self._op(number)} is released twice")
+        return Free(new)
 
     def _emit(self, segment: _Segment, layer: int | None, *, last: bool) -> None:
-        first = self.first[id(segment), layer] = len(self.origins)
-        trace, numbers = self.trace, segment.numbers
-        self.origins.update(
-            zip(range(first, first + len(numbers)), map(trace.origins.__getitem__, numbers), strict=True)
-        )
-        for place in segment.left:
-            number = numbers[place]
-            if number in trace.owners:
-                self.owners[first + place] = trace.owners[number]
-            if number in self.released:
-                self.open.add(first + place)
-        append = self.events.append
+        pattern, numbers = segment.pattern, segment.numbers
+        first = self.first[id(segment), layer] = self.next
+        self.next += len(numbers)
+        for place in pattern.left:
+            if numbers[place] in self.released:
+                self.open[first + place] = numbers[place]
+        holes = [[*self._outside(hole, segment, layer, last=last)] for hole in segment.holes]
+        if numbers or holes:
+            self.events.append(Stretch(pattern, first, holes))
+
+    def _outside(
+        self, hole: list[tuple[int, int]], segment: _Segment, layer: int | None, *, last: bool
+    ) -> Iterator[Event]:
+        """What happens to others' storages; `last`: no copy of the segment follows."""
         for_all = layer is None or self._ends_the_graph(segment)
-        for place, size in self._of_every_layer(segment.steps) if for_all else segment.steps:
-            if size is None:
-                append(Free(first + place))
-            elif size >= 0:
-                append(Alloc(first + place, size))
-            elif size == _FOUND:
-                self._end(place)
-            elif size == _ONCE:
+        for (number, kind), made_by in self._of_every_layer(hole) if for_all else ((one, None) for one in hole):
+            if made_by is not None:
+                yield self._release(number, made_by)
+            elif kind == _ONCE:
                 if last:
-                    self._allocate(place, None)
-            elif (place, layer) in self.single:  # a loaded weight of this layer that another replaces
-                self._release(place, layer)
-            elif self.home[place][0].layer is None:
-                if last:
-                    self._release(place, None)
-            else:
-                self._release_neighbours(place, segment, layer or 0, last=last)
+                    yield self._allocate(number, None)
+            elif (number, layer) in self.single:  # a loaded weight of this layer that another replaces
+                yield self._release(number, layer)
+            elif self.home[number][0].layer is not None:
+                yield from self._of_neighbours(number, segment, layer or 0, last=last)
+            elif last:
+                yield self._release(number, None)
 
-    def _of_every_layer(self, steps: Iterable[tuple[int, int | None]]) -> Iterator[tuple[int, int | None]]:
-        """`steps` with the releases of what layers made as those of all their copies: (new number, `_FOUND`)."""
+    def _of_every_layer(self, hole: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
+        """`hole` with a release of what a layer made as those of all its copies, each with its layer."""
 
-        def layer_of(step: tuple[int, int | None]) -> int | None:
-            return self.home[step[0]][0].layer if step[1] == _ELSEWHERE else None
+        def layer_of(one: tuple[int, int]) -> int | None:
+            return self.home[one[0]][0].layer if one[1] == _ELSEWHERE else None
 
-        for step, layer in self.layers.unrolled(steps, layer_of):
-            yield step if layer is None else (self._new(step[0], layer), _FOUND)
+        return self.layers.unrolled(hole, layer_of)
 
-    def _release_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> None:
+    def _of_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> Iterator[Event]:
         """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
         home, place = self.home[number]
         assert home.layer is not None
         assert segment.layer is not None
         distance = home.layer - segment.layer
         if abs(distance) <= 1:
-            self._release(self._twin(home, place, layer + distance), layer + distance)
+            yield self._release(self._twin(home, place, layer + distance), layer + distance)
             return
         copies = self.layers.full[home.layer]
         if len(copies) != 1:
             raise SpliceError(f"layer {segment.layer} releases what layer {home.layer} made, which stands for several")
         if last:
-            self._release(number, copies[0])
+            yield self._release(number, copies[0])
 
     def _twin(self, home: _Segment, place: int, layer: int) -> int:
         """The number in the run of what a layer of the full model made where the layer of `home` made its own."""
         run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
         twin = self.twins.get((home.occurrence, home.phase, home.nth, run))
-        if twin is None or (twin is not home and twin.sizes != home.sizes):
+        if twin is None or (twin is not home and twin.pattern.sizes != home.pattern.sizes):
             raise SpliceError(f"layer {run} allocates otherwise than layer {home.layer} in {home.phase}")
         return twin.numbers[place]
 
@@ -231,7 +235,7 @@ class _Splicer:
         if segment.layer != 0 or segment.phase != "backward":
             return False
         if id(segment) not in self._graph_ends:
-            homes = [self.home[number][0] for number, size in segment.steps if size == _ELSEWHERE]
+            homes = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _ELSEWHERE]
             self._graph_ends[id(segment)] = any((home.layer or 0) > 1 for home in homes)
         return self._graph_ends[id(segment)]
 
@@ -246,9 +250,9 @@ class _Splicer:
 
         for event, layer in self.layers.unrolled(segment.events, layer_of):
             if isinstance(event, Alloc):
-                self._allocate(event.id, layer)
+                self.events.append(self._allocate(event.id, layer))
             elif isinstance(event, Free):
-                self._release(event.id, None)
+                self.events.append(self._release(event.id, None))
 
     def _step(self, segment: _Segment, optimizer: StepEvents, step: int) -> None:
         of_parameter = self.gradients[step]
@@ -261,36 +265,29 @@ class _Splicer:
                 place = after
             elif isinstance(event, Free) and event.id not in gradients and self.home[event.id][0].phase != "step":
                 place.append(event.id)
-        self._release_all(before)
+        self.events.extend(self._release_all(before))
         for event in optimizer.events:
             if isinstance(event, Alloc):
-                new = len(self.origins)
+                new = self._made(optimizer.origins[event.id], optimizer.owners.get(event.id))
                 optimizer.numbers[event.id] = new
-                self.origins[new] = optimizer.origins[event.id]
-                owner = optimizer.owners.get(event.id)
-                if owner is not None:
-                    self.owners[new] = owner
                 self.events.append(Alloc(new, event.size_bytes))
             elif isinstance(event, Free):
                 if event.id in optimizer.gradients:
-                    self._release_gradient(of_parameter, *optimizer.gradients[event.id])
+                    self.events.append(self._release_gradient(of_parameter, *optimizer.gradients[event.id]))
                 else:
                     self.events.append(Free(optimizer.numbers.pop(event.id)))
-        self._release_all(after)
+        self.events.extend(self._release_all(after))
 
-    def _release_all(self, numbers: list[int]) -> None:
-        for number, size in self._of_every_layer([(number, _ELSEWHERE) for number in numbers]):
-            if size == _FOUND:
-                self._end(number)
-            else:
-                self._release(number, None)
+    def _release_all(self, numbers: list[int]) -> Iterator[Event]:
+        for (number, _), layer in self._of_every_layer([(number, _ELSEWHERE) for number in numbers]):
+            yield self._release(number, layer)
 
-    def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> None:
+    def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> Event:
         """A layer's gradient may be made while its neighbour runs."""
         home, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
         if layer is not None and home is not None and run is not None:
             layer += home - run
-        self._release(of_parameter[name], layer)
+        return self._release(of_parameter[name], layer)
 
     def _parameter_bytes(self) -> int:
         return sum(
@@ -301,53 +298,69 @@ class _Splicer:
 
 
 def _split(trace: Trace) -> list[_Segment]:
-    segments: list[_Segment] = []
-    occurrence = 0
-    seen: dict[tuple[int, str, int | None], int] = defaultdict(int)
-    stretch: list[Event] = []
-    for event in trace.events:
+    stretches: list[tuple[str, int | None, list[Event]]] = []
+    for event in flat(trace.events):
         if isinstance(event, Phase):
             phase, _, name = event.name.partition("/")
-            if not name and phase in ("forward", "step"):
-                occurrence += 1
-            layer = int(name) if name else None
-            stretch = []
-            segments.append(
-                _Segment(
-                    phase=phase,
-                    layer=layer,
-                    occurrence=occurrence,
-                    nth=seen[occurrence, phase, layer],
-                    events=stretch,
-                    steps=[],
-                    numbers=[],
-                    sizes=[],
-                    left=[],
-                )
-            )
-            seen[occurrence, phase, layer] += 1
+            stretches.append((phase, int(name) if name else None, []))
         else:
-            stretch.append(event)
-    for segment in segments:
-        _compile(segment, trace.origins)
+            stretches[-1][-1].append(event)
+    segments: list[_Segment] = []
+    occurrence = 0
+    seen: Counter[tuple[int, str, int | None]] = Counter()
+    for phase, layer, events in stretches:
+        occurrence += layer is None and phase in ("forward", "step")
+        segments.append(_segment(trace, phase, layer, occurrence, seen[occurrence, phase, layer], events))
+        seen[occurrence, phase, layer] += 1
     return segments
 
 
-def _compile(segment: _Segment, origins: Mapping[int, Origin]) -> None:
-    """Fills in what `_Splicer._emit` goes through."""
+def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
+    """What happens to its own storages apart from what happens to others'."""
+    origins = trace.origins
     places: dict[int, int] = {}
-    for event in segment.events:
-        if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
-            segment.steps.append((event.id, _ONCE))
-        elif isinstance(event, Alloc):
-            places[event.id] = len(segment.numbers)
-            segment.steps.append((len(segment.numbers), event.size_bytes))
-            segment.numbers.append(event.id)
-            segment.sizes.append(event.size_bytes)
+    runs: list[list[Step]] = [[]]
+    holes: list[list[tuple[int, int]]] = []
+    numbers: list[int] = []
+
+    def beside(number: int, kind: int) -> None:
+        if runs[-1] or not holes:
+            holes.append([])
+            runs.append([])
+        holes[-1].append((number, kind))
+
+    for event in events:
+        if isinstance(event, Alloc):
+            if origins[event.id].op.startswith(WORKSPACE):
+                beside(event.id, _ONCE)
+                continue
+            places[event.id] = len(numbers)
+            runs[-1].append((len(numbers), event.size_bytes))
+            numbers.append(event.id)
         elif isinstance(event, Free):
             place = places.pop(event.id, None)
-            segment.steps.append((event.id, _ELSEWHERE) if place is None else (place, None))
-    segment.left.extend(places.values())
+            if place is None:
+                beside(event.id, _ELSEWHERE)
+            else:
+                runs[-1].append((place, None))
+    found = [origins[number] for number in numbers]
+    pattern = Pattern(
+        runs=runs,
+        sizes=[one.size_bytes for one in found],
+        left=[*places.values()],
+        origins=found,
+        owners={place: trace.owners[number] for place, number in enumerate(numbers) if number in trace.owners},
+    )
+    return _Segment(
+        phase=phase,
+        layer=layer,
+        occurrence=occurrence,
+        nth=nth,
+        events=events,
+        pattern=pattern,
+        holes=holes,
+        numbers=numbers,
+    )
 
 
 def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str, int]]:

@@ -1,6 +1,6 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
+from probes.allocator.stretches import Stretch, flat
 from probes.dryrun.again import Again
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
@@ -66,12 +67,13 @@ class Trace:
     """What one run did to memory.
 
     Attributes:
+        events: what happened, in order; `origins` says of what belongs to no stretch where it came from.
         owners: category and name of storages that are known by name (weights, adapters, gradients, optimizer state).
         num_layers: depth that was run.
         parameter_bytes: bytes of the module tree's parameters (quantized statistics not counted).
     """
 
-    events: list[Event]
+    events: Sequence[Event | Stretch]
     origins: dict[int, Origin]
     owners: Mapping[int, tuple[str, str]]
     num_layers: int
@@ -82,6 +84,15 @@ class Trace:
     trainables: tuple[Trainable, ...] = ()
     parameter_names: frozenset[str] = frozenset()
     layer_prefix: str = ""
+
+    def flat(self) -> "Trace":
+        """The same with every event by itself."""
+        origins, owners = self.origins.copy(), dict(self.owners)
+        for item in self.events:
+            if isinstance(item, Stretch):
+                origins.update(enumerate(item.pattern.origins, item.first))
+                owners.update((item.first + place, owner) for place, owner in item.pattern.owners.items())
+        return replace(self, events=[*flat(self.events)], origins=origins, owners=owners)
 
     def layer_of(self, name: str) -> int | None:
         """The decoder layer that a parameter's name belongs to, None outside the layers."""

@@ -18,6 +18,7 @@ from planner.lengths import OverLengths
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Event, Free, Phase, replay
+from probes.allocator.stretches import flat
 from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace, standing_in_for
@@ -94,7 +95,7 @@ def over_lengths(
         say(f"dry run of the step at {length:,} tokens ...")
         one = setup.with_(seq_len_tokens=length)
         plan = plan_depth(load_config(model.config), checkpointing=one.checkpointing, full_depth=False)
-        return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, one)
+        return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, one).flat()
 
     with collection_paused():
         at, rounded = standing_in_for(lambda: _by_length(sorted(set(batches)), run))
@@ -111,7 +112,7 @@ def over_lengths(
         limit = max(0, gpu.memory_bytes - outside_bytes(gpu, setup))
         if found.peak_reserved_bytes > limit:
             within = replay(events(batches), expandable_segments=expandable, limit_bytes=limit)
-            retries = within.num_retries if within.out_of_memory is None else None
+            retries = within.num_retries if within.fits else None
     return OverLengths(
         source=source,
         seed=seed,
@@ -133,7 +134,7 @@ def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callabl
     anchors = sorted(ends if len(lengths) == 1 else {-(-one // WHOLE) * WHOLE for one in ends})
     traces = {length: run(length) for length in anchors}
     first = traces[anchors[0]]
-    if all(_shape(one.events) == _shape(first.events) for one in traces.values()):
+    if all(_shape(one) == _shape(first) for one in traces.values()):
         steps = steps_of(first)
         sizes = {length: _sizes(one) for length, one in traces.items()}
         return cache(lambda length: (steps, _through(sizes, length))), False
@@ -144,8 +145,8 @@ def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callabl
     return lambda length: sized[min(one for one in sized if one >= length)], True
 
 
-def _shape(events: list[Event]) -> list[tuple[Any, ...]]:
-    return [(Alloc, one.id) if isinstance(one, Alloc) else (type(one), *one) for one in events]
+def _shape(trace: Trace) -> list[tuple[Any, ...]]:
+    return [(Alloc, one.id) if isinstance(one, Alloc) else (type(one), *one) for one in flat(trace.events)]
 
 
 def _sizes(trace: Trace) -> list[int]:
@@ -186,7 +187,7 @@ def steps_of(trace: Trace) -> Steps:
         made.clear()
 
     begin("load")
-    for event in trace.events:
+    for event in flat(trace.events):
         if isinstance(event, Phase):
             if event.name == "forward" and phase != "forward":
                 begin(MICRO)

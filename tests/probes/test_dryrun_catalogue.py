@@ -46,7 +46,7 @@ def test_dry_run_completes_and_counts_every_weight(model_type: str) -> None:
     setup = TrainSetup(seq_len_tokens=64, lora_rank=8)
     plan = plan_depth(load_config(entry.config), checkpointing=setup.checkpointing, full_depth=False)
     with collection_paused():
-        trace = full_trace(plan, (8, 0), setup)
+        trace = full_trace(plan, (8, 0), setup).flat()
     weights = sum(
         trace.origins[number].size_bytes
         for number, (category, name) in trace.owners.items()

@@ -9,9 +9,11 @@ pytest.importorskip("transformers")
 
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Free
+from probes.allocator import Alloc, Free, replay
+from probes.allocator.stretches import flat
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.again import Again
+from probes.dryrun.analysis import curve_of, phase_peaks
 from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
 from probes.dryrun.engine import full_trace
 from probes.dryrun.fastmeta import SHORTCUTS, Remembered
@@ -96,13 +98,21 @@ def test_every_event_is_that_of_the_full_depth() -> None:
         for whole in (False, True)
     )
     assert _changes(short) == _changes(full)
+    listed = short.flat()
+    assert len(listed.events) > 5 * len(short.events)
+    assert curve_of(short).totals == curve_of(listed).totals
+    assert phase_peaks(short) == phase_peaks(listed)
+    for expandable in (True, False):
+        assert replay(short.events, expandable_segments=expandable) == replay(
+            listed.events, expandable_segments=expandable
+        )
 
 
 def _changes(trace: Trace) -> list[int | tuple[int, int]]:
     """Sizes as they are made, and the place among them of what is released."""
     places: dict[int, int] = {}
     found: list[int | tuple[int, int]] = []
-    for event in trace.events:
+    for event in flat(trace.events):
         if isinstance(event, Alloc):
             places[event.id] = len(places)
             found.append((places[event.id], event.size_bytes))
