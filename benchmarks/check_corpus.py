@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from planner.check import Verdict, check, improve, including, judge
+from planner.check import Verdict, check, improve
 from planner.cli.checking import fixed_text, load, predictor
 from planner.errors import PlannerError, Undetermined, UnknownModelError
 from planner.predict import predict
@@ -38,14 +38,14 @@ def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> s
     result = check(config, spec, card, budget, predict)
     if result.verdict is Verdict.FITS:
         return "fits already"
-    setup, labels = improve(result, spec, predict)
-    after = including(predict, config, spec)(setup)
-    if judge(after, budget, max(result.band_fraction, after.memory_band_fraction)) is not Verdict.FITS:
+    found = improve(result, spec, predict)
+    labels = found.labels
+    if found.verdict is not Verdict.FITS:
         return "no change helps"
-    if setup.global_batch_seqs != config.setup.global_batch_seqs:
+    if found.setup.global_batch_seqs != config.setup.global_batch_seqs:
         return "another effective batch"
     try:
-        text = fixed_text(path, config, setup, spec, card=card)
+        text = fixed_text(path, config, found, spec, card=card)
     except PlannerError as error:
         return f"not writable ({error.message})"
     if keep is not None:

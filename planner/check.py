@@ -3,28 +3,22 @@
 Pure: the prediction is a function handed in (formula or dry run), the file a `ReadConfig`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.choices.kernels import LIGER_PARTS
-from planner.choices.losses import LOSSES
-from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
-from planner.errors import SetupError
 from planner.gpu import GpuSpec
-from planner.kernels import missing_kernels
+from planner.memory.around import evaluation_bytes, logits_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
+from planner.readers.evaluating import HOW_MANY as EVALUATED_AT_ONCE
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
-from planner.space import PLANNED_CACHES
-from planner.stacks import STACKS
+from planner.single_changes import Predict, single_changes, speedup
 from planner.tools import changed_fields
 from planner.units import gib, percent
-
-Predict = Callable[[TrainSetup], Prediction]
 
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
@@ -77,7 +71,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The answer for one config on one GPU."""
+    """The answer for one config on one GPU; `evaluation_bytes`: at most the device peak of its evaluation, where
+    that is above the step's; `notes`: what a person should know of it."""
 
     config: ReadConfig
     gpu: GpuSpec
@@ -86,6 +81,8 @@ class CheckResult:
     band_fraction: float
     verdict: Verdict
     changes: tuple[Change, ...]
+    evaluation_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def margin_bytes(self) -> int:
@@ -117,27 +114,57 @@ def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> in
     return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
 
 
-def including(predict: Predict, config: ReadConfig, model: ModelSpec) -> Predict:
-    """The prediction with the adapters on token tables that the config trains beside those on matrices."""
-    if not config.adapted_tables:
+def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> Predict:
+    """The prediction with what a config holds beside its step: adapters on token tables, another model, and the
+    evaluation between two steps."""
+    if not (config.adapted_tables or config.beside_bytes or config.eval_seqs):
         return predict
 
     def predicted(setup: TrainSetup) -> Prediction:
         found = predict(setup)
-        extra = table_bytes(model, setup, config.adapted_tables)
-        return replace(found, peak_device_bytes=found.peak_device_bytes + extra)
+        extra = table_bytes(model, setup, config.adapted_tables) + config.beside_bytes
+        peak = max(found.peak_device_bytes, evaluating_bytes(config, model, gpu, setup))
+        return replace(found, peak_device_bytes=peak + extra)
 
     return predicted
 
 
+def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
+    more = config.eval_seqs > setup.micro_batch_seqs or (config.eval_seqs and config.eval_logits)
+    if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
+        return 0
+    return evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+
+
+def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
+    """What evaluating takes, where it decides, and what keeps it small."""
+    found = []
+    if decides_bytes:
+        key, micro = EVALUATED_AT_ONCE[config.format][0], config.setup.micro_batch_seqs
+        found.append(
+            f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
+            f"{gib(decides_bytes)}: {key} {micro} keeps it below"
+        )
+    if config.eval_seqs and config.eval_logits and "eval_accumulation_steps" not in config.values:
+        each = gib(2 * logits_bytes(model, config.setup))
+        found.append(
+            f"compute_metrics keeps the logits of the whole evaluation on the GPU, {each} for each sequence: "
+            "eval_accumulation_steps 1 sends them to the host"
+        )
+    return tuple(found)
+
+
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
-    predict = including(predict, config, model)
+    evaluation = evaluating_bytes(config, model, gpu, config.setup)
+    decides = evaluation > predict(config.setup).peak_device_bytes
+    predict = including(predict, config, model, gpu)
     prediction = predict(config.setup)
     band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
     verdict = judge(prediction, budget_bytes, band)
     changes = []
-    for label, setup, changes_training in single_changes(config.setup, gpu, model):
+    for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
         if not config.allows(setup):
             continue
         after = predict(setup)
@@ -150,7 +177,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
                 # a changed setup stands on the formula: its band, where that is wider
                 verdict=judge(after, budget_bytes, max(band, after.memory_band_fraction)),
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
-                speedup=_speedup(prediction, after),
+                speedup=speedup(prediction, after),
                 changes_training=changes_training,
                 in_place=config.allows(setup, in_place=True),
             )
@@ -163,168 +190,9 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         band_fraction=band,
         verdict=verdict,
         changes=_ordered(changes, verdict),
+        evaluation_bytes=evaluation if decides else 0,
+        notes=_evaluation_notes(config, model, evaluation if decides else 0),
     )
-
-
-Tried = tuple[str, Mapping[str, object], bool]
-"""(label, fields of the setup after it, whether the training changes)."""
-
-
-def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tuple[str, TrainSetup, bool]]:
-    """(label, setup, whether training changes) of every change to one decision; the effective batch never changes."""
-    tried: list[Tried] = [
-        *_checkpointings(setup),
-        *_attentions(setup, gpu),
-        *_losses_and_kernels(setup, model),
-        *(
-            (f"{name} optimizer", {"optimizer": name}, False)
-            for name in PLANNED_OPTIMIZERS
-            if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
-        ),
-        *_batches(setup),
-        *_weights(setup, gpu),
-        *(
-            (f"sequences of {length} tokens", {"seq_len_tokens": length}, True)
-            for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4)
-            if length >= 128
-        ),
-        *_spreads(setup),
-    ]
-    found: list[tuple[str, TrainSetup, bool]] = []
-    for label, values, changes_training in tried:
-        try:
-            changed = setup.with_(**values)
-        except SetupError:
-            continue
-        if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
-            found.append((label, changed, changes_training))
-    return found
-
-
-def _checkpointings(setup: TrainSetup) -> list[Tried]:
-    # a trainer that is told to checkpoint takes its own form of it
-    form = {} if setup.checkpointing else {"reentrant_checkpointing": STACKS[setup.stack].reentrant_checkpointing}
-    off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
-    found: list[Tried] = [
-        ("checkpoint every layer", {"checkpointing": 1, **form}, False),
-        ("no gradient checkpointing", {**off, "selective_checkpointing": False}, False),
-        ("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False),
-    ]
-    return [one for one in found if one[1]["checkpointing"] != setup.checkpointing]
-
-
-def _attentions(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    found: list[Tried] = []
-    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
-        found.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
-    if setup.attention == "eager":
-        found.append(("SDPA attention", {"attention": "sdpa"}, False))
-    return found
-
-
-def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
-    whole = LOSSES[setup.loss].whole_logits
-    known = model.model_type in LIGER_PARTS
-    found: list[Tried] = [
-        (f"{loss} loss (no full logits)", {"loss": loss}, False)
-        for loss, row in LOSSES.items()
-        if whole and not row.whole_logits and not (loss == "liger" and known)
-    ]
-    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
-        label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
-        found.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
-    return found
-
-
-def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    """Other types of the weights, 4 bits among them."""
-    found: list[Tried] = []
-    if setup.precision == "bf16-mixed" and setup.method != "full":
-        found.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
-    elif setup.precision == "bf16-mixed":
-        found.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
-    if setup.precision == "fp32" and gpu.bf16:
-        found.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
-    if setup.method == "lora":
-        four = {"method": "qlora", "quantization": "nf4-double"}
-        dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
-        found.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
-    if setup.quantization == "nf4":
-        found.append(("double quantization", {"quantization": "nf4-double"}, True))
-    return found
-
-
-def enough_alone(
-    setup: TrainSetup, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict
-) -> tuple[str, ...]:
-    """The single changes that make a setup fit which does not: those that leave the training as it is first, the
-    fastest first."""
-    before = predict(setup)
-    found = []
-    for label, other, changes_training in single_changes(setup, gpu, model):
-        after = predict(other)
-        if after.peak_device_bytes <= budget_bytes:
-            found.append((changes_training, -_speedup(before, after), label))
-    return tuple(label for *_, label in sorted(found))
-
-
-def _spreads(setup: TrainSetup) -> list[Tried]:
-    """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
-    if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
-        return []
-    plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
-    labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-    found: list[Tried] = [
-        (label, {**plain, "parallel": parallel}, False)
-        for parallel, label in labels.items()
-        if parallel != setup.parallel
-    ]
-    if setup.offload != "none":
-        found.append(("nothing in the host's memory", {"offload": "none"}, False))
-    elif setup.parallel in ("fsdp2", "zero3"):
-        found.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
-    return found
-
-
-def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
-    """Whether no engine runs a setup on several GPUs."""
-    if setup.num_gpus == 1:
-        return False
-    from planner.engines import why_not  # one GPU never needs it
-
-    return bool(why_not(model, setup))
-
-
-def _batches(setup: TrainSetup) -> list[Tried]:
-    """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
-    if setup.aim.whole_batch:
-        sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
-        return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
-    total = setup.micro_batch_seqs * setup.accumulation_steps
-    found: list[Tried] = []
-    for micro in (
-        1,
-        setup.micro_batch_seqs // 4,
-        setup.micro_batch_seqs // 2,
-        *(setup.micro_batch_seqs * n for n in (2, 4)),
-    ):
-        if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
-            label = f"micro-batch {micro} x {total // micro} accumulation steps"
-            entry: Tried = (
-                label,
-                {"micro_batch_seqs": micro, "accumulation_steps": total // micro},
-                False,
-            )
-            if entry not in found:
-                found.append(entry)
-    return found
-
-
-def _speedup(before: Prediction, after: Prediction) -> float:
-    """How much faster samples pass: by step time, which a shorter sequence shortens as well."""
-    if not before.tokens_per_s or not after.tokens_per_s:
-        return 1.0
-    return after.tokens_per_s / before.tokens_per_s
 
 
 def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
@@ -344,22 +212,45 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
     )
 
 
-def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> tuple[TrainSetup, tuple[str, ...]]:
-    """The fastest setup that fits within a few changes that the file's format can hold, and their labels in order.
+@dataclass(frozen=True, kw_only=True)
+class Improved:
+    """What a few changes that one setting each can say make of a config.
 
-    Changes that alter the training are taken only where nothing else makes it fit. The same setup and () where
-    nothing helps.
+    Attributes:
+        labels: the changes in order, () where nothing helps.
+        eval_seqs: how many sequences the evaluation takes at once after them; 0: as many as before.
     """
-    predict = including(predict, result.config, model)
-    for may_change_training in (False, True):
-        setup, labels = _search(result, model, predict, may_change_training)
+
+    setup: TrainSetup
+    labels: tuple[str, ...]
+    after: Prediction
+    verdict: Verdict
+    eval_seqs: int = 0
+
+
+def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
+    """The fastest setup that fits within a few changes that the file's format can hold.
+
+    Changes that alter the training are taken only where nothing else makes it fit. The same setup where nothing helps.
+    """
+    if result.evaluation_bytes and result.verdict is not Verdict.FITS:
+        config = replace(result.config, eval_seqs=0)
+        again = improve(check(config, model, result.gpu, result.budget_bytes, predict), model, predict)
+        micro = again.setup.micro_batch_seqs
+        return replace(again, labels=(f"evaluation of {micro} at once", *again.labels), eval_seqs=micro)
+    predict = including(predict, result.config, model, result.gpu)
+
+    def ending(setup: TrainSetup, labels: tuple[str, ...]) -> Improved:
         after = predict(setup)
-        band = max(result.band_fraction, after.memory_band_fraction)
-        if judge(after, result.budget_bytes, band) is Verdict.FITS:
-            return setup, labels
-    return (
-        (setup, labels) if after.peak_device_bytes < result.prediction.peak_device_bytes else (result.config.setup, ())
-    )
+        verdict = judge(after, result.budget_bytes, max(result.band_fraction, after.memory_band_fraction))
+        return Improved(setup=setup, labels=labels, after=after, verdict=verdict)
+
+    for may_change_training in (False, True):
+        found = ending(*_search(result, model, predict, may_change_training))
+        if found.verdict is Verdict.FITS:
+            return found
+    smaller = found.after.peak_device_bytes < result.prediction.peak_device_bytes
+    return found if smaller else ending(result.config.setup, ())
 
 
 BEAM, DEPTH = 6, 4
@@ -387,7 +278,8 @@ def _search(
         for setup, labels in beam:
             if may_change_training and worth(setup)[0]:
                 continue  # it fits: no further change to the training
-            for label, after, changes_training in single_changes(setup, result.gpu, model):
+            tried = single_changes(setup, result.gpu, model, reentrant=result.config.reentrant)
+            for label, after, changes_training in tried:
                 if after in seen or (changes_training and not may_change_training):
                     continue
                 if result.config.allows(after, in_place=True):

@@ -106,28 +106,26 @@ def _fixed(
     asked: Asked,
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
-    from planner.check import improve, including, judge
+    from planner.check import improve
 
-    config = result.config
-    setup, labels = improve(result, spec, predict)
-    after = including(predict, config, spec)(setup)
-    verdict = judge(after, result.budget_bytes, max(result.band_fraction, after.memory_band_fraction))
+    config, found = result.config, improve(result, spec, predict)
     text, refused = None, ""
     try:
-        text = fixed_text(file, config, setup, spec, accelerate, card=result.gpu, asked=asked) if labels else None
+        if found.labels:
+            text = fixed_text(file, config, found, spec, accelerate, card=result.gpu, asked=asked)
     except ConfigError as error:
         refused = error.message
     if text is not None:
         write_text(target, text)
     return {
-        "changes": list(labels),
+        "changes": list(found.labels),
         "diff": _difference(file, target, text) if text is not None else [],
         "path": str(target) if text is not None else None,
         "refused": refused,
-        "by_hand": by_hand(config, setup) if refused else [],
-        "verdict": verdict.value,
-        "peak_device_bytes": after.peak_device_bytes,
-        "tokens_per_s": after.tokens_per_s,
+        "by_hand": by_hand(config, found) if refused else [],
+        "verdict": found.verdict.value,
+        "peak_device_bytes": found.after.peak_device_bytes,
+        "tokens_per_s": found.after.tokens_per_s,
     }
 
 
@@ -252,7 +250,7 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     for title, notes in (
         ("assumed:", config.assumptions),
         ("not followed exactly (the error band is wider):", config.approximations),
-        ("note:", prediction.notes),
+        ("note:", (*result.notes, *prediction.notes)),
     ):
         if notes:
             lines += ["", title, *(f"  {note}" for note in notes)]

@@ -11,7 +11,7 @@ from planner.gpus import find_gpu
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from planner.check import CheckResult
+    from planner.check import CheckResult, Improved
     from planner.cluster import Cluster
     from planner.gpu import GpuSpec
     from planner.models.spec import ModelSpec
@@ -173,7 +173,7 @@ def _resolved(name: str) -> "tuple[ModelSpec, str]":
 def fixed_text(
     file: Path,
     config: "ReadConfig",
-    setup: "TrainSetup",
+    found: "Improved",
     spec: "ModelSpec",
     accelerate: Path | None = None,
     *,
@@ -191,9 +191,8 @@ def fixed_text(
     from planner.readers.read import pinned, roots_of
     from planner.readers.rewrite import rewrite
     from planner.readers.supply import supply
-    from planner.tools import tool_of
 
-    edits = tool_of(config.format).edits(config.keys, config.setup, setup, config.path)
+    setup, edits = found.setup, edits_of(config, found)
     text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line)
     asked = asked or Asked()
     sharding = Sharding(
@@ -205,7 +204,7 @@ def fixed_text(
     )
     launcher = read_bounded(accelerate) if accelerate is not None else None
     back = supply(read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher), asked.sets)
-    if canonical(back.setup) != canonical(setup):
+    if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
         raise ConfigError(
             f"{file.name} is written in a form that --fix cannot change safely",
             hint="make the changes that plan check lists by hand",
@@ -213,7 +212,20 @@ def fixed_text(
     return text
 
 
-def by_hand(config: "ReadConfig", setup: "TrainSetup") -> list[str]:
+def edits_of(config: "ReadConfig", found: "Improved") -> dict[str, Any]:
+    """The settings (nested ones dotted) that make a file say what was found for it.
+
+    Raises:
+        ConfigError: a field that cannot be changed in place.
+    """
+    from planner.readers.evaluating import HOW_MANY
+    from planner.tools import tool_of
+
+    edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
+    return edits | ({HOW_MANY[config.format][0]: found.eval_seqs} if found.eval_seqs else {})
+
+
+def by_hand(config: "ReadConfig", found: "Improved") -> list[str]:
     """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
     from planner.tools import tool_of
     from planner.tools.field import changed_fields
@@ -221,10 +233,10 @@ def by_hand(config: "ReadConfig", setup: "TrainSetup") -> list[str]:
     tool = tool_of(config.format)
     places = {
         config.keys.get(of, field.key): config.origins[of]
-        for of in changed_fields(config.setup, setup)
+        for of in changed_fields(config.setup, found.setup)
         if (field := tool.field(of)) is not None and of in config.origins
     }
-    edits = tool.edits(config.keys, config.setup, setup, config.path)
+    edits = edits_of(config, found)
     return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
 
 
@@ -291,6 +303,7 @@ def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str
         "unknown_keys": list(result.config.unknown_keys),
         "assumptions": list(result.config.assumptions),
         "approximations": list(result.config.approximations),
+        "notes": list(result.notes),
         "changes": [
             {
                 "label": one.label,

@@ -154,8 +154,8 @@ def _show(
         notes = cluster_notes(cluster)
     enough: tuple[str, ...] | None = None
     if not result.fits:
-        from planner.check import enough_alone
         from planner.cli.checking import predictor
+        from planner.single_changes import enough_alone
 
         enough = enough_alone(result.setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
     render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough, over=over)

@@ -22,6 +22,8 @@ def of_program(
         key = settings.first("max_length", "max_seq_length")
         if settings.has(key):
             return settings.integer(key, TRL_LENGTH, at_least=1), ""
+    if by_trainer and "max_length" in arguments.values:  # None: since it has that name, TRL cuts nothing then
+        return TRL_LENGTH, f"{arguments.where.get('max_length', name)}: max_length None: nothing is cut"
     prepared = arguments.raw("dataset_kwargs", {})
     untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
     if by_trainer and not arguments.more and not untouched:

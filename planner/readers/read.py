@@ -9,6 +9,7 @@ from planner.errors import ConfigError, NotATraining
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers import (
+    evaluating,
     fields,
     hydra,
     launchers,
@@ -71,7 +72,10 @@ def read_text(
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
     setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
-    found = replace(found, setup=setup, keys={**named, **found.keys})
+    seqs = found.eval_seqs or evaluating.sequences(found.format, found.values) * (
+        found.format not in (script.FORMAT, script.UNSLOTH)
+    )
+    found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=seqs)
     if sharding is not None and not found.older and found.format in TRAINERS:
         found = replace(found, older=versions.transformers(sharding.versions.get("transformers"), (), None).older)
     if not _keeps_whole_gradients(found):

@@ -12,10 +12,10 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
-from planner.readers import common, hf, lengths, training, versions
+from planner.readers import common, evaluating, hf, lengths, program_changes, training, versions
 from planner.readers.fields import said
 from planner.readers.objectives import CONFIGS
-from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain, run
+from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program_adapters import Adapters
@@ -150,7 +150,9 @@ class _Script:
         """The answer."""
         arguments = self.arguments
         fields = self._fields()
-        self._note_what_is_unusual()
+        program_changes.note(self.found, self.program, self.source.text, lora=self.lora, arguments=arguments)
+        if other := program_changes.beside(self.program, self.found):
+            self.missing["beside"] = other
         parts = (arguments, self.loader, self.bnb, self.lora)
         self._ask_for_what_is_not_known(parts)
         if "precision" in self.missing and fields["precision"] == "fp32":
@@ -174,6 +176,8 @@ class _Script:
             older=self.transformers.older,
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
+            eval_seqs=evaluating.of_program(self.found.trainer, arguments),
+            eval_logits=evaluating.keeps_logits(self.found.trainer),
         )
 
     def _fields(self) -> dict[str, Any]:
@@ -187,9 +191,10 @@ class _Script:
         constants = self.program.module.names
         packed = plain(constants.get("PACKING")) is True
         fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
-        fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
+        fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.found)
+        fields["optimizer"] = self._optimizer()
         fields["attention"] = "sdpa" if self.unsloth else self._attention()
-        liger = arguments.flag("use_liger_kernel", False)
+        liger = arguments.flag("use_liger_kernel", False) or program_changes.liger(self.found, self.program)
         fields |= self._kernels_and_loss(fields, liger=liger)
         if _has_trainer(self.aim):
             fields |= self._objective(fields, liger)
@@ -210,7 +215,7 @@ class _Script:
         adapted = self.adapters.wanted()
         base = self._quantization()
         method = "full" if not adapted else "lora" if base == "none" else "qlora"
-        if not adapted and (line := training.freezes_parameters(self.source.text)):
+        if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
             self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
         fields: dict[str, Any] = {
             "method": method,
@@ -242,8 +247,19 @@ class _Script:
         if self.found.loads:
             self.missing.setdefault("precision", self.found.loads)
 
+    def _optimizer(self) -> str:
+        handed = program_changes.optimizer(self.found.trainer)
+        if isinstance(handed, Unknown):
+            self.missing["optimizer"] = handed.reason
+        elif isinstance(handed, Known):
+            self.arguments.values = {**self.arguments.values, "optim": handed.data}
+            self.arguments.where["optim"] = handed.where
+        return common.optimizer(self.arguments, "optim", self.transformers.optimizer)
+
     def _attention(self) -> str:
         loader = self.loader
+        if word := program_changes.attention(self.source.text, self.program):
+            loader.values = {**loader.values, "attn_implementation": word}
         if not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
             return "flash-attention-2"  # transformers 4's older switch
         return common.attention(loader, "attn_implementation", self.model)
@@ -274,6 +290,12 @@ class _Script:
             arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
         if method == "qlora" and self.aim.name == "orpo":
             arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
+        if (
+            self.aim.reference
+            and "method" not in self.missing
+            and (beside := program_changes.reference(self.found, method, arguments))
+        ):
+            self.missing["beside"] = beside
         if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
             fields["precomputed_reference"] = True
         return fields
@@ -291,7 +313,11 @@ class _Script:
         if named is None and self.found.loader is not None:
             named = training.named_model(self.found.loader)
         if isinstance(named, Known) and isinstance(named.data, str) and named.data:
-            return named.data
+            other = program_changes.resized(self.found, self.source.text, self.name)
+            if not other:
+                return named.data
+            self.missing["model"] = other
+            return None
         data = plain(named)
         if isinstance(data, Unknown):
             reason = data.reason
@@ -316,10 +342,8 @@ class _Script:
                     return "bf16-mixed"
                 return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
             return f"{autocast or 'bf16'}-autocast"
-        cast = next((word for word in ("half", "bfloat16", "float") if self._called(word)), "")
-        if cast:
-            weights = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}[cast]
-            return common.precision(self.arguments, weights, autocast, method)
+        if cast := program_changes.cast(self.found):
+            return common.precision(self.arguments, cast, autocast, method)
         default = self.transformers.dtype
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
@@ -412,21 +436,6 @@ class _Script:
             loader.values = {**loader.values, "distributed_config": inner.values}
         spread = loaded(self.arguments, loader, num_gpus) or sharded(self.arguments, self.sharding)
         return parallel_of(self.arguments, spread, num_gpus)
-
-    def _note_what_is_unusual(self) -> None:
-        lora, arguments = self.lora, self.arguments
-        if lora.raw("layers_to_transform") is not None:
-            arguments.approximate("adapters on some layers (layers_to_transform) are counted on all of them")
-        if lora.has("target_parameters") and lora.raw("target_parameters"):
-            arguments.approximate("adapters on stacked expert parameters are not counted")
-        if self.found.trainer is not None and self.aim.supervised and own_steps.forwards(self.found.trainer) == 1:
-            arguments.approximate(f"the loss of {self.found.trainer.owner} is its own: counted as the stack's")
-        if self.lora.values and (line := training.unfreezes_parameters(self.source.text)):
-            arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
-        if training.trained_times(self.program) > 1:
-            arguments.assume("the program trains more than once: the first training is read")
-        for source in dict.fromkeys(self.program.sources):
-            arguments.assume(f"{source} beside it was read as well")
 
 
 def _line(made: Made | None) -> int:

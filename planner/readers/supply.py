@@ -10,6 +10,8 @@ from planner.readers.types import SHORT_NAMES, ReadConfig
 from planner.setup import TrainSetup
 
 SETTABLE = tuple(TrainSetup.__dataclass_fields__)
+BESIDE = "beside"
+"""GiB of another model on the same GPU: no field of a setup."""
 _WORDS = {"true": True, "false": False, "on": True, "off": False}
 
 
@@ -23,6 +25,9 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         field = SHORT_NAMES.get(name.strip(), name.strip())
+        if field == BESIDE and equals:
+            found[field] = round(_number(field, text.strip().lower().removesuffix("gib"), float) * 2**30)
+            continue
         if not equals or field not in SETTABLE:
             raise UsageError(
                 f"--set must be NAME=VALUE with a setting's name; got {pair!r}",
@@ -89,7 +94,7 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     """
     if not given:
         return config
-    values = dict(given)
+    values = {name: value for name, value in given.items() if name != BESIDE}
     method = values.get("method", config.setup.method)
     if method == "full":
         values = {"lora_rank": 0, "quantization": "none", "kbit_fp32_cast": False, "adapter_dtype": "auto", **values}
@@ -108,7 +113,8 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
         answered |= {"lora_rank", "lora_targets"}
     missing = tuple(one for one in config.missing if one.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
-    return replace(config, setup=setup, missing=missing, origins=origins)
+    beside = given.get(BESIDE, config.beside_bytes)
+    return replace(config, setup=setup, missing=missing, origins=origins, beside_bytes=beside)
 
 
 def determined(config: ReadConfig) -> ReadConfig:

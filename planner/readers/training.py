@@ -1,6 +1,5 @@
 """From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +16,6 @@ from planner.readers.objectives import (
 )
 from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
-from planner.readers.program.source import tree_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
@@ -285,7 +283,7 @@ def _adapter_among(call: Made) -> Made | None:
 
 def _only_loader(found: Training, program: Program) -> None:
     """The only model that the program loads, where the way to the trainer is not known."""
-    loaders = [one for one in program.made if one.name == "from_pretrained" and _loads_model(one.owner)]
+    loaders = [one for one in program.made if one.name == "from_pretrained" and loads_model(one.owner)]
     names = {_said(plain(named_model(one))) for one in loaders}
     if len(names) == 1:
         found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
@@ -303,7 +301,8 @@ def _said(name: object) -> str:
     return "one that is not known" if isinstance(name, Unknown) else str(name)
 
 
-def _loads_model(owner: str) -> bool:
+def loads_model(owner: str) -> bool:
+    """Whether a class's `from_pretrained` loads a model."""
     return ("Model" in owner or owner.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))) and (
         not owner.startswith(("Peft", "AutoPeft"))
     )
@@ -336,26 +335,6 @@ def settings(made: Value | None, name: str) -> Settings:
             values[key] = data
             where[key] = getattr(value, "where", "")
     return Settings(values, name, unknown=unknown, more=more, where=where)
-
-
-def freezes_parameters(text: str) -> int:
-    """The line on which a program switches `requires_grad` off, 0 where it does not: what trains then is not known."""
-    for node in ast.walk(tree_of(text)) if "requires_grad" in text else ():
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
-            for target in node.targets:
-                if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
-                    return node.lineno
-    return 0
-
-
-def unfreezes_parameters(text: str) -> int:
-    """The line on which a program switches parameters to training by their names, 0 where it does not."""
-    for node in ast.walk(tree_of(text)) if "requires_grad_" in text and "named_parameters" in text else ():
-        if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
-            called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
-            if next(called, None) is not None:
-                return node.lineno
-    return 0
 
 
 def trained_times(program: Program) -> int:

@@ -43,6 +43,7 @@ OPTIONS = {
     "images": "--set images=NUMxWIDTHxHEIGHT of a sample (1x1024x1024; none: text alone)",
     "loss": "--set loss=full|chunked",
     "num_gpus": "--gpus N",
+    "beside": "--set beside=GIB (what the other model holds on this GPU; 0: nothing)",
 }
 SHORT_NAMES = {
     "micro_batch": "micro_batch_seqs",
@@ -80,6 +81,9 @@ class ReadConfig:
         reentrant: whether the versions of this file checkpoint in the older form unless they are told.
         older: how it is known that transformers 4 runs it; "" where today's does.
         call_line: of a program, the line of the call that holds the training arguments.
+        eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
+        eval_logits: whether metrics are computed from their logits.
+        beside_bytes: what else lies on the GPU while it trains, as a person said.
     """
 
     format: str
@@ -99,6 +103,9 @@ class ReadConfig:
     reentrant: bool = False
     older: str = ""
     call_line: int = 0
+    eval_seqs: int = 0
+    eval_logits: bool = False
+    beside_bytes: int = 0
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
         """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""

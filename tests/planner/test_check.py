@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.check import Verdict, check, improve, including, judge, single_changes, table_bytes
+from planner.check import Verdict, check, improve, including, judge, table_bytes
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
@@ -18,6 +18,7 @@ from planner.predict import predict
 from planner.readers import canonical, read_text
 from planner.readers.rewrite import rewrite
 from planner.setup import TrainSetup
+from planner.single_changes import single_changes
 from planner.tools import changed_fields, tool_of
 from planner.units import GIB
 from tests.planner.launch_sweep import request, setups
@@ -163,8 +164,9 @@ def test_changes_come_in_order_of_gain() -> None:
 def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
     text = FILES[name]
     config = read_text(text, name, model=MODEL)
-    setup, labels = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
-    assert labels
+    found = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
+    setup = found.setup
+    assert found.labels
     assert setup.global_batch_seqs == config.setup.global_batch_seqs
     fixed = rewrite(text, name, tool_of(config.format).edits(config.keys, config.setup, setup, name))
     assert canonical(read_text(fixed, name, model=MODEL).setup) == canonical(setup)
@@ -371,7 +373,9 @@ def test_adapters_on_a_table_are_counted_beside_those_on_matrices() -> None:
     config = read_text(text.format(""), "axolotl.yaml", model=model)
     assert (config.setup.lora_targets, config.adapted_tables) == (("q_proj",), ("embed_tokens",))
     plain = predict(model, GPU, config.setup, None).peak_device_bytes
-    whole = including(lambda setup: predict(model, GPU, setup, None), config, model)(config.setup).peak_device_bytes
+    whole = including(lambda setup: predict(model, GPU, setup, None), config, model, GPU)(
+        config.setup
+    ).peak_device_bytes
     assert whole - plain == table_bytes(model, config.setup, config.adapted_tables) > 0
 
 

@@ -1,0 +1,235 @@
+"""What a program does to its model beside the call that loads it: casts, frozen parts, other sizes, other models."""
+
+import ast
+from collections.abc import Iterator
+
+from planner.choices.objectives import OBJECTIVES
+from planner.readers import common
+from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain
+from planner.readers.program.objects import trainer_of
+from planner.readers.program.source import tree_of
+from planner.readers.program.values import Instance, Items, Value
+from planner.readers.training import Training, loads_model, named_model, trained_times
+from planner.readers.values import Settings
+
+CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
+BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", "visual", "vision", "tower", "audio")
+"""Parts of the names of what is frozen beside the language model that trains."""
+SIZES = {
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "n_head", "vocab_size", "num_experts", "num_local_experts",
+    "head_dim",
+}  # fmt: skip
+"""Settings of a model's configuration that make another model of it."""
+BEHIND = ("dpo", "kto")
+"""Objectives whose trainers take a reference model."""
+NOT_COUNTED = {
+    "rank_pattern": "ranks of single matrices (rank_pattern) are counted as the common one",
+    "trainable_token_indices": "single trained rows of the embeddings (trainable_token_indices) are not counted",
+    "lora_bias": "biases of adapters (lora_bias) are not counted",
+    "target_parameters": "adapters on stacked expert parameters are not counted",
+    "layers_to_transform": "adapters on some layers (layers_to_transform) are counted on all of them",
+}
+"""LoRA's settings that the memory model leaves out -> what is said of it."""
+LAYERS = ("layers", "h", "blocks")
+"""Attributes of a model that hold its layers."""
+OPTIMIZERS = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "RMSprop": "rmsprop",
+    "Adam8bit": "adamw_bnb_8bit", "AdamW8bit": "adamw_bnb_8bit", "PagedAdamW8bit": "paged_adamw_8bit",
+    "PagedAdamW": "paged_adamw_32bit", "PagedAdamW32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
+    "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit", "DeepSpeedCPUAdam": "adamw_torch",
+}  # fmt: skip
+"""Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
+
+
+def cast(found: Training) -> str:
+    """The data type to which the model is cast after loading ("bf16"), "" where it is not."""
+    for model in found.touched:
+        moved = model.called.get("to")
+        given = [] if moved is None else [*moved.positional, moved.argument("dtype")]
+        words = [word for word in map(plain, given) if isinstance(word, str)]
+        dtypes = [common.DTYPES[word] for word in words if word in common.DTYPES]
+        if dtypes or (called := next((CASTS[word] for word in CASTS if word in model.called), "")):
+            return dtypes[0] if dtypes else called
+    return ""
+
+
+def compiled(found: Training) -> bool:
+    """Whether what the trainer gets went through `torch.compile`."""
+    return any((one.owner, one.name) == ("torch", "compile") for one in found.touched)
+
+
+def liger(found: Training, program: Program) -> bool:
+    """Whether the program itself puts Liger's kernels into the model."""
+    patched = any(one.name.startswith(("apply_liger_kernel_to", "_apply_liger_kernel_to")) for one in program.made)
+    return patched or (found.loader is not None and found.loader.owner.startswith("AutoLigerKernel"))
+
+
+def optimizer(trainer: Made | None) -> Value | None:
+    """transformers' name of the optimizer that is handed to a trainer as an object or class; None: none is."""
+    pair = None
+    for key in ("optimizers", "optimizer_cls_and_kwargs"):
+        pair = pair or (trainer.argument(key) if trainer is not None else None)
+    first = pair.items[0] if isinstance(pair, Items) and pair.items else pair
+    if first is None or (isinstance(first, Known) and first.data is None):
+        return None
+    name = first.name if isinstance(first, Made) else plain(first)
+    known = OPTIMIZERS.get(name) if isinstance(name, str) else None
+    where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
+    return Known(known, where) if known else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
+
+
+def attention(text: str, program: Program) -> str:
+    """The attention that the program sets on a loaded model or its configuration, "" where it sets none."""
+    for made in program.made:
+        word = plain(made.argument("attn_implementation", 0)) if made.name == "set_attn_implementation" else None
+        if isinstance(word, str):
+            return word
+    for node in ast.walk(tree_of(text)) if "_attn_implementation" in text else ():
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        if any(isinstance(one, ast.Attribute) and one.attr.endswith("attn_implementation") for one in targets):
+            word = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                return word.value
+    return ""
+
+
+def resized(found: Training, text: str, name: str) -> str:
+    """Where and how the program makes another model of the one that it loads, "" where it does not."""
+    given = found.loader.argument("config") if found.loader is not None else None
+    for call in (given, found.loader):
+        if isinstance(call, Made) and (keys := sorted(SIZES & {*call.keywords, *call.attributes})):
+            return f"{call.where}: {', '.join(keys)} of its configuration is changed"
+    for node in ast.walk(tree_of(text)) if any(f".{word} =" in text for word in LAYERS) else ():
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Attribute):
+                continue
+            if target.attr in LAYERS and "self" not in ast.unparse(target):
+                return f"{name}:{target.lineno}: the model's layers are replaced"
+    return ""
+
+
+def freezes_parameters(text: str) -> int:
+    """The line on which a program switches parameters of the model off, 0 where it does not: what trains is open."""
+    for node, subject in _switches(text):
+        value = node.value if isinstance(node, ast.Assign) else node.args[0]
+        on = isinstance(value, ast.Constant) and value.value is True
+        if not on and not any(part in subject.lower() for part in BESIDE):
+            return node.lineno
+    return 0
+
+
+def _switches(text: str) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
+    """Every line that sets `requires_grad`, with what it is set on (of a loop: what that goes over)."""
+    over: dict[ast.AST, str] = {}
+    for node in ast.walk(tree_of(text)) if "requires_grad" in text else ():
+        if isinstance(node, ast.For):
+            over |= dict.fromkeys(ast.walk(node), f"{ast.unparse(node.iter)} ")
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+                    yield node, over.get(node, "") + ast.unparse(target.value)
+        elif isinstance(node, ast.Call) and node.args and getattr(node.func, "attr", "") == "requires_grad_":
+            yield node, over.get(node, "") + ast.unparse(node.func)
+
+
+def unfreezes_parameters(text: str) -> int:
+    """The line on which a program switches parameters to training by their names, 0 where it does not."""
+    for node in ast.walk(tree_of(text)) if "requires_grad_" in text and "named_parameters" in text else ():
+        if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
+            called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
+            if next(called, None) is not None:
+                return node.lineno
+    return 0
+
+
+def beside(program: Program, found: Training) -> str:
+    """Another model that lies on the GPU while this one trains, with its place; "" where none is known to.
+
+    Those that the trainer is handed (but a reference, which preference training counts), and those of the main module
+    that are loaded before the training and not deleted.
+    """
+    trainer = found.trainer
+    if trainer is None or trainer not in program.made:
+        return ""
+    of_preferences = trainer.argument("ref_model", 1) if found.objective in BEHIND else None
+    reference = _loader(of_preferences) if isinstance(of_preferences, Made) else None
+    rewards = trainer.argument("reward_funcs", 1) if found.objective == "grpo" else None
+    for one in rewards.items if isinstance(rewards, Items) else [rewards]:
+        if isinstance(one, Known) and isinstance(one.data, str) and "/" in one.data:
+            return f"{one.where}: the reward model {one.data}"
+    before = program.made[: program.made.index(trainer)]
+    handed = [one for value in trainer.keywords.values() for one in _objects(value)]
+    for value in (*handed, *(one for held in program.module.names.values() for one in _objects(held))):
+        loader = _loader(value)
+        if loader is None or loader in (found.loader, reference, *found.touched) or "del" in value.called:
+            continue
+        if loader in before and (value in handed or _on_gpu(value, loader)):
+            name = plain(named_model(loader))
+            return f"{loader.where}: {name if isinstance(name, str) else 'a model'} is loaded beside it"
+    return ""
+
+
+def reference(found: Training, method: str, arguments: Settings) -> str:
+    """Which reference model that a preference trainer is handed lies beside what is counted; "" where none does: the
+    policy's own copy stands for it."""
+    given = found.trainer.argument("ref_model", 1) if found.trainer is not None else None
+    loader = _loader(given) if isinstance(given, Made) else None
+    if loader is None or found.loader is None or loader is found.loader:
+        return ""
+    if method != "full":
+        return f"{loader.where}: a reference model is loaded beside the adapters' base"
+    names = {plain(named_model(one)) for one in (loader, found.loader)}
+    if len(names) > 1 and all(isinstance(name, str) for name in names):
+        return f"{loader.where}: the reference is another model"
+    if any(plain(loader.argument(key)) != plain(found.loader.argument(key)) for key in OF_LOADING):
+        arguments.approximate(f"the reference model ({loader.where}) is counted in the policy's own type")
+    return ""
+
+
+OF_LOADING = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit")
+"""What decides how much a loaded model takes, beside its name."""
+
+
+def _objects(value: Value) -> list[Made]:
+    if isinstance(value, Items):
+        return [one for one in value.items if isinstance(one, Made)]
+    inner = list(value.attributes.values()) if isinstance(value, Instance) and value.made_by is not None else [value]
+    return [one for one in inner if isinstance(one, Made)]
+
+
+def _loader(value: Made) -> Made | None:
+    """The call that loads what an object is made of, None where it is no model."""
+    made: Value | None = value
+    for _ in range(8):
+        if not isinstance(made, Made) or trainer_of(made).name.endswith("Trainer"):
+            return None
+        if made.name == "from_pretrained" and loads_model(made.owner):
+            return made
+        made = made.argument("model", 0) or made.receiver if made.name != "item" else None
+    return None
+
+
+def _on_gpu(value: Made, loader: Made) -> bool:
+    """Whether a model is certainly put on the GPU: `from_pretrained` alone leaves it on the host."""
+    moved = value.called.get("to")
+    words = [loader.argument("device_map"), moved.argument("device", 0) if moved is not None else None]
+    places = [plain(word) for word in words if word is not None]
+    return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
+
+
+def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
+    """What the memory model does not follow, and what a person should know."""
+    for key, what in NOT_COUNTED.items():
+        if lora.raw(key) not in (None, False, {}, [], ""):
+            arguments.approximate(what)
+    if found.trainer is not None and OBJECTIVES[found.objective].supervised and own_steps.forwards(found.trainer) == 1:
+        arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
+    if lora.values and (line := unfreezes_parameters(text)):
+        arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
+    if arguments.flag("auto_find_batch_size", False):
+        arguments.assume("auto_find_batch_size: a micro-batch that does not fit is halved until it does")
+    if trained_times(program) > 1:
+        arguments.assume("the program trains more than once: the first training is read")
+    for source in dict.fromkeys(program.sources):
+        arguments.assume(f"{source} beside it was read as well")

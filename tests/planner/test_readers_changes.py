@@ -1,0 +1,195 @@
+"""What a program does to its model beside loading it, what it evaluates, and what else lies on the GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.check import Verdict, check, improve
+from planner.cli.checking import edits_of, predictor
+from planner.errors import NotPlanned
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.readers import Sharding, read_text
+from planner.readers.supply import parse_sets, supply
+from planner.readers.types import ReadConfig
+
+HEAD = """
+import torch, bitsandbytes as bnb
+from functools import partial
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+NAME = "meta-llama/Llama-3.1-8B"
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+config = AutoConfig.from_pretrained(NAME)
+"""
+MODEL = "model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16, config=config)\n"
+TRAIN = (
+    "SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=2, max_length=512), train_dataset=rows{more}).train()"
+)
+
+
+def read(before: str = "", after: str = "", more: str = "", train: str = TRAIN) -> ReadConfig:
+    return read_text(HEAD + before + MODEL + after + train.replace("{more}", more), "train.py", sharding=Sharding())
+
+
+FIELDS = {
+    "cast in place": ("", "model.to(torch.float32)\n", "", "precision", "bf16-mixed"),
+    "cast on the way": ("", 'model = model.to("cuda", dtype=torch.float32)\n', "", "precision", "bf16-mixed"),
+    "moved alone": ("", 'model.to("cuda")\n', "", "precision", "bf16-autocast"),
+    "compiled": ("", "model = torch.compile(model)\n", "", "compile", True),
+    "an optimizer's object": ("", "", ", optimizers=(bnb.optim.AdamW8bit([]), None)", "optimizer", "adamw-8bit"),
+    "an optimizer's class": ("", "", ", optimizer_cls_and_kwargs=(torch.optim.SGD, {})", "optimizer", "sgd"),
+    "no optimizer": ("", "", ", optimizers=(None, None)", "optimizer", "adamw-fused"),
+    "attention of the configuration": ('config._attn_implementation = "eager"\n', "", "", "attention", "eager"),
+    "attention set later": ("", 'model.set_attn_implementation("eager")\n', "", "attention", "eager"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_done_to_the_model_or_trainer_counts(name: str) -> None:
+    before, after, more, field, value = FIELDS[name]
+    found = read(before, after, more)
+    assert (getattr(found.setup, field), found.missing) == (value, ())
+
+
+def test_liger_put_in_by_the_program_counts() -> None:
+    train = "Trainer(model, TrainingArguments(bf16=True)).train()\nblock_size = 512"
+    assert [read(before, train=train).setup.loss for before in ("", "apply_liger_kernel_to_llama()\n")] == [
+        "full",
+        "liger",
+    ]
+
+
+EACH = "for n, p in model.named_parameters():\n    p.requires_grad = "
+TEACHER = 'teacher = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B").to("cuda")\n'
+OPEN = {
+    "some layers frozen by a condition": ("", f"{EACH}'head' in n\n", "method"),
+    "a part frozen": ("", "model.get_input_embeddings().requires_grad_(False)\n", "method"),
+    "fewer layers": ("config.num_hidden_layers = 4\n", "", "model"),
+    "layers cut off": ("", "model.model.layers = model.model.layers[:4]\n", "model"),
+    "a teacher": ("", TEACHER, "beside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_makes_another_run_is_asked_for(name: str) -> None:
+    before, after, field = OPEN[name]
+    assert [one.field for one in read(before, after).missing] == [field]
+
+
+KNOWN = {
+    "all on": f"{EACH}True\n",
+    "a reference frozen": "for p in ref_model.parameters():\n    p.requires_grad = False\n",
+    "a model of the host": 'other = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B")\n',
+    "a model that is deleted": 'old = AutoModelForCausalLM.from_pretrained("b", device_map="auto")\ndel old\n',
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_changes_nothing_is_not_asked_for(name: str) -> None:
+    assert read(after=KNOWN[name]).missing == ()
+
+
+def test_a_person_says_what_lies_beside() -> None:
+    found = read(after=TEACHER)
+    said = supply(found, parse_sets(["beside=16"]))
+    assert (said.missing, said.beside_bytes) == ((), 16 << 30)
+    card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")
+    assert model is not None
+    alone, both = (
+        check(one, model, card, card.memory_bytes, predictor(model, card)).prediction.peak_device_bytes
+        for one in (replace(said, beside_bytes=0), said)
+    )
+    assert both - alone == 16 << 30
+
+
+def test_reward_models_and_other_references_are_asked_for() -> None:
+    judged = 'GRPOTrainer(model, reward_funcs="org/reward", args=GRPOConfig(max_completion_length=64)).train()'
+    assert "beside" in {one.field for one in read(train=judged).missing}
+    preferred = "DPOTrainer(model, ref, args=DPOConfig(per_device_train_batch_size=2, max_length=512)).train()"
+    other = 'ref = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B", dtype=torch.bfloat16)\n'
+    assert [one.field for one in read(after=other, train=preferred).missing] == ["beside"]
+    same = read(after=other.replace('"meta-llama/Llama-3.1-70B"', "NAME"), train=preferred)
+    assert (same.missing, same.approximations) == ((), ())
+
+
+def test_a_length_of_none_is_asked_for() -> None:
+    assert [one.field for one in read(train=TRAIN.replace("512", "None")).missing] == ["seq_len_tokens"]
+
+
+def test_a_length_handed_on_by_partial_or_map_is_read() -> None:
+    cut = "def cut(row, limit):\n    return {'input_ids': tokenizer(row, truncation=True, max_length=limit)}\n"
+    train = "Trainer(model, TrainingArguments(bf16=True), train_dataset=rows).train()"
+    for handed in ("rows.map(partial(cut, limit=640))\n", "rows.map(cut, fn_kwargs={'limit': 640})\n"):
+        assert read(after=f"rows = load()\n{cut}rows = {handed}", train=train).setup.seq_len_tokens == 640
+
+
+def test_settings_handed_on_from_an_unknown_file_replace_every_default() -> None:
+    made = (
+        "import json, sys\nfrom dataclasses import dataclass\n@dataclass\nclass Wishes:\n    batch: int = 4\n"
+        "wishes = Wishes(**json.load(open(sys.argv[1])))\ndef batch(size=4):\n    return size\n"
+    )
+    for value in ("wishes.batch", "batch(**json.load(open(sys.argv[1])))"):
+        train = TRAIN.replace("per_device_train_batch_size=2", f"per_device_train_batch_size={value}")
+        assert [one.field for one in read(after=made, train=train).missing] == ["micro_batch_seqs"]
+
+
+EVALUATED = {
+    "none": ("", 0),
+    "no data": (', eval_strategy="steps"', 0),
+    "the default": (', eval_strategy="steps"), eval_dataset=(rows', 8),
+    "so many": (', eval_strategy="epoch", per_device_eval_batch_size=3), eval_dataset=(rows', 3),
+    "never": (', eval_strategy="no"), eval_dataset=(rows', 0),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_what_is_evaluated_at_once_is_read(name: str) -> None:
+    said, seqs = EVALUATED[name]
+    assert read(train=TRAIN.replace("512)", f"512{said})")).eval_seqs == seqs
+
+
+LLAMAFACTORY = "do_train: true\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\neval_strategy: steps\n"
+AXOLOTL = "adapter: lora\nsequence_len: 512\nmicro_batch_size: 1\nval_set_size: 0.1\n"
+FILES = {
+    "trl.yaml": ("model_name_or_path: NAME\nmax_length: 512\nlearning_rate: 1e-4\neval_strategy: steps\n", 8),
+    "no_data.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}", 0),
+    "so_many.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}val_size: 0.1\nper_device_eval_batch_size: 2\n", 2),
+    "as_many.yml": (f"base_model: NAME\n{AXOLOTL}", 0),
+    "more.yml": (f"base_model: NAME\n{AXOLOTL}eval_batch_size: 4\n", 4),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tools_files_say_what_they_evaluate(name: str) -> None:
+    text, seqs = FILES[name]
+    found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, sharding=Sharding())
+    assert found.eval_seqs == seqs
+
+
+def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
+    train = TRAIN.replace("512)", '1024, eval_strategy="steps", gradient_checkpointing=True), eval_dataset=(rows)')
+    versions = Sharding(versions={"trl": "0.19.1", "transformers": "4.53.0"})
+    found = read_text(
+        HEAD + MODEL + train.replace("{more}", ", peft_config=LoraConfig(r=8)"), "t.py", sharding=versions
+    )
+    card, model = find_gpu("rtx-4090"), catalogue.load("Llama-3.1-8B")
+    assert model is not None
+    predict, budget = predictor(model, card), round(card.memory_bytes * 0.94)
+    judged = check(found, model, card, budget, predict)
+    assert judged.verdict is Verdict.DOES_NOT_FIT
+    assert judged.evaluation_bytes == judged.prediction.peak_device_bytes > predict(found.setup).peak_device_bytes
+    assert "per_device_eval_batch_size 2 keeps it below" in judged.notes[0]
+    mended = improve(judged, model, predict)
+    assert (mended.verdict, mended.labels[0]) == (Verdict.FITS, "evaluation of 2 at once")
+    assert edits_of(found, mended)["per_device_eval_batch_size"] == 2
+    small = check(replace(found, eval_seqs=2), model, card, budget, predict)
+    assert (small.verdict, small.evaluation_bytes) == (Verdict.FITS, 0)
+
+
+def test_settings_of_swifts_reinforcement_learning_are_no_supervised_run() -> None:
+    text = "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n"
+    with pytest.raises(NotPlanned, match=r"reinforcement learning \(num_generations, reward_funcs\)"):
+        read_text(text, "grpo.yaml", sharding=Sharding())
