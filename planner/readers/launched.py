@@ -120,6 +120,10 @@ class Launches:
             module = shell.flags(command.arguments).get("module")
             places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
             target = next((place for place in places if inside.beside(place) is not None), target)
+        if target.endswith(llamafactory.PROGRAMS) and (
+            found := self._of_words(command, inside, (llamafactory.FORMAT,))
+        ):
+            return found
         text = inside.by_end(target)
         problem: ConfigError | None = None
         if text is not None:
@@ -127,14 +131,8 @@ class Launches:
                 return self._read(text, target, command, inside)
             except NotATraining as error:  # a wrapper around a tool: its words may say all
                 problem = error
-        if command.tool == "python":
-            config = next(iter(command.arguments), "")
-            if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
-                return self._read(text, config, command, inside)
-            values = shell.flags(command.arguments)
-            kind = detect(dict(values))
-            if (kind == llamafactory.FORMAT and "finetuning_type" in values) or kind == swift.FORMAT:
-                return self._of_flags(command, kind, inside)
+        if command.tool == "python" and (found := self._of_words(command, inside)):
+            return found
         if problem is not None:
             raise problem
         if shell.is_open(target):
@@ -149,6 +147,17 @@ class Launches:
             f"{name} starts {command.target}, which is not beside it and says what trains",
             hint=f"plan check {command.target.rpartition('/')[2]}{words}",
         )
+
+    def _of_words(self, command: shell.Command, inside: Sharding, tools: tuple[str, ...] = ()) -> ReadConfig | None:
+        """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
+        config = next(iter(command.arguments), "")
+        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
+            found = self._read(text, config, command, inside)
+            return found if not tools or found.format in tools else None
+        values = shell.flags(command.arguments)
+        kind = detect(dict(values))
+        told = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (kind == swift.FORMAT and not tools)
+        return self._of_flags(command, kind, inside) if told else None
 
     def _read(self, text: str, path: str, command: shell.Command, inside: Sharding) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None

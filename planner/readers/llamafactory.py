@@ -14,6 +14,8 @@ from planner.readers.values import Settings
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 FORMAT = "llamafactory"
+PROGRAMS = ("src/train.py", "src/train_bash.py")
+"""Its own program, which a checkout launches by its path."""
 PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
 """Values of `pref_loss` at stage dpo -> the objective whose step it is."""
 READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}

@@ -22,7 +22,8 @@ FORMAT = "own settings"
 NAMES = {
     "model": (
         "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
-        "model_id", "base_model_name", "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
+        "model_id", "base_model_name", "base_model_name_or_path",
+        "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
         "pretrained_model", "model.path", "model.id", "model.base", "model.name_or_path", "pretrained_model_path",
         "model",
     ),
@@ -42,8 +43,8 @@ NAMES = {
         "lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r", "r",
     ),
     "targets": ("lora_target_modules", "target_modules"),
-    "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
-    "eight": ("load_in_8bit", "use_8bit"),
+    "four": ("load_in_4bit", "use_4bit", "load_4bit", "use_qlora", "qlora"),
+    "eight": ("load_in_8bit", "use_8bit", "load_8bit"),
     "double": (
         "bnb_4bit_use_double_quant", "use_double_quant", "use_nested_quant", "double_quant", "double_quantization",
     ),

@@ -21,6 +21,8 @@ Source: modelscope/ms-swift v2.6 `swift/llm/utils/argument.py`.
 """
 MARKS = {"tuner_type", "train_type", "sft_type", "quant_bits", "rlhf_type", "vit_gradient_checkpointing"}
 """Settings that only ms-swift has."""
+REWARDED = {"reward_funcs", "reward_model", "num_generations", "ref_model", "ref_adapters", "reward_weights"}
+"""Settings of `swift rlhf`, whose kind may stand on the command line alone."""
 NOT_COUNTED = {
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
@@ -68,11 +70,10 @@ def read(
 
 
 def _refuse_other_training(settings: Settings) -> None:
-    if settings.has("rlhf_type"):
-        raise NotPlanned(
-            f"{settings.name}: {settings.raw('rlhf_type')} (rlhf_type) is not planned",
-            hint="supervised fine-tuning is",
-        )
+    said, marked = settings.optional_text("rlhf_type"), REWARDED & set(settings.values)
+    if said or marked:
+        what = f"{said} (rlhf_type)" if said else f"reinforcement learning ({', '.join(sorted(marked))})"
+        raise NotPlanned(f"{settings.name}: {what} is not planned", hint="supervised fine-tuning is")
     task = settings.text("task_type", "causal_lm")
     if task != "causal_lm":
         raise NotPlanned(f"{settings.name}: task_type {task} is not planned", hint="supervised fine-tuning is")

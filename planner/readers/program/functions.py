@@ -65,7 +65,8 @@ class Functions(Expressions):
     def instance(self, made_by: Class, call: Made) -> Value:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
         if made_by.base and objects.is_followed(made_by.base):
-            defaults = {name: made_by.attributes[name] for name in made_by.fields if name in made_by.attributes}
+            known = () if call.more else made_by.fields
+            defaults = {name: made_by.attributes[name] for name in known if name in made_by.attributes}
             call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
             call.keywords = {**defaults, **call.keywords}
             self.program.made.append(call)
@@ -82,6 +83,8 @@ class Functions(Expressions):
         if isinstance(init, Function):
             self.called(Function(init.node, init.scope, found), call)
         else:
+            if call.more:  # what is handed on may set any of them
+                found.attributes |= dict.fromkeys(made_by.fields[len(call.positional) :], Unknown(call.more))
             found.attributes |= call.keywords
             found.more = call.more
             after = made_by.attributes.get("__post_init__")
@@ -145,6 +148,8 @@ class Functions(Expressions):
                 value = keywords.pop(name)
             elif name in function.options:
                 value = function.options[name]
+            elif call.more:  # what is handed on may set it
+                value = Unknown(call.more)
             elif default is not None:
                 value = options.option_default(self, name, self.value(default, function.scope))
             else:

@@ -140,8 +140,9 @@ class Reader(Functions):
                     self.once(case.body, scope)
             case ast.Delete():
                 for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        scope.names.pop(target.id, None)
+                    gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
+                    if isinstance(gone, Made):
+                        gone.called["del"] = gone
 
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))

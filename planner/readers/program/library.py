@@ -167,12 +167,16 @@ def _of_model_config(model: Made, made: Made) -> Value:
 
 
 def _run_handed_functions(reader: "Reading", made: Made) -> None:
-    """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known."""
+    """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
+    `fn_kwargs` or `partial` say."""
+    named = made.keywords.get("fn_kwargs")
+    said = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
+    first = made.positional[1:] if made.name == "partial" else []
     for value in (*made.positional, *made.keywords.values()):
         if isinstance(value, Function) and id(value.node) not in reader.entered:
             reader.uncertain += 1
             try:
-                reader.called(value, Made("", where=made.where))
+                reader.called(value, Made("", positional=list(first), keywords=dict(said), where=made.where))
             finally:
                 reader.uncertain -= 1
 
