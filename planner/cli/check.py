@@ -15,10 +15,11 @@ from planner.option_values import memory_and_headroom, positive
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.check import CheckResult, Predict
+    from planner.check import CheckResult
     from planner.memory.types import MemoryTerm
     from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
+    from planner.single_changes import Predict
 
 SHOWN_CHANGES = 8
 
