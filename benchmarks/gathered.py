@@ -33,6 +33,7 @@ DRY_RUNS = ROOT / "benchmarks" / "data" / "gathered_dry_runs.json"
 PAGE = ROOT / "docs" / "accuracy" / "gathered.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 NAMES = {"tokens_per_s": "tokens/s"}
+SMALL = 500_000_000
 
 Looks = Mapping[str, Mapping[str, float]]
 """Row -> figure -> predicted over measured."""
@@ -60,7 +61,7 @@ def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
         if measured is None or setup is None or not row.comparable(what):
             continue
         found = predict(model, gpu, setup)
-        predicted = predicted_figure(found, what)
+        predicted = predicted_figure(found, what, row.untimed)
         if predicted is None:
             continue
         ratios[what] = predicted / (setup.num_gpus if what == "tokens_per_s" else 1) / measured
@@ -150,17 +151,8 @@ def page(first: Looks, dry_runs: Looks) -> str:
                 f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held)} | "
                 f"{sum(flags) / len(flags):.0%} | {_share(_configs(members, dry_runs, what))} |"
             )
-    ooms = [row for row in rows() if row.status == "oom" and row.id not in refused and not row.unmapped_memory]
-    false = [row.id for row in ooms if _fits(row)]
-    ran = [row for row in rows() if row.status == "ok" and row.id not in refused and not row.unmapped_memory]
-    wrong = [row for row in ran if not _fits(row)]
-    named = ", ".join(row.id for row in wrong)
+    lines += ["", *_kinds(ratios)]
     lines += [
-        "",
-        f"Of {len(ooms)} runs that went out of memory {len(false)} were predicted to fit"
-        + (f" ({', '.join(false)})" if false else "")
-        + f"; of {len(ran)} that ran, {len(wrong)} were predicted not to"
-        + (f" ({named})." if wrong else "."),
         "",
         f"{len(rows())} rows, {len(rows()) - len(refused)} expressed as a setup, "
         f"{sum(map(kept_out, rows()))} kept out.",
@@ -173,10 +165,31 @@ def page(first: Looks, dry_runs: Looks) -> str:
     return "\n".join(lines)
 
 
-def _fits(row: MeasuredRow) -> bool:
-    model, gpu = _lookup(row)
-    assert row.setup is not None
-    return predict(model, gpu, row.setup).peak_device_bytes <= gpu.memory_bytes
+def small_and_eager(row: MeasuredRow) -> bool:
+    """Whether a run of a model below half a billion parameters trains it whole, compiles nothing, and is timed by
+    steps alone."""
+    if row.setup is None or row.setup.compile or row.setup.method != "full" or row.tokens_per_s is None:
+        return False
+    alone = not any(one.startswith("tokens/s:") for one in row.differs)
+    return alone and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
+
+
+def _kinds(ratios: Looks) -> list[str]:
+    """What the issue's kinds of runs err by, sources taken together."""
+    lines = []
+    small = [row for row in rows() if small_and_eager(row)]
+    compiled = [row for row in rows() if row.setup is not None and row.setup.compile]
+    for name, members, metrics in (
+        ("Models below 0.5 B parameters, eager, steps timed alone", small, METRICS[3:]),
+        ("torch.compile", compiled, METRICS),
+    ):
+        for what in metrics:
+            found = _configs(members, ratios, what)
+            held = _configs([row for row in members if kept_out(row)], ratios, what)
+            if found:
+                number = f"{len(found)} configurations, kept out {_share(held)} of {len(held)}"
+                lines.append(f"- {name}, {NAMES.get(what, what)}: {_share(found)} of {number}")
+    return lines
 
 
 def main() -> None:

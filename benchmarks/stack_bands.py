@@ -71,7 +71,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
     """Measured over predicted, for every figure that was measured."""
     found = []
     for what in METRICS:
-        predicted = predicted_figure(prediction, what)
+        predicted = predicted_figure(prediction, what, row.untimed)
         measured = row.measured(what)
         if predicted is None or measured is None or not row.comparable(what) or not _said(row, what):
             continue

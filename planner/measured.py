@@ -55,7 +55,7 @@ class MeasuredRow:
         unmapped_memory: why the memory figure cannot be compared although the speed can.
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
         reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
-        tokens_per_s: per GPU.
+        tokens_per_s: per GPU. untimed: parts of a step that its time leaves out ("optimizer").
         config_id: rows that share it are the same run under other software versions.
     """
 
@@ -91,6 +91,7 @@ class MeasuredRow:
     device_bytes: int | None = None
     memory_confidence: str | None = None
     tokens_per_s: float | None = None
+    untimed: tuple[str, ...] = ()
     step_time_s: float | None = None
     tokens_counted: str | None = None
     speed_confidence: str | None = None
@@ -161,7 +162,7 @@ def read_rows(text: str) -> tuple[MeasuredRow, ...]:
 def _row(values: dict[str, Any]) -> MeasuredRow:
     if "setup" in values:
         values["setup"] = asked_setup({"stack": STACK_OF.get(values["stack"], "trl"), **values["setup"]})
-    for name in ("assumed", "differs"):
+    for name in ("assumed", "differs", "untimed"):
         values[name] = tuple(values.get(name, ()))
     return MeasuredRow(**values)
 

@@ -15,6 +15,10 @@ _WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
 SELECTIVE_HOST = 1.7
 """Further host time of an operation under selective checkpointing, in the forward and in the recomputation, as a
 multiple of its own: torch calls Python for each. Timed on a CPU (docs/kernels.md)."""
+EAGER_ATTENTION_KERNELS = (8, 10)
+"""Kernels of attention in single operations beyond those of one fused kernel, forward and backward: copies of queries,
+keys, values and output, two products, scaling, mask and softmax. Counted by running GPT-2's layer in PyTorch 2.13;
+under autocast a cast more forward and three backward."""
 _LOSS_KERNELS = 14
 _EMBEDDING_KERNELS = 12
 
@@ -105,8 +109,9 @@ class Family:
     def _count_host(self, moved: Moved, trained: "_Trained", quantized_calls: int, again: float) -> None:
         """Sets the host's time of a micro-batch and of a forward alone."""
         constants, setup = self._speed.constants, self._setup
-        forward_kernels = moved.forward_kernels + trained.forward_kernels
-        backward_kernels = moved.backward_kernels + trained.backward_kernels
+        ahead, back = self._further_kernels()
+        forward_kernels = moved.forward_kernels + trained.forward_kernels + ahead
+        backward_kernels = moved.backward_kernels + trained.backward_kernels + back
         host = forward_kernels * (1 + again) * constants.host_forward_s + backward_kernels * constants.host_backward_s
         host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
         host += quantized_calls * (2 + again) * constants.host_quantized_s
@@ -121,6 +126,20 @@ class Family:
         self.host_s = (
             setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
         )
+
+    def _further_kernels(self) -> tuple[int, int]:
+        """Kernels of eager attention and of autocast's copies of fp32 weights, forward and backward."""
+        setup, inv = self._setup, self._speed.inv
+        forward = backward = 0
+        if setup.attention == "eager":
+            layers = sum(count for _, count in inv.attentions)
+            forward = layers * (EAGER_ATTENTION_KERNELS[0] + (self.flow.autocast is not None))
+            backward = layers * (EAGER_ATTENTION_KERNELS[1] + 3 * (self.flow.autocast is not None))
+        if self.flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+            copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
+            forward += copies
+            backward += copies if setup.method == "full" else 0
+        return forward, backward
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""

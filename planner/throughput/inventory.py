@@ -160,7 +160,7 @@ def _count(model: ModelSpec) -> Inventory:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_params=model.num_params,
-        num_tensors=num["tensors"] + num["rms"] + num["layer"] + len(model.embeddings) + 1,
+        num_tensors=num["tensors"] + num["rms"] + 2 * num["layer"] + len(model.embeddings) + 1,
         rms_width=width["rms"],
         layer_norm_width=width["layer"],
         num_rms=num["rms"],

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from planner.gpu import GpuSpec
 from planner.throughput.calibration import Calibration, Constants
 
-TILE_M, TILE_N = 128, 256
+TENSOR_TILE, SIMT_TILE = 128 * 256, 128 * 32
+"""Elements of an output tile: of a tensor-core kernel, and of the smaller ones that cuBLAS takes for fp32 outside them,
+128 x 32, 32 x 128, 128 x 64 and 64 x 32: with these they lose next to nothing to waves.
+
+Measured: 16.9 to 18.0 TFLOP/s at 1,024 tokens whatever the shape, inside a training step on an A100-40GB, of the 18.1
+that a large one alone does (yyin-dev/cs336-a2@bc6cc1b:writeup.md, nsys).
+"""
 _DEFAULT_SM_COUNT = 100
 _REFERENCE_SM_RATE = 312e12 / 108  # one A100 multiprocessor; start-up costs are times, so they grow with the rate
 _EMULATED_BF16_OF_FP32 = 0.55  # T4: 2.3 to 2.5 of 4.2 to 4.4 TFLOP/s; V100S: 9.9 of 13.6 (gpu_matmul measurements)
@@ -69,14 +75,16 @@ def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Ra
 def matmul_s(m: float, n: float, k: float, rate: float, size_bytes: int, rates: Rates, constants: Constants) -> float:
     """Seconds of one matmul [m, k] x [k, n].
 
-    Roofline with two size effects. Output tiles of 128 x 256 fill the multiprocessors in waves; the last wave is part
-    empty, on average `wave_loss` of a wave. The inner loop has a fixed start-up time, worth `k_half` columns on an
-    A100 and more on faster multiprocessors. Below that, the bytes of operands and result at the memory's rate.
+    Roofline with two size effects. Output tiles fill the multiprocessors in waves; the last wave is part empty, on
+    average `wave_loss` of a wave. The inner loop has a fixed start-up time, worth `k_half` columns on an A100, more on
+    faster multiprocessors, and less to slower kernels. Below that, the bytes of operands and result at the memory's
+    rate.
 
     Source: NVIDIA, Matrix multiplication background user's guide, sections 3 and 4 (tile and wave quantization),
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
     """
-    waves = m * n / (TILE_M * TILE_N * rates.sms)
-    compute = 2.0 * n * (k + constants.k_half * rates.start_up) * m * (1.0 + constants.wave_loss / waves) / rate
+    waves = m * n / ((SIMT_TILE if size_bytes == 4 else TENSOR_TILE) * rates.sms)
+    start_up = constants.k_half * rates.start_up * min(1.0, rate / rates.matmul["fp16"])
+    compute = 2.0 * n * (k + start_up) * m * (1.0 + constants.wave_loss / waves) / rate
     moved = (m * k + k * n + m * n) * size_bytes / (rates.bandwidth * constants.bandwidth_share)
     return (compute if compute > moved else moved) + constants.kernel_gap_s

@@ -274,13 +274,39 @@ def test_the_stages_of_a_pipeline_need_the_operations_of_the_whole_model() -> No
     assert flops[0] == sum(flops[1:])  # whole numbers below 2**53
 
 
-def test_a_vocabulary_off_the_alignment_halves_the_heads_rate() -> None:
-    """GPT-2's 50,257 rows against 50,304 (nanoGPT: about 25 % of a step); fp32 does not
-    care, and torch.compile pads."""
+@pytest.mark.parametrize(("columns", "microseconds"), [(1600, 310), (6400, 1211)])
+def test_fp32_loses_little_to_small_matrices(columns: int, microseconds: int) -> None:
+    """1,024 x 1,600 by 1,600 x columns inside a training step on an A100-40GB, as nsys timed them (yyin-dev/cs336-a2
+    @bc6cc1b:writeup.md); a fifth: the clock's fall that is measured on tensor cores is taken for these too."""
+    speed = speed_model(MISTRAL, find_gpu("a100-40gb"))
+    found = matmul_s(1024, columns, 1600, speed.rates.matmul["fp32"], 4, speed.rates, speed.constants)
+    assert found == pytest.approx(microseconds * 1e-6, rel=0.2)
+
+
+def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
+    """GPT-2's layer launches 8 and 10 kernels more than with a fused attention; autocast copies its 8 tensors twice."""
+    model = catalogue.load("openai-community/gpt2")
+    assert model is not None
+    setup = TrainSetup(method="full", lora_rank=0, precision="fp32", checkpointing=0)
+    host = {
+        (attention, precision): throughput_profile(
+            model, A100, setup.with_(attention=attention, precision=precision)
+        ).family.host_s
+        for attention in ("sdpa", "eager")
+        for precision in ("fp32", "bf16-mixed")
+    }
+    constants = speed_model(model, A100).constants
+    more = 12 * (8 * constants.host_forward_s + 10 * constants.host_backward_s)
+    assert host["eager", "fp32"] - host["sdpa", "fp32"] == pytest.approx(more)
+    assert host["sdpa", "bf16-mixed"] > host["sdpa", "fp32"] + 12 * 8 * constants.host_forward_s
+
+
+def test_a_vocabulary_off_the_alignment_costs_the_head_two_thirds_of_its_rate() -> None:
+    """GPT-2's 50,257 rows against 50,304 (Netflix: three times as long); fp32 does not care, and torch.compile pads."""
     model, gpu = catalogue.load("openai-community/gpt2"), find_gpu("a100-80gb")
     assert model is not None
     speed = speed_model(model, gpu)
-    assert speed.head_rate("bf16", 50257) == 0.5 * speed.head_rate("bf16", 50304)
+    assert speed.head_rate("bf16", 50257) == pytest.approx(speed.head_rate("bf16", 50304) / 3)
     assert speed.head_rate("fp32", 50257) == speed.head_rate("fp32", 50304)
     padded = speed_model(model, gpu, conditions=conditions_of(TrainSetup(stack="nanogpt", compile=True)))
     assert padded.head_rate("bf16", 50257) == speed.head_rate("bf16", 50304)
