@@ -6,6 +6,11 @@ from typing import Any
 from benchmarks.trace_programs import CONFIGS
 from planner.models import catalogue
 
+_SO400M = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+}  # fmt: skip
+
 OTHERS: dict[str, dict[str, Any]] = {
     "Mistral-Small-3.1-24B-Instruct-2503": {  # the class's defaults
         "model_type": "mistral3",
@@ -65,7 +70,33 @@ OTHERS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "internvl_vision", "attention_bias": True},
     },
+    "paligemma-3b-pt-448": {
+        "model_type": "paligemma",
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 257152,
+        "text_config": {
+            "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 257216,
+        },
+        "vision_config": _SO400M | {"image_size": 448, "patch_size": 14, "projection_dim": 2048},
+    },
+    "paligemma2-3b-pt-448": {
+        "model_type": "paligemma",
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 257152,
+        "text_config": {
+            "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 257216,
+        },
+        "vision_config": _SO400M | {"image_size": 448, "patch_size": 14, "projection_dim": 2304},
+    },
 }  # fmt: skip
+
+
+LISTED = ("Qwen3.5-2B", "Qwen3.5-9B")
+"""Further models of the catalogue."""
 
 
 def configs() -> dict[str, dict[str, Any]]:
@@ -83,13 +114,13 @@ def configs() -> dict[str, dict[str, Any]]:
         {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
          "deepstack_visual_indexes": [8, 16, 24]},
     )  # fmt: skip
-    gemma = next(one for one in catalogue.entries() if one.model_id == "google/gemma-3-4b-it")
+    listed = {one.model_id.partition("/")[2]: dict(one.config) for one in catalogue.entries()}
     return {
         **small,
         **OTHERS,
         "Qwen2.5-VL-7B-Instruct": seven,
         "Qwen3-VL-8B-Instruct": eight,
-        "gemma-3-4b-it": dict(gemma.config),
+        **{name: listed[name] for name in ("gemma-3-4b-it", *LISTED)},
     }
 
 

@@ -18,7 +18,7 @@ from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.models.towers import image_tokens
+from planner.models.towers import image_tokens, with_eyes
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
@@ -39,10 +39,9 @@ CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 3
 
 def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     """The formula's model."""
-    if name.startswith("gemma"):
-        found = catalogue.load(f"google/{name}")
-        assert found is not None
-        return found
+    for owner in ("google", "Qwen"):
+        if found := catalogue.load(f"{owner}/{name}"):
+            return with_eyes(found)
     return spec_of_tree(config, model_id=name, source="benchmarks")
 
 

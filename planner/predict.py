@@ -37,6 +37,10 @@ def predict(
     Source: `planner.memory`, `planner.throughput` and `planner.parallel`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
+    if setup.images is not None:
+        from planner.models.towers import with_eyes  # late: text alone needs none of it
+
+        model = with_eyes(model)
     ranks = rank_memories(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
@@ -137,7 +141,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
         )
-    if setup.images is not None or model.idle_layers:
+    if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
     if setup.packing and not packs_apart(model, setup.attention):
         notes.append(
@@ -167,8 +171,9 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     from planner.models.towers import SEEING, image_tokens
 
     if setup.images is None:
-        said = "counted on text alone: its vision tower is weights (--image-size plans samples with pictures)"
-        return [said] if model.model_type in SEEING else []
+        tower = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
+        more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
+        return [f"counted on text alone: {tower}{more}"]
     tokens = image_tokens(model, setup.images)
     adapted = "gets adapters too" if tower_adapted(model, setup) else "is frozen"
     tower = "is trained" if setup.method == "full" else adapted

@@ -62,6 +62,10 @@ class Wish:
         Raises:
             UsageError: a value that makes no sense.
         """
+        if "images" in self.fixed:
+            from planner.models.towers import with_eyes  # late: text alone needs none of it
+
+            model = with_eyes(model)
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
         seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)

@@ -105,6 +105,14 @@ class Workload:
         from planner.models.towers import image_tokens  # late: text alone needs none of it
 
         tokens = image_tokens(self.model, images)
+        if "sdpa" not in self.model.attentions and any(
+            one.attention.sees_ahead for one in self.model.layer_kinds if one.attention
+        ):
+            raise UsageError(
+                f"images are not planned for {self.model.model_id}: its text has no SDPA in transformers, "
+                "flash-attention 2 takes no mask of pictures, and eager attention would keep patches x patches",
+                hint="leave --images-per-sample and --image-size out: text alone is planned",
+            )
         if tokens >= self.seq_len_tokens:
             raise UsageError(
                 f"{images.words} are {tokens:,} tokens of {self.model.model_id}: no room for text in "

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from planner.interchange import to_jsonable
+from planner.models.adapters.parts import seeing_ahead
 from planner.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -34,6 +35,8 @@ from probes.stack.configs import layers_of, load_config
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
+SEES_AHEAD = frozenset({"paligemma"})
+"""Types whose prompts and pictures are seen both ways, which takes a mask."""
 _BESIDE = re.compile(r"altup|laurel|per_layer")
 """Gemma 3n's matrices beside attention and MLP."""
 _ROLES: tuple[tuple[Role, str], ...] = (
@@ -66,10 +69,11 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         if isinstance(one, nn.ModuleList) and one[:1] and one[0] is layers[0]
     )
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
+    found = (_layer(layer, index, text, path, rotary) for index, layer in enumerate(layers))
+    if config.model_type in SEES_AHEAD:
+        found = (seeing_ahead(one) for one in found)
     kinds: dict[LayerSpec, int] = {}
-    order = tuple(
-        kinds.setdefault(_layer(layer, index, text, path, rotary), len(kinds)) for index, layer in enumerate(layers)
-    )
+    order = tuple(kinds.setdefault(one, len(kinds)) for one in found)
     if all(layer.attention is None for layer in kinds):
         raise ValueError("no layer has attention: the formula needs an adapter for it")
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -97,15 +101,18 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         idle_layers=outer.idle_layers,
         num_idle_other_params=outer.num_idle,
         logit_softcap=bool(getattr(text, "final_logit_softcapping", None)),
-        attentions=(
-            "eager",
-            *(("sdpa",) if model._supports_sdpa else ()),
-            *(("flash-attention-2",) if model._supports_flash_attn else ()),
-        ),
+        attentions=_attentions(model, text),
         config=dict(raw_config),
         config_source=source,
         from_tree=True,
     )
+
+
+def _attentions(model: Any, text: Any) -> tuple[str, ...]:
+    """What the class supports, and the text's own inside it (PaliGemma 2's Gemma 2 has no SDPA)."""
+    parts = (model, *(one for one in model.modules() if getattr(one, "config", None) is text))
+    kinds = {"sdpa": "_supports_sdpa", "flash-attention-2": "_supports_flash_attn"}
+    return ("eager", *(kind for kind, flag in kinds.items() if all(getattr(one, flag, True) for one in parts)))
 
 
 class _Outer:

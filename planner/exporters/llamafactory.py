@@ -255,7 +255,10 @@ _TEMPLATES = {
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen3_vl_nothink",
     "qwen3_vl_moe": "qwen3_vl_nothink",
+    "qwen3_5": "qwen3_5_nothink",
+    "qwen3_5_moe": "qwen3_5_nothink",
     "llava": "llava",
+    "paligemma": "paligemma",
     "gemma3": "gemma3",
     "mistral3": "mistral_small",  # of the text below it: "ministral3"
     "internvl": "intern_vl",

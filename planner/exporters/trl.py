@@ -121,6 +121,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if reason := towered_refusal(model, "trl sft"):
         return reason
+    if setup.images is not None and model is not None and model.model_type == "paligemma":
+        return (
+            "TRL hands PaliGemma token types of zero, by which every token sees those after it: nothing is learned; "
+            "plan with --target llamafactory"
+        )
     if model is not None and model.model_type == "phimoe":
         return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
     if dequantizing_class(model):

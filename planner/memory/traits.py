@@ -3,6 +3,7 @@
 Facts by `model_type`, read in transformers 5.23's modeling files and seen in the dry run's events.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,7 +111,8 @@ def traits_of(model: ModelSpec) -> Traits:
 
 
 def _read_traits(model: ModelSpec) -> Traits:
-    attention, residual = DEFAULTS.get(model.model_type, (0.0, 0.0))
+    kind = _text_type(model)
+    attention, residual = DEFAULTS.get(kind, (0.0, 0.0))
     attention_dropout = _rate(model, ATTENTION_DROPOUTS, attention) > 0
     residual_dropout = _rate(model, RESIDUAL_DROPOUTS, residual) > 0
     kinds = {norm.kind for layer in model.layer_kinds for norm in layer.norms}
@@ -118,39 +120,46 @@ def _read_traits(model: ModelSpec) -> Traits:
     if kinds == {"layer"}:
         style = (
             "layer-cast-back"
-            if model.model_type in LAYER_CAST_BACK
+            if kind in LAYER_CAST_BACK
             else "layer-composed"
-            if model.model_type in LAYER_COMPOSED
+            if kind in LAYER_COMPOSED
             else "layer"
         )
     else:
-        style = "rms-fp32" if model.model_type in RMS_FP32 else "rms"
+        style = "rms-fp32" if kind in RMS_FP32 else "rms"
     return Traits(
         norm=style,
         attention_dropout=attention_dropout,
         residual_dropout=residual_dropout,
-        expands_kv=model.model_type in EXPANDS_KV,
-        hands_on_weights=model.model_type in HANDS_ON_WEIGHTS,
-        dense_experts=model.model_type in DENSE_EXPERTS,
-        extra_expert_copies=EXTRA_EXPERT_COPIES.get(model.model_type, 0),
-        post_norm=model.model_type in POST_NORM,
-        fp32_scores=model.model_type in FP32_SCORES,
-        plain_softmax=model.model_type in PLAIN_SOFTMAX,
-        position_bias=model.model_type in POSITION_BIAS,
-        fp32_down=model.model_type in FP32_DOWN,
-        embedding_norm=model.model_type in EMBEDDING_NORM,
-        alibi_sum=model.model_type in ALIBI_SUM,
-        mask_buffers=model.model_type in MASK_BUFFERS,
-        fp32_routed=FP32_ROUTED.get(model.model_type, ()),
-        packs_apart=model.model_type not in PACKS_TOGETHER - ALWAYS_MASKED,
+        expands_kv=kind in EXPANDS_KV,
+        hands_on_weights=kind in HANDS_ON_WEIGHTS,
+        dense_experts=kind in DENSE_EXPERTS,
+        extra_expert_copies=EXTRA_EXPERT_COPIES.get(kind, 0),
+        post_norm=kind in POST_NORM,
+        fp32_scores=kind in FP32_SCORES,
+        plain_softmax=kind in PLAIN_SOFTMAX,
+        position_bias=kind in POSITION_BIAS,
+        fp32_down=kind in FP32_DOWN,
+        embedding_norm=kind in EMBEDDING_NORM,
+        alibi_sum=kind in ALIBI_SUM,
+        mask_buffers=kind in MASK_BUFFERS,
+        fp32_routed=FP32_ROUTED.get(kind, ()),
+        packs_apart=kind not in PACKS_TOGETHER - ALWAYS_MASKED,
         streams=_streams(model),
-        inner_dropout=model.model_type in POSITION_BIAS and residual_dropout,
+        inner_dropout=kind in POSITION_BIAS and residual_dropout,
     )
 
 
 def _streams(model: ModelSpec) -> int:
     given = model.config.get("text_config", model.config).get("altup_num_inputs", ALTUP_STREAMS)
     return given if model.model_type in ALTUP and isinstance(given, int) else 1
+
+
+def _text_type(model: ModelSpec) -> str:
+    """The type of what reads the text: of a class with eyes that no adapter knows, its `text_config`'s."""
+    text = model.config.get("text_config")
+    named = text.get("model_type") if model.from_tree and isinstance(text, Mapping) else None
+    return named if isinstance(named, str) else model.model_type
 
 
 def _rate(model: ModelSpec, names: tuple[str, ...], default: float) -> float:

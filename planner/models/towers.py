@@ -6,21 +6,25 @@ in transformers 5.23's modeling, configuration and image processing files.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.choices.images import Images
 from planner.errors import SetupError
 from planner.models.eyes import pixtral, qwen, siglip, tiles
 from planner.models.eyes.tower import Tower
-from planner.models.spec import ModelSpec
+from planner.models.spec import LayerSpec, ModelSpec
 
 _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]] = {
     "qwen2_vl": qwen.tower,
     "qwen2_5_vl": qwen.tower,
     "qwen3_vl": qwen.tower,
     "qwen3_vl_moe": qwen.tower,
+    "qwen3_5": qwen.tower,
+    "qwen3_5_moe": qwen.tower,
     "llava": siglip.llava,
     "gemma3": siglip.gemma3,
+    "paligemma": siglip.paligemma,
     "mistral3": pixtral.tower,
     "idefics3": tiles.idefics3,
     "smolvlm": tiles.idefics3,
@@ -28,6 +32,41 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]]
 }
 SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
+
+
+_EYES_APART = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+"""Types whose causal class has no eyes, with the class that has them."""
+
+
+def with_eyes(model: ModelSpec) -> ModelSpec:
+    """The model as the class that sees builds it, where another one is planned for text."""
+    built = _EYES_APART.get(model.model_type, model.built_class)
+    if built == model.built_class or "vision_config" not in model.config:
+        return model
+    return model.once("eyes", lambda of: _seeing(of, built))
+
+
+def _seeing(model: ModelSpec, built: str) -> ModelSpec:
+    """With its tower idle, and the text's layers one name deeper."""
+    tower = _tower(model, 32, 32)
+    parts = [*tower.model.layer_counts, *((one.layer, one.num) for one in tower.projectors)]
+    return replace(
+        model,
+        built_class=built,
+        tied=bool(model.config.get("tie_word_embeddings", False)),
+        layer_kinds=tuple(replace(one, path="model.language_model.layers") for one in model.layer_kinds),
+        idle_layers=tuple((_idle(layer), num) for layer, num in parts),
+        num_idle_other_params=tower.num_other_params,
+    )
+
+
+def _idle(layer: LayerSpec) -> LayerSpec:
+    """A layer as weights alone: what its matrices do to a text token has no name."""
+    linears = tuple(replace(one, role="other") for one in layer.linears)
+    return replace(layer, linears=linears, attention=None, mlp=None)
 
 
 def tower_of(model: ModelSpec, images: Images) -> Tower:

@@ -135,6 +135,16 @@ KINDS = {
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "paligemma": _Kind(
+        picture="<image>",
+        tokens={"image_token": ("<image>", "image_token_id")},
+        sizes=lambda config: {
+            "size": _square(config),
+            "image_seq_length": (config.vision_config.image_size // config.vision_config.patch_size) ** 2,
+        },
+    ),
 }
 
 

@@ -73,7 +73,11 @@ def build_from_config(
     device = torch.device(device)
     with _quiet():
         model = bare_model(
-            config, DTYPES[setup.weight_dtype], attention or ATTENTION_NAMES[setup.attention], setup.aim.head
+            config,
+            DTYPES[setup.weight_dtype],
+            attention or ATTENTION_NAMES[setup.attention],
+            setup.aim.head,
+            seeing=setup.images is not None,
         )
         if setup.quantized:
             dtype = DTYPES[setup.weight_dtype]
@@ -115,9 +119,9 @@ def build_reference(
     return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
 
 
-def auto_class(config: Any, head: Head = "vocabulary") -> Any:
-    """The class of transformers that builds this configuration with such a head. Over the vocabulary: causal where
-    there is one, else what answers about images, else what fills masks."""
+def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) -> Any:
+    """The class of transformers that builds this configuration with such a head. Over the vocabulary: what answers
+    about images where pictures are `seeing`, else causal where there is one, else the former, else what fills masks."""
     import transformers
 
     if head == "none":
@@ -126,14 +130,16 @@ def auto_class(config: Any, head: Head = "vocabulary") -> Any:
         return transformers.AutoModelForSequenceClassification
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
-    causal = transformers.AutoModelForCausalLM
-    others = (transformers.AutoModelForImageTextToText, transformers.AutoModelForMaskedLM)
-    return next((auto for auto in (causal, *others) if type(config) in auto._model_mapping), causal)
+    causal, eyes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    order = (eyes,) if seeing else (causal, eyes, transformers.AutoModelForMaskedLM)
+    return next((auto for auto in order if type(config) in auto._model_mapping), causal)
 
 
-def bare_model(config: Any, dtype: torch.dtype, attention: str, head: Head = "vocabulary") -> Any:
+def bare_model(
+    config: Any, dtype: torch.dtype, attention: str, head: Head = "vocabulary", *, seeing: bool = False
+) -> Any:
     """The transformers model on meta, tied weights tied, modules that must stay fp32 in fp32."""
-    auto = auto_class(config, head)
+    auto = auto_class(config, head, seeing=seeing)
     if head == "score":
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score

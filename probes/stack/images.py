@@ -69,9 +69,9 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     if config.model_type.startswith("qwen"):
         found["image_grid_thw"] = torch.tensor([(1, *tower.grid)], dtype=torch.int64).repeat(all_images, 1)
         found["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
-    elif config.model_type == "gemma3":
-        kinds = torch.zeros(ids.shape, dtype=torch.int64, device=device)
-        kinds[:, :num] = 1
+    elif config.model_type in ("gemma3", "paligemma"):
+        kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
+        kinds[:, :num] = config.model_type == "gemma3"  # PaliGemma's are 0 in what is seen both ways
         found["token_type_ids"] = kinds
     elif tower.joined:
         found["image_sizes"] = [tower.shape[1:]] * all_images

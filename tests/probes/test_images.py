@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.image_models import configs
+from benchmarks.image_models import LISTED, configs
 from benchmarks.images import METHODS, setup_of, spec_of
 from planner.choices.images import Images
 from planner.errors import SetupError, UnknownModelError
@@ -20,7 +20,7 @@ from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.models.towers import image_tokens, tower_of
+from planner.models.towers import image_tokens, tower_of, with_eyes
 from planner.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
@@ -35,7 +35,8 @@ CONFIGS = configs()
 QWEN2, QWEN3, GEMMA, LLAVA = "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-4B-Instruct", "gemma-3-4b-it", "llava-1.5-7b-hf"
 MISTRAL, INTERN = "Mistral-Small-3.1-24B-Instruct-2503", "InternVL3-2B-hf"
 IDEFICS, SMOL = "SmolVLM-Instruct", "SmolVLM2-500M-Video-Instruct"
-EVERY = [QWEN2, QWEN3, GEMMA, LLAVA, MISTRAL, INTERN, IDEFICS, SMOL]
+HYBRID, PALI = "Qwen3.5-2B", "paligemma-3b-pt-448"
+EVERY = [QWEN2, QWEN3, GEMMA, LLAVA, MISTRAL, INTERN, IDEFICS, SMOL, HYBRID, PALI]
 
 
 def shallow(name: str) -> dict[str, Any]:
@@ -58,16 +59,18 @@ def shallow(name: str) -> dict[str, Any]:
 
 def model_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """The formula's model of a shallow copy."""
-    if name == GEMMA:
-        return spec_from_config(config, model_id=name, source="test")
+    if name in LISTED or name == GEMMA:
+        return with_eyes(spec_from_config(config, model_id=name, source="test"))
     return spec_of(name, dict(config))
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_matrix_of_a_tower_is_one_that_transformers_builds(name: str) -> None:
     config = shallow(name)
-    tower = tower_of(model_of(name, config), Images(width=512, height=512))
-    built = bare_model(load_config(config), torch.bfloat16, "sdpa")
+    model = model_of(name, config)
+    tower = tower_of(model, Images(width=512, height=512))
+    built = bare_model(load_config(config), torch.bfloat16, "sdpa", seeing=True)
+    assert model.num_params == sum(one.numel() for one in built.parameters())
     shapes = {key: tuple(value.shape) for key, value in built.named_parameters()}
     layers = [(tower.model.layer_kinds[kind], f".{index}") for index, kind in enumerate(tower.model.layer_order)]
     layers += [(one.layer, f".{index}" if one.num > 1 else "") for one in tower.projectors for index in range(one.num)]
@@ -128,7 +131,7 @@ def test_a_tower_is_that_of_its_own_configuration() -> None:
     ("name", "method"),
     [(QWEN2, "lora"), (QWEN2, "lora, no checkpointing"), (QWEN3, "lora attention"), (QWEN3, "full"), (GEMMA, "lora"),
      (LLAVA, "qlora"), (MISTRAL, "lora"), (MISTRAL, "lora, no checkpointing"), (INTERN, "lora"), (INTERN, "qlora"),
-     (IDEFICS, "lora attention"), (SMOL, "lora")],
+     (IDEFICS, "lora attention"), (SMOL, "lora"), (HYBRID, "lora"), (PALI, "qlora")],
 )  # fmt: skip
 def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     config = shallow(name)

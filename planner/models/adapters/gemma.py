@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from planner.models.adapters import llama_like
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import linear, norm
+from planner.models.adapters.parts import linear, norm, seeing_ahead
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 
 _TEXT = {
@@ -37,13 +37,9 @@ def build(fields: Fields) -> ModelSpec:
     width = vision.count("hidden_size")
     # The projector: one bare matrix and one norm.
     other += width * trunk.hidden_size + width
-    kinds = tuple(
-        replace(one, attention=replace(one.attention, sees_ahead=True)) if one.attention is not None else one
-        for one in trunk.layer_kinds
-    )
     return replace(
         trunk,
-        layer_kinds=kinds,
+        layer_kinds=tuple(map(seeing_ahead, trunk.layer_kinds)),
         built_class="Gemma3ForConditionalGeneration",
         tied=fields.flag("tie_word_embeddings", True),
         idle_layers=layers,

@@ -1,6 +1,7 @@
 """Building blocks that adapters share: matrices, norms, MLPs, expert stacks, and putting layers together."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.models.adapters.fields import Fields
@@ -44,6 +45,11 @@ def linear(
 def norm(name: str, size: int, kind: NormKind = "rms", bias: bool = False, rows: int = 1) -> NormSpec:
     """One normalisation module."""
     return NormSpec(name=name, kind=kind, size=size, bias=bias, rows_per_token=rows)
+
+
+def seeing_ahead(layer: LayerSpec) -> LayerSpec:
+    """The layer where tokens of one picture attend to each other both ways."""
+    return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, sees_ahead=True))
 
 
 def split_attention(

@@ -30,9 +30,9 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
 
 
 def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
-    """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated) and Qwen3-VL (further projectors of inner layers)."""
+    """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated), Qwen3-VL (further projectors of inner layers) and Qwen3.5."""
     family = model.model_type.removesuffix("_moe")
-    third = family == "qwen3_vl"
+    third = family in ("qwen3_vl", "qwen3_5")
     field = {**_DEFAULTS[family], **given}
     if family == "qwen2_vl":  # its `hidden_size` is the text's
         inner = int(field["embed_dim"] * field["mlp_ratio"])
@@ -62,6 +62,8 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
         projectors=_mergers(family, field, patches // merge**2),
         window_patches=window**2,
         named_embeddings=not third,
+        num_other_params=field["hidden_size"]
+        * (3 * field["temporal_patch_size"] * patch**2 + 1 + field.get("num_position_embeddings", 0)),
     )
 
 
@@ -93,10 +95,12 @@ def _mergers(family: str, field: Mapping[str, Any], tokens: int) -> tuple[Projec
     """What merges neighbouring patches, and of Qwen3-VL such for the features of inner layers."""
     merged = field["spatial_merge_size"] ** 2
     wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
-    names = ("linear_fc1", "linear_fc2") if family == "qwen3_vl" else ("mlp.0", "mlp.2")
-    norm = _norm("ln_q", field["hidden_size"], gated=len(_MLPS[family]) == 3, rows=merged)
+    third = family in ("qwen3_vl", "qwen3_5")
+    names = ("linear_fc1", "linear_fc2") if third else ("mlp.0", "mlp.2")
+    norm = _norm("norm" if third else "ln_q", field["hidden_size"], gated=len(_MLPS[family]) == 3, rows=merged)
     found = [Projector(layer=projector("model.visual.merger", names, norm, wide, out), tokens=tokens)]
-    if deep := len(field.get("deepstack_visual_indexes", ())):
+    deep = len(field.get("deepstack_visual_indexes", ())) if family == "qwen3_vl" else 0
+    if deep:
         after = NormSpec(name="norm", kind="layer", size=wide, bias=True)
         further = projector("model.visual.deepstack_merger_list", names, after, wide, out)
         found.append(Projector(layer=further, tokens=tokens, num=deep))
@@ -107,6 +111,7 @@ _MLPS: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("fc1", "fc2"),
     "qwen2_5_vl": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_vl": ("linear_fc1", "linear_fc2"),
+    "qwen3_5": ("linear_fc1", "linear_fc2"),
 }
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {
@@ -122,6 +127,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
         "deepstack_visual_indexes": (8, 16, 24),
+    },
+    "qwen3_5": {
+        "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
+        "num_position_embeddings": 2304,
     },
 }  # fmt: skip
 """The classes' defaults, for what a `config.json` leaves out."""

@@ -1,4 +1,4 @@
-"""Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3."""
+"""Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3, PaliGemma."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -69,6 +69,23 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
         marks=4,
         shape=frame_shape(field),
         projectors=(Projector(layer=joint, tokens=tokens),),
+    )
+
+
+def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+    """PaliGemma: SigLIP at one fixed size, every patch a token."""
+    field = {**SIGLIP, **given}
+    side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
+    out = int(field.get("projection_dim") or model.hidden_size)
+    joint = one_matrix("model.multi_modal_projector", "linear", hidden, out, bias=True)
+    return Tower(
+        model=siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM),
+        grid=(side, side),
+        patches=side**2,
+        tokens=side**2,
+        marks=0,
+        shape=frame_shape(field),
+        projectors=(Projector(layer=joint, tokens=side**2),),
     )
 
 

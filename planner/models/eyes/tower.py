@@ -46,6 +46,7 @@ class Tower:
         scaled_outputs: whether a layer multiplies what each of its branches adds with a vector.
         keeps_states: whether the output of every layer lives until the forward ends (its class asks for all of them).
         answers_states: whether the model's answer holds its outputs, so that they live through the loss.
+        num_other_params: outside layers and projectors (patches' convolution, positions), where it is asked.
         joined: whether the frames of a micro-batch are one sequence, kept apart by a mask.
     """
 
@@ -57,6 +58,7 @@ class Tower:
     shape: tuple[int, ...]
     projectors: tuple[Projector, ...]
     frames: int = 1
+    num_other_params: int = 0
     window_patches: int = 0
     masked_pixels: bool = False
     named_embeddings: bool = True
