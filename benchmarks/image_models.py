@@ -95,7 +95,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-LISTED = ("Qwen3.5-2B", "Qwen3.5-9B")
+LISTED = ("Qwen3.5-2B", "Qwen3.5-9B", "gemma-4-E4B-it", "gemma-4-31B-it")
 """Further models of the catalogue."""
 
 

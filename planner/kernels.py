@@ -206,7 +206,7 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = T
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
     """
-    pictures = attention.sees_ahead and setup.images is not None
+    pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
     traced = setup.compile and setup.by.traces_masks
     if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures or traced:
         return True

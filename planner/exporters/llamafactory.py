@@ -260,6 +260,7 @@ _TEMPLATES = {
     "llava": "llava",
     "paligemma": "paligemma",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "mistral3": "mistral_small",  # of the text below it: "ministral3"
     "internvl": "intern_vl",
 }

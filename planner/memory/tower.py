@@ -130,6 +130,8 @@ def tower_costs(
         context = _context(tower, layer, setup, flow, adapted, setup.micro_batch_seqs * tower.patches)
         end, twice = _at_last_matrix(tower, layer, context)
         (transient, matrix), *others = cost.moments
+        if tower.clipped:
+            cost.saved.mlp += _clamps(layer, context)
         found.append(
             replace(
                 cost,
@@ -139,6 +141,18 @@ def tower_costs(
             )
         )
     return tuple(found)
+
+
+def _clamps(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes that the clamps around every matrix keep beside it: what they take, which no two matrices share behind
+    them, and what the matrix gave.
+
+    Source: transformers 5.23 `models/gemma4/modeling_gemma4.py` Gemma4ClippableLinear.
+    """
+    taken = context.flow.residual
+    given = context.flow.linear_out(taken)
+    width = sum(SIZE_BYTES[taken] * one.in_features + SIZE_BYTES[given] * one.out_features for one in layer.linears)
+    return context.tokens * width
 
 
 def _at_last_matrix(tower: Tower, layer: LayerSpec, context: LayerContext) -> tuple[int, int]:
@@ -201,9 +215,11 @@ def _keeps_stream(tower: Tower, flow: Flow) -> bool:
 
 
 def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
-    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP)."""
+    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP), and pixels in fp32 a quantized
+    one's (Gemma 4)."""
     flow = step_flow(tower.model, own)
-    return replace(flow, residual="fp32") if tower.norm_first and flow.autocast else flow
+    widens = (tower.norm_first and flow.autocast) or (tower.widens_quantized and flow.quantized)
+    return replace(flow, residual="fp32") if widens else flow
 
 
 def with_tower(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:

@@ -99,8 +99,11 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
 def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
     matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
     edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
-    idle = sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
-    idle = 0 if sees else idle  # a tower that sees no picture gets no gradient
+    unused = [(layer, num) for layer, num in model.idle_layers if not sees or "audio" in layer.path]
+    idle = sum(
+        layer.num_params * num for layer, num in unused
+    )  # what sees no picture and hears nothing gets no gradient
+    idle += 0 if sees else model.num_idle_other_params
     tensors = [
         one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
     ]

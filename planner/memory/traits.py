@@ -13,8 +13,8 @@ from planner.models.spec import ModelSpec
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
 
 RMS_FP32 = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-) | frozenset({"olmo2", "olmo3", "gpt_oss"})
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_vision", "qwen3_next", "qwen3_5"}
+) | frozenset({"qwen3_5_moe", "olmo2", "olmo3", "gpt_oss"})
 """RMSNorms that multiply with their weight in fp32, before the cast back: a trained weight keeps fp32 rows."""
 LAYER_CAST_BACK = frozenset({"olmo"})
 """`F.layer_norm` of an fp32 copy, cast back to the input's type."""
@@ -119,11 +119,7 @@ def _read_traits(model: ModelSpec) -> Traits:
     style: NormStyle
     if kinds == {"layer"}:
         style = (
-            "layer-cast-back"
-            if kind in LAYER_CAST_BACK
-            else "layer-composed"
-            if kind in LAYER_COMPOSED
-            else "layer"
+            "layer-cast-back" if kind in LAYER_CAST_BACK else "layer-composed" if kind in LAYER_COMPOSED else "layer"
         )
     else:
         style = "rms-fp32" if kind in RMS_FP32 else "rms"

@@ -110,6 +110,7 @@ class AttentionSpec:
         sinks: attention sinks (gpt-oss).
         cross: cross attention of an encoder-decoder.
         sees_ahead: the tokens of one picture attend to each other both ways, which takes a mask (Gemma 3).
+        padded: sequences are padded behind a mask (Gemma 4's tower).
     """
 
     kind: Literal["softmax", "linear"] = "softmax"
@@ -124,6 +125,7 @@ class AttentionSpec:
     sinks: bool = False
     cross: bool = False
     sees_ahead: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

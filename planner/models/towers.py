@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.choices.images import Images
 from planner.errors import SetupError
-from planner.models.eyes import pixtral, qwen, siglip, tiles
+from planner.models.eyes import gemma4, pixtral, qwen, siglip, tiles
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
 
@@ -24,6 +24,7 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]]
     "qwen3_5_moe": qwen.tower,
     "llava": siglip.llava,
     "gemma3": siglip.gemma3,
+    "gemma4": gemma4.tower,
     "paligemma": siglip.paligemma,
     "mistral3": pixtral.tower,
     "idefics3": tiles.idefics3,

@@ -27,6 +27,7 @@ class _Kind(NamedTuple):
         arguments: of its processor, from the configuration.
         video_processor: its class, where it takes videos too. transformers reads them with torchvision; without that
             an empty one stands in, which nobody asks as long as there are none.
+        hears: whether it takes sound too: an empty extractor of its features stands in.
     """
 
     picture: str
@@ -35,6 +36,7 @@ class _Kind(NamedTuple):
     arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     video_processor: str = ""
     marks: tuple[tuple[str, str], ...] = ()
+    hears: bool = False
 
 
 def _square(config: Any) -> dict[str, int]:
@@ -105,6 +107,23 @@ KINDS = {
         },
         sizes=lambda config: {"size": _square(config)},
         arguments=lambda config: {"image_seq_length": config.mm_tokens_per_image},
+    ),
+    "gemma4": _Kind(
+        picture="<|image|>",
+        tokens={
+            "image_token": ("<|image|>", "image_token_id"),
+            "boi_token": ("<|image>", "boi_token_id"),
+            "eoi_token": ("<image|>", "eoi_token_id"),
+        },
+        sizes=lambda config: {
+            "patch_size": config.vision_config.patch_size,
+            "max_soft_tokens": config.vision_config.default_output_length,
+            "pooling_kernel_size": config.vision_config.pooling_kernel_size,
+        },
+        arguments=lambda config: {"image_seq_length": config.vision_config.default_output_length},
+        video_processor="Gemma4VideoProcessor",
+        marks=(("audio_token", "<|audio|>"), ("boa_token", "<|audio>"), ("eoa_token", "<audio|>")),
+        hears=True,
     ),
     "idefics3": _idefics(),
     "smolvlm": _idefics("SmolVLMVideoProcessor"),
@@ -183,10 +202,13 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
     if not kind.video_processor:
         return cls(**parts, **arguments)
-    if find_spec("torchvision") is not None:
-        return cls(**parts, video_processor=getattr(transformers, kind.video_processor)(), **arguments)
+    nothing = SimpleNamespace(model_input_names=[])
+    seen = find_spec("torchvision") is not None
+    parts["video_processor"] = getattr(transformers, kind.video_processor)() if seen else nothing
+    if kind.hears:
+        parts["feature_extractor"] = nothing
     with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):
-        return cls(**parts, video_processor=SimpleNamespace(model_input_names=[]), **arguments)
+        return cls(**parts, **arguments)
 
 
 def _class(auto: Any, name: str) -> Any:

@@ -50,6 +50,8 @@ def pixel_shape(setup: TrainSetup, tower: Tower) -> tuple[int, ...]:
     """Of `pixel_values` of one micro-batch."""
     assert setup.images is not None
     samples, frames = setup.micro_batch_seqs, setup.images.num * tower.frames
+    if tower.positions:
+        return (samples * frames, *tower.shape)
     if len(tower.shape) == 2:
         return samples * frames * tower.shape[0], tower.shape[1]
     return (samples, frames, *tower.shape) if tower.masked_pixels else (samples * frames, *tower.shape)
@@ -73,6 +75,9 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
         kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
         kinds[:, :num] = config.model_type == "gemma3"  # PaliGemma's are 0 in what is seen both ways
         found["token_type_ids"] = kinds
+    elif config.model_type == "gemma4":
+        found["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
+        found["mm_token_type_ids"][:, :num] = 1
     elif tower.joined:
         found["image_sizes"] = [tower.shape[1:]] * all_images
     return found
@@ -85,6 +90,8 @@ def _pixels(setup: TrainSetup, tower: Tower, device: torch.device | str) -> dict
     found = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
     if tower.masked_pixels:
         found["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
+    if tower.positions:
+        found["image_position_ids"] = torch.zeros((*shape[:2], 2), dtype=torch.int64, device=device)
     return found
 
 
@@ -131,6 +138,38 @@ def _without_values(model: Any, module: Any, tower: Tower, rows: int) -> Iterato
         yield module, "create_bidirectional_mask", lambda **_: None  # what a mask of ones becomes
     if tower.joined:
         yield module, "torch", _HostNumbers()
+    if tower.positions:
+        yield from _padded_frames(model, module, tower)
+
+
+def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[tuple[Any, str, Any]]:
+    """What Gemma 4's tower and model ask of the padding's values: which averages are whole, how many of each picture,
+    and the picture's places in the sequence, which they count by copying them."""
+    inner = next(one for one in model.modules() if hasattr(one, "embed_vision"))
+    pooler = inner.vision_tower.pooler
+    pool = pooler.forward
+
+    def pooled(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        found, _ = pool(*args, **kwargs)
+        rows = torch.zeros(found.shape[0] * tower.tokens, dtype=torch.int64, device=found.device)
+        return found, (rows, rows.clone())
+
+    def mask(config: Any, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
+        if not tower.model.layer_kinds[0].attention.padded:  # type: ignore[union-attr]
+            return None
+        frames, patches = inputs_embeds.shape[:2]
+        return torch.ones((frames, 1, patches, patches), dtype=torch.bool, device=inputs_embeds.device)
+
+    def features(pixels: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> Any:
+        found = inner.vision_tower(pixel_values=pixels, pixel_position_ids=positions)
+        found.pooler_output = inner.embed_vision(inputs_embeds=found.last_hidden_state).split(tower.tokens)
+        return found
+
+    yield pooler, "forward", pooled
+    yield inner, "get_image_features", features
+    yield module, "create_bidirectional_mask", mask
+    yield module, "torch_compilable_check", lambda *_: None
+    yield torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True
 
 
 def _moved(function: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
-from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
+from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm, seeing_ahead
 from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 
 _TEXT = {
@@ -43,8 +43,14 @@ def build(fields: Fields) -> ModelSpec:
             layers, count = tower(given, trunk.hidden_size)
             idle += layers
             other += count
+    kinds = trunk.layer_kinds
+    if text.raw.get("use_bidirectional_attention") == "vision":  # within the windows alone
+        kinds = tuple(
+            one if one.attention and one.attention.window_tokens is None else seeing_ahead(one) for one in kinds
+        )
     return replace(
         trunk,
+        layer_kinds=kinds,
         built_class="Gemma4ForConditionalGeneration",
         tied=fields.flag("tie_word_embeddings", True),
         idle_layers=tuple(idle),

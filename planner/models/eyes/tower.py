@@ -37,16 +37,19 @@ class Tower:
         tokens: of one picture in the text; `marks`: what its conversation puts around them.
         shape: of a frame as the processor hands it over, in fp32; two numbers where patches of all frames are joined.
         masked_pixels: whether the processor adds a mask of one int64 for each pixel.
+        positions: numbers (int64) that it adds to say where the patches of a frame lie.
         projectors: between the layers and the text; `pooled`: rows are averaged before them.
         window_patches: rows that attend to each other in the layers of kind "vision-window".
         named_embeddings: whether its class names its patches' embeddings, so that checkpointing beside adapters makes
             them ask for a gradient (`PreTrainedModel.enable_input_require_grads`).
         embeds_whole: whether those are the first layer's input as they are.
         norm_first: whether a LayerNorm stands before the layers.
+        widens_quantized: whether its first matrix, quantized, takes the pixels in fp32 and returns that type.
         scaled_outputs: whether a layer multiplies what each of its branches adds with a vector.
         keeps_states: whether the output of every layer lives until the forward ends (its class asks for all of them).
         answers_states: whether the model's answer holds its outputs, so that they live through the loss.
         num_other_params: outside layers and projectors (patches' convolution, positions), where it is asked.
+        clipped: whether every matrix clamps what it takes and what it gives.
         joined: whether the frames of a micro-batch are one sequence, kept apart by a mask.
     """
 
@@ -61,19 +64,23 @@ class Tower:
     num_other_params: int = 0
     window_patches: int = 0
     masked_pixels: bool = False
+    positions: int = 0
     named_embeddings: bool = True
     embeds_whole: bool = False
     norm_first: bool = False
+    widens_quantized: bool = False
     scaled_outputs: bool = False
     keeps_states: bool = False
     answers_states: bool = False
     pooled: bool = False
+    clipped: bool = False
     joined: bool = False
 
     @property
     def input_bytes(self) -> int:
-        """A frame as the processor hands it over, with its mask."""
-        return FP32_BYTES * prod(self.shape) + INT64_BYTES * prod(self.shape[1:]) * self.masked_pixels
+        """A frame as the processor hands it over, with its mask and positions."""
+        ints = prod(self.shape[1:]) * self.masked_pixels + self.positions
+        return FP32_BYTES * prod(self.shape) + INT64_BYTES * ints
 
     @property
     def text_tokens(self) -> int:

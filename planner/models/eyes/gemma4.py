@@ -1,0 +1,89 @@
+"""Gemma 4's tower: every picture padded to one number of patches, averaged over squares of them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+from planner.errors import SetupError
+from planner.models.adapters.parts import linear, norm
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, tower_model
+from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+
+DEFAULTS = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12, "head_dim": 64,
+    "num_key_value_heads": 12, "patch_size": 16, "pooling_kernel_size": 3, "default_output_length": 280,
+    "hidden_activation": "gelu_pytorch_tanh", "use_clipped_linears": False,
+}  # fmt: skip
+"""`Gemma4VisionConfig`'s defaults."""
+
+
+def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+    """Gemma 4: as many squares of patches as the budget of tokens holds in the picture's shape."""
+    field = {**DEFAULTS, **given}
+    square, hidden = field["pooling_kernel_size"], field["hidden_size"]
+    patches = field["default_output_length"] * square**2
+    rows, columns = squares(width, height, field["patch_size"], square, patches)
+    tokens = rows * columns
+    joint = LayerSpec(
+        kind="projector",
+        linears=(linear("embedding_projection", "other", hidden, model.hidden_size),),
+        norms=(NormSpec(name="embedding_pre_projection_norm", kind="rms", size=hidden, weight=False),),
+        attention=None,
+        mlp=None,
+        path="model.embed_vision",
+    )
+    layer = _layer(field, padded=tokens * square**2 < patches)
+    return Tower(
+        model=tower_model(model, hidden, (layer,), (0,) * field["num_hidden_layers"]),
+        pooled=True,
+        grid=(rows * square, columns * square),
+        patches=patches,
+        tokens=tokens,
+        marks=2,
+        shape=(patches, 3 * field["patch_size"] ** 2),
+        positions=2 * patches,
+        projectors=(Projector(layer=joint, tokens=tokens),),
+        named_embeddings=False,
+        widens_quantized=True,
+        clipped=bool(field["use_clipped_linears"]),
+    )
+
+
+def squares(width: int, height: int, patch: int, square: int, patches: int) -> tuple[int, int]:
+    """(rows, columns) of squares of patches that a picture is resized to.
+
+    Source: transformers 5.23 `models/gemma4/image_processing_pil_gemma4.py` get_aspect_ratio_preserving_size.
+    """
+    factor, unit = sqrt(patches * patch**2 / (height * width)), square * patch
+    rows, columns = int(factor * height / unit), int(factor * width / unit)
+    if not rows and not columns:
+        raise SetupError(f"an image of {width} x {height} pixels is too small for Gemma 4's processor")
+    longest = patches // square**2
+    if not rows:
+        return 1, min(width // height, longest)
+    return (rows, columns) if columns else (min(height // width, longest), 1)
+
+
+def _layer(field: Mapping[str, Any], *, padded: bool) -> LayerSpec:
+    hidden, inner, head = field["hidden_size"], field["intermediate_size"], field["head_dim"]
+    heads, kv_heads = field["num_attention_heads"], field["num_key_value_heads"]
+    roles: tuple[tuple[Role, int], ...] = (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return LayerSpec(
+        kind="vision",
+        linears=(
+            *(linear(f"self_attn.{role}_proj.linear", role, hidden, num * head) for role, num in roles),
+            linear("self_attn.o_proj.linear", "o", heads * head, hidden),
+            *mlp(tuple(f"mlp.{name}_proj.linear" for name in ("gate", "up", "down")), hidden, inner, bias=False),
+        ),
+        norms=(
+            *(norm(name, hidden) for name in names),
+            norm("self_attn.q_norm", head, rows=heads),
+            norm("self_attn.k_norm", head, rows=kv_heads),
+            NormSpec(name="self_attn.v_norm", kind="rms", size=head, weight=False, rows_per_token=kv_heads),
+        ),
+        attention=replace(attention(heads, hidden, rotary=True), num_kv_heads=kv_heads, padded=padded),
+        mlp=MlpSpec(kind="gated", intermediate_size=inner, activation=field["hidden_activation"]),
+        path="model.vision_tower.encoder.layers",
+    )
