@@ -215,8 +215,8 @@ def _keeps_stream(tower: Tower, flow: Flow) -> bool:
 
 
 def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
-    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP), and pixels in fp32 a quantized
-    one's (Gemma 4)."""
+    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP), pixels in fp32 a
+    quantized one's (Gemma 4)."""
     flow = step_flow(tower.model, own)
     widens = (tower.norm_first and flow.autocast) or (tower.widens_quantized and flow.quantized)
     return replace(flow, residual="fp32") if widens else flow
