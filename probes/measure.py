@@ -67,9 +67,10 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
             limit_cpu_memory(request.limits.cpu_memory_bytes)
         status.starting(False)
         bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
-        gc.collect()
-        gc.freeze()  # the libraries' million objects are not looked through again after every depth
-        resources.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # the libraries' million objects are not looked through again after every depth
+            gc.collect()
+            gc.freeze()
+            resources.callback(gc.unfreeze)
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
         runner = DepthRunner(request=request, status=status, turn=turn, crew=crew, devices=devices, resources=resources)

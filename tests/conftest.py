@@ -55,6 +55,7 @@ def _move_into_own_home() -> None:
 _move_into_own_home()
 
 from planner.children import python_argv  # noqa: E402
+from planner.locks import lock, open_lock  # noqa: E402
 from planner.models import module_tree  # noqa: E402
 from probes.dryrun.standins import give_up  # noqa: E402
 from tests.warm import programs  # noqa: E402
@@ -117,6 +118,15 @@ def pytest_configure() -> None:
     """Nothing is started here: the server starts when the first test asks."""
     if MADE_HERE:
         _until_the_end.enter_context(programs(WARM))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The workers of a run collect one after the other: each finds the bytecode that the first one wrote, of a fresh
+    checkout's tests and of the libraries, which pip left as they are (test.sh)."""
+    with open_lock(Path(os.environ[HOME_VARIABLE]) / "collecting") as mine:
+        lock(mine.fileno())
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
