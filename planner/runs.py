@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.engines import why_not
 from planner.errors import SetupError
+from planner.expressed import variants_as_run
 from planner.gpu import GpuSpec
 from planner.kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import flow_of
@@ -20,6 +21,9 @@ from planner.workload import Workload
 if TYPE_CHECKING:
     from planner.decision.spreads import Spread
 
+
+Choices = Mapping[str, tuple[str, ...]]
+"""Loss -> the optimizers that can be had with it."""
 
 UNFUSED = frozenset({"eager", "math"})
 """Attention kernels that keep a matrix of tokens x tokens: more memory than any fused one, at less speed."""
@@ -44,7 +48,7 @@ class Run:
     shared: TrainSetup
     attentions: tuple[str, ...]
     kernels: tuple[str, ...]
-    choices: Mapping[str, tuple[str, ...]]
+    choices: Choices
     wholes: Mapping[str, TrainSetup]
     pairs: tuple[tuple[int, int], ...]
     rivals: tuple[TrainSetup, TrainSetup] | None
@@ -132,7 +136,29 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
                     wholes = {
                         loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()
                     }
-                    yield Run(setup, shared, tuple(attentions), kernels, choices, wholes, pairs, rivals, ranks)
+                    for alike, own in _expressed(workload, shared, attentions, choices):
+                        yield Run(setup, shared, alike, kernels, own, wholes, pairs, rivals, ranks)
+
+
+def _expressed(
+    workload: Workload, shared: TrainSetup, attentions: Sequence[str], choices: Choices
+) -> Iterable[tuple[tuple[str, ...], Choices]]:
+    """Attentions and the choices that the named launch targets run with each of them; all where none was named."""
+    if not workload.targets:
+        return [(tuple(attentions), choices)]
+    found: list[tuple[tuple[str, ...], Choices]] = []
+    for attention in attentions:
+        own = {}
+        for loss, optimizers in choices.items():
+            families = [shared.trusted_with(attention=attention, loss=loss, optimizer=one) for one in optimizers]
+            fitting = tuple([one.optimizer for one in families if variants_as_run(one, workload) is not None])
+            if fitting:
+                own[loss] = fitting
+        if found and found[-1][1] == own:
+            found[-1] = ((*found[-1][0], attention), own)
+        elif own:
+            found.append(((attention,), own))
+    return found
 
 
 def _rivals(
@@ -146,7 +172,7 @@ def _rivals(
     return (whole, best) if {name: getattr(best, name) for name in layers_of[0]} in layers_of else None
 
 
-def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[str, ...]]:
+def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     """The optimizers that the engines run with each loss; losses without any are left out."""
     if setup.num_gpus == 1:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))

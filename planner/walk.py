@@ -66,29 +66,25 @@ def walk(
         floor: tokens/s up to which points that fit are only counted, asked anew all along; only with a limit.
     """
     values = values if values is not None else dimension_values(workload)
-    limit_bytes = None if workload.targets else limit_bytes
+    several = len(workload.targets) > 1
+    limit_bytes = None if several else limit_bytes
     points = _walk(workload, values, spreads, known if known is not None else Known(), limit_bytes, floor)
-    return _expressed(points, workload) if workload.targets else points
+    return _for_all(points, workload) if several else points
 
 
-def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
-    """The points that the first target runs as they are, and the others at all.
-
-    A point that another target runs otherwise has the larger of both peaks: each file has to fit.
-    """
+def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
+    """The points of several targets: one that another runs otherwise has the larger of both peaks, each file has to
+    fit."""
     shared: TrainSetup | None = None
-    variants: dict[tuple[str, ...], list[TrainSetup] | None] = {}
+    variants: dict[tuple[str, ...], list[TrainSetup]] = {}
     for point in points:
         if point.shared is not shared:  # points come in runs that share their branch
             shared, variants = point.shared, {}
         key = (point.attention, point.loss, point.optimizer)
         if key not in variants:
-            variants[key] = variants_as_run(point.family, workload)
-        others = variants[key]
-        if others is None:
-            continue
+            variants[key] = variants_as_run(point.family, workload) or []
         peak = point.peak_device_bytes
-        for other in others:
+        for other in variants[key]:
             if peak <= workload.budget_bytes:
                 steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
                 peak = max(peak, predict_memory(workload.model, workload.gpu, other.with_(**steps)).peak_device_bytes)
