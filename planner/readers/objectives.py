@@ -54,6 +54,11 @@ MODEL_PARTS = {
     "Csm": "speech", "Seq2SeqSpeech": "speech",
 }  # fmt: skip
 """Parts of model classes' names -> what is trained with them."""
+WITH_EYES = (
+    "Qwen2VLFor", "Qwen2_5_VLFor", "Qwen3VLFor", "Qwen3VLMoeFor", "LlavaFor", "Mistral3For", "Idefics3For",
+    "SmolVLMFor", "InternVLFor", "AutoModelForVision2Seq", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
+)  # fmt: skip
+"""Beginnings of the classes of models of pictures, some of which are planned with theirs."""
 RECIPE_PARTS = {
     "torchtune": (
         "dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz", "teacher_model",

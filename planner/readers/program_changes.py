@@ -13,7 +13,8 @@ from planner.readers.training import Training, loads_model, named_model, trained
 from planner.readers.values import Settings
 
 CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
-BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", "visual", "vision", "tower", "audio")
+EYES = ("visual", "vision", "tower")
+BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", *EYES, "audio")
 """Parts of the names of what is frozen beside the language model that trains."""
 SIZES = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "intermediate_size",
@@ -218,6 +219,11 @@ def _on_gpu(value: Made, loader: Made) -> bool:
     return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
 
 
+def _freezes_eyes(text: str) -> bool:
+    """Whether a program switches the tower's parameters off."""
+    return any(part in subject.lower() for _, subject in _switches(text) for part in EYES)
+
+
 def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     for key, what in NOT_COUNTED.items():
@@ -227,6 +233,8 @@ def note(found: Training, program: Program, text: str, *, lora: Settings, argume
         arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
+    if found.pictures and found.adapter is None and _freezes_eyes(text):
+        arguments.approximate("a frozen tower is counted as trained")
     if arguments.flag("auto_find_batch_size", False):
         arguments.assume("auto_find_batch_size: a micro-batch that does not fit is halved until it does")
     if trained_times(program) > 1:

@@ -1,9 +1,12 @@
-"""How a program loads its base: quantized by which configuration."""
+"""How a program loads its base: quantized by which configuration, of pictures or of text."""
 
 import re
 
+from planner.models.spec import ModelSpec
+from planner.models.towers import SEEING
+from planner.readers.objectives import refusal
 from planner.readers.program import Made, Unknown
-from planner.readers.training import BASE_QUANTIZATIONS, Training
+from planner.readers.training import BASE_QUANTIZATIONS, RUN_IT, Training
 from planner.readers.values import Settings
 
 
@@ -35,6 +38,18 @@ def quantization(found: Training, loader: Settings, given: Settings, missing: di
         return "none"
     double = True if unsloth else source.flag("bnb_4bit_use_double_quant", False)
     return "nf4-double" if double else "nf4"
+
+
+def pictures(found: Training, model: ModelSpec | None, name: str) -> str:
+    """Why what a sample shows is open, of a program with a model of pictures; "" of text alone.
+
+    Raises:
+        NotPlanned: the model's eyes are not modelled.
+    """
+    if found.pictures and model is not None and model.model_type not in SEEING:
+        raise refusal(f"{name} trains with {found.pictures} (vision)", RUN_IT)
+    shown = "how many pictures a sample shows is known to the data alone"
+    return f"{name}: {found.pictures}: {shown}" if found.pictures else ""
 
 
 def _handed_over(found: Training) -> bool:

@@ -19,7 +19,7 @@ from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program_adapters import Adapters
-from planner.readers.program_loading import quantization
+from planner.readers.program_loading import pictures, quantization
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
@@ -202,6 +202,8 @@ class _Script:
             fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
         if self.found.open_objective:
             self.missing["objective"] = self.found.open_objective
+        if why := pictures(self.found, self.model, self.name):
+            self.missing["images"] = why
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         if self.aim.whole_batch:
             arguments.assume(PAIRS)

@@ -10,6 +10,7 @@ from planner.readers.objectives import (
     CONFIGS,
     OTHER_TRAINERS,
     PLANNED,
+    WITH_EYES,
     of_model,
     of_other_trainer,
     refusal,
@@ -38,6 +39,7 @@ class Training:
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
         open_objective: why it is not certain that `objective` is what is trained.
+        pictures: the model's class, where it is one of pictures whose eyes may be modelled.
         contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
     """
 
@@ -55,6 +57,7 @@ class Training:
     touched: list[Made] = field(default_factory=list)
     objective: str = "sft"
     open_objective: str = ""
+    pictures: str = ""
     contrast: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -143,7 +146,7 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
         if found.objective == "sft" and "SequenceClassification" in found.loader.owner and _plain(found.trainer):
             found.objective = "classification"
         if found.objective not in ("reward", "classification", "embedding"):
-            _check_model_class(found.loader, program, name)
+            _check_model_class(found, found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
     elif found.trainer is not None:
         calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
@@ -224,10 +227,12 @@ def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
     return refusal(f"{name} trains with {kind} ({objective})", RUN_IT)
 
 
-def _check_model_class(loader: Made, program: Program, name: str) -> None:
+def _check_model_class(found: Training, loader: Made, program: Program, name: str) -> None:
     classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
     objective, owner = of_model(classes)
-    if objective:
+    if objective == "vision" and owner.startswith(WITH_EYES) and found.objective == "sft":
+        found.pictures = owner
+    elif objective:
         raise _other_objective(name, objective, owner)
     for made in program.made:
         if made.name.endswith("VisionDataCollator"):

@@ -169,7 +169,7 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
     """The loss that TRL's trainer of an objective has.
 
     Raises:
-        NotPlanned: of a version whose trainer makes another step, or whole logits.
+        NotPlanned: of a version whose trainer makes another step, or other log-probabilities of whole logits.
     """
     if not aim.supervised and defaults.version < versions.TRL_PREFERENCES_SINCE:
         raise NotPlanned(
@@ -177,6 +177,8 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
             hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
         )
     if aim.losses[0] == "chunked" and defaults.version < versions.TRL_FUSED_PREFERENCES_SINCE:
+        if "full" in aim.losses and defaults.version >= versions.TRL_WHOLE_PREFERENCES_SINCE:
+            return "full"
         raise NotPlanned(
             f"{name}: {defaults.said} computes {aim.name} on whole logits, which is not modelled",
             hint="TRL 1.15 and newer are; plan trace runs other programs on a phantom GPU",

@@ -21,6 +21,9 @@ which it does not: the versions between are taken with 1.15."""
 
 TRL_FUSED_PREFERENCES_SINCE = (1, 15)
 """From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
+TRL_WHOLE_PREFERENCES_SINCE = (1, 14)
+"""From here on DPOTrainer's log-probabilities of whole logits are one kernel's, which is modelled; up to 1.9 they are
+taken row by row, and up to 1.3 of a copy of the logits."""
 TRL_PREFERENCES_SINCE = (0, 29)
 """Before this TRL's trainers of preferences and rewards make another step than the one that is modelled."""
 TRL_NOT_REENTRANT_SINCE = (0, 27)

@@ -228,9 +228,12 @@ def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it()
 def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -> None:
     from planner.readers.read import read_config
 
-    (tmp_path / "dpo.yaml").write_text("model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\n")
-    with pytest.raises(NotPlanned, match=r"TRL 0\.29.*whole logits"):
-        read_config(tmp_path / "dpo.yaml", versions={"trl": "0.29.0"})
+    for name, objective in (("dpo.yaml", "beta: 0.1"), ("kto.yaml", "desirable_weight: 1.0")):
+        (tmp_path / name).write_text(f"model_name_or_path: gpt2\nuse_peft: true\n{objective}\n")
+    assert read_config(tmp_path / "dpo.yaml", versions={"trl": "1.14.0"}).setup.loss == "full"
+    for name, version in (("kto.yaml", "1.14.0"), ("dpo.yaml", "1.9.0")):
+        with pytest.raises(NotPlanned, match=rf"TRL {version}.*whole logits"):
+            read_config(tmp_path / name, versions={"trl": version})
 
 
 def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_a_program() -> None:

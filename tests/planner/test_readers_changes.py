@@ -193,3 +193,16 @@ def test_settings_of_swifts_reinforcement_learning_are_no_supervised_run() -> No
     text = "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n"
     with pytest.raises(NotPlanned, match=r"reinforcement learning \(num_generations, reward_funcs\)"):
         read_text(text, "grpo.yaml", sharding=Sharding())
+
+
+def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
+    vision = MODEL.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
+    program = f"{HEAD}from transformers import AutoModelForImageTextToText\n{vision}{TRAIN.replace('{more}', '')}"
+    found = read_text(program, "train.py", sharding=Sharding())
+    assert [one.field for one in found.missing] == ["images"]
+    assert supply(found, parse_sets(["images=none"])).missing == ()
+    assert supply(found, parse_sets(["images=2x448x448"])).setup.images is not None
+    with pytest.raises(NotPlanned, match="vision"):
+        read_text(program, "train.py", model=catalogue.load("Llama-3.1-8B"), sharding=Sharding())
+    with pytest.raises(NotPlanned, match="vision"):
+        read_text(program.replace("AutoModelForImageTextToText", "MllamaForConditionalGeneration"), "train.py")
