@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.errors import UsageError
 from planner.models.spec import ModelSpec
+from planner.notes import found
 from planner.setup import TrainSetup
 from planner.stacks import written_by
 from planner.workload import Workload
@@ -102,7 +103,7 @@ def target_notes(workload: Workload, chosen: TrainSetup) -> tuple[str, ...]:
     chosen, if so."""
     if not workload.targets:
         reasons = _refused_by_all(chosen, workload)
-        return (f"no launch file can be written: {Counter(reasons).most_common(1)[0][0]}",) if reasons else ()
+        return (found(f"no launch file can be written: {Counter(reasons).most_common(1)[0][0]}"),) if reasons else ()
     first, *others = workload.targets
     note = f"planned as {first} runs it (--target): setups that it would run otherwise are left out"
     return (note + (f"; {', '.join(others)} must run and fit as well" if others else ""),)

@@ -28,6 +28,7 @@ from planner.expressed import check_something_expressed, target_notes
 from planner.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
+from planner.notes import found, risk, usual
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.refine import CorrectionKey
@@ -265,7 +266,7 @@ def _with_packed_experts(
     if not isinstance(plan, Plan):
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
-    return replace(plan, notes=(note, *plan.notes))
+    return replace(plan, notes=(risk(note), *plan.notes))
 
 
 def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
@@ -279,7 +280,7 @@ def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
     note = f"{published}, which trains only unpacked and does not fit so: planned for its 16-bit copy {copy.model_id}"
-    return replace(plan, notes=(note, *plan.notes))
+    return replace(plan, notes=(found(note), *plan.notes))
 
 
 def _chosen(workload: Workload) -> Candidate | None:
@@ -324,16 +325,15 @@ def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Altern
 
 def _package_notes(workload: Workload, chosen: Candidate | None, installed: tuple[Alternative, ...]) -> tuple[str, ...]:
     """What kernels beside the plain stack's buy and need, and what more is to be had by installing a package here."""
-    notes = []
+    notes: list[str] = []
     if chosen is not None and chosen.setup.kernels != "eager" and "kernels" not in workload.fixed:
         words = f"{KERNELS[chosen.setup.kernels].words}: {kernels_words(workload, chosen.setup)}"
         notes.append(f"{words} (--no-extra-packages plans without)")
     for one in installed:
         missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
-        notes.append(
-            f"not installed here: {' and '.join(missing)}; with that, {one.trade}: "
-            f"pip install {' '.join(map(requirement, missing))}, and plan again"
-        )
+        command = f"pip install {' '.join(map(requirement, missing))}"
+        words = f"not installed here: {' and '.join(missing)}; with that, {one.trade}: {command}, and plan again"
+        notes.append(risk(words))
     return tuple(notes)
 
 
@@ -342,19 +342,15 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     notes = [*target_notes(workload, chosen.setup)]
     if chosen.setup.activation_offload:
         held = checkpointed_inputs_bytes(workload.model, chosen.setup)
-        notes.append(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU")
+        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU"))
     if not chosen.setup.packing:
-        notes.append(
-            f"every sequence is taken to be {workload.seq_len_tokens} tokens long (the worst batch); "
-            "shorter ones need less memory"
-        )
+        long = f"{workload.seq_len_tokens} tokens long (the worst batch)"
+        notes.append(usual(f"every sequence is taken to be {long}; shorter ones need less memory"))
     notes += job_notes(workload, chosen)
     masters = engine_of(chosen.setup).keeps_fp32_masters
     if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
-        notes.append(
-            "bf16 weights take the updates without an fp32 copy: small ones round to nothing; --precision bf16-mixed "
-            "keeps one"
-        )
+        words = "bf16 weights take the updates without an fp32 copy: small ones round to nothing"
+        notes.append(risk(f"{words}; --precision bf16-mixed keeps one"))
     return (*notes, *cluster_notes(workload.cluster))
 
 
@@ -363,12 +359,12 @@ def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
     if cluster is None:
         return ()
     within = f"{cluster.within.name}, {cluster.within.bytes_per_s / 1e9:,.0f} GB/s each way for one GPU"
-    notes = [f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)"]
-    if cluster.gpus_per_node == 1:
-        notes = []
+    notes = []
+    if cluster.gpus_per_node > 1:
+        notes.append(f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)")
     if cluster.between is not None:
         notes.append(
             f"{cluster.num_nodes} nodes talk over {cluster.between.name}, "
             f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
         )
-    return tuple(notes)
+    return tuple(map(usual, notes))

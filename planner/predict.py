@@ -15,6 +15,7 @@ from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, kept_fraction, stored_bits, stored_method, stored_refusal
 from planner.models.targets import unmatched_targets
+from planner.notes import found, risk
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.speed import cluster_of, speed_profile
@@ -96,7 +97,7 @@ def _rank_notes(
         from planner.engines.host import host_bytes_per_node  # one GPU never needs it
 
         host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
-        notes.append(f"{gib(host)} of states lie in the host's memory of every node, and must find room there")
+        notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
     return notes
 
 
@@ -112,30 +113,27 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     notes = _unknown_notes(model, gpu, setup)
     unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
     if unmatched:
-        notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
+        named = ", ".join(unmatched)[:200]
+        notes.append(risk(f"LoRA targets {named} match no module: PEFT leaves them out without a word"))
     notes += _stored_notes(model, setup)
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions:
-        notes.append(
-            f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions: learned ones end there, "
-            "rotary ones were not trained further"
-        )
+        beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
+        notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
     plain = unquantized_expert_bytes(model, setup)
     if plain:
-        notes.append(
-            f"{gib(plain)} of the experts stay 16-bit: transformers stacks them in bare parameters, which bitsandbytes "
-            "does not quantize"
-        )
+        stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
+        notes.append(risk(f"{gib(plain)} of the experts stay 16-bit: {stacked}"))
     trained = trained_parameters(model, setup)
     paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
     if paged:
-        notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
+        notes.append(risk(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count"))
     return tuple(notes)
 
 
 def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
     """What is less sure of this model on this card than elsewhere, and what its kernels cannot do there."""
-    notes = []
+    notes: list[str] = []
     if model.from_tree:
         notes.append(
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
@@ -144,22 +142,18 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
     if setup.packing and not packs_apart(model, setup.attention):
-        notes.append(
-            f"packed samples attend to each other: {model.model_type} makes its mask without their positions, "
-            "--no-packing keeps them apart"
-        )
+        mask = f"{model.model_type} makes its mask without their positions, --no-packing keeps them apart"
+        notes.append(risk(f"packed samples attend to each other: {mask}"))
     if traits_of(model).streams > 1:
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
-        notes.append(
-            "SDPA falls back to its math kernel here (no fused kernel takes this dtype, card and head layout): "
-            "it keeps tokens x tokens matrices"
-        )
+        why = "no fused kernel takes this dtype, card and head layout"
+        notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices"))
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
-        notes.append(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice")
+        notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
     missing = missing_kernels(model, gpu, setup)
     if missing:
-        notes.append(f"this cannot run: {missing}")
+        notes.append(found(f"this cannot run: {missing}"))
     if gpu.vendor == "Apple":
         notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
     return notes
@@ -186,7 +180,7 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
 def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What is said of the form in which the weights were published."""
     if refused := stored_refusal(setup, model):
-        return [f"this cannot run: {refused}"]
+        return [found(f"this cannot run: {refused}")]
     if dequantizing_class(model):
         return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
     if bits := stored_bits(model):
@@ -195,10 +189,8 @@ def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
             f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
         ]
     if method := stored_method(model):
-        return [
-            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name "
-            "the original model, or load it dequantized"
-        ]
+        instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
+        return [risk(f"the checkpoint is stored quantized ({method}): {instead}")]
     return []
 
 

@@ -6,6 +6,7 @@ Pure: planning and the dry run come in as callables.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from planner.notes import found
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
@@ -102,7 +103,7 @@ def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
         for candidate in ran:
             if candidate.verdict == verdict:
                 return replace(plan, chosen=candidate)
-    return replace(plan, notes=(*plan.notes, "no dry run has confirmed this setup yet: give more --headroom"))
+    return replace(plan, notes=(*plan.notes, found("no dry run has confirmed this setup yet: give more --headroom")))
 
 
 def _answers(
@@ -142,5 +143,5 @@ def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:
         return plan
     chosen = replace(plan.chosen, dry_run=failure)
     band = percent(chosen.formula.memory_band_fraction)
-    note = f"no dry run: {failure.message}; the formula's band of {band} stands"
+    note = found(f"no dry run: {failure.message}; the formula's band of {band} stands")
     return replace(plan, chosen=chosen, ranked=(chosen, *plan.ranked[1:]), notes=(*plan.notes, note))

@@ -7,12 +7,13 @@ from io import StringIO
 
 from rich.console import Console
 
+from planner.notes import Place
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of, place_of_note
+from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of
 from reports.setup_text import workload_words
 from reports.text import (
     epoch_sentence,
@@ -37,7 +38,6 @@ GROUPS = (
 )
 """Every category of memory in one of five groups; what is free and kept free follows."""
 BAR_CELLS = 24
-RISK = 1
 MORE = "--why: the decision tree, --memory: every term, --all: the rest"
 FREE = "free"
 
@@ -64,7 +64,7 @@ def render_brief(
         write(Page(Console(file=text, width=console.width)), shown, beside)
         return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
 
-    urgent = sum(place_of_note(note) <= RISK for note in notes)
+    urgent = sum(note.place <= Place.RISK for note in notes)
     whole = range(len(notes), urgent - 1, -1)
     found = bisect_left(whole, True, key=lambda shown: height(shown, NUM_BESIDE) <= MAX_LINES)  # fewer are never higher
     if found < len(whole):
@@ -76,7 +76,13 @@ def render_brief(
 
 
 def _brief(
-    page: Page, answer: Plan | NoPlan, notes: list[str], left: int, beside: int, command: str, launches: Sequence[str]
+    page: Page,
+    answer: Plan | NoPlan,
+    notes: Sequence[str],
+    left: int,
+    beside: int,
+    command: str,
+    launches: Sequence[str],
 ) -> None:
     chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
     page.line(workload_words(answer.workload), style="bold")

@@ -5,6 +5,7 @@ Each candidate has the interchange form with the same keys on every rung; `fits`
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -16,6 +17,7 @@ from planner.inputs import parse_object, read_bytes
 from planner.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
 from planner.memory.types import PHASES
 from planner.models.spec import ModelSpec
+from planner.notes import placed, places
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.workload import Data, Workload
@@ -41,6 +43,7 @@ RUNG_KEYS = (
     "mfu_fraction",
     "time_parts_s",
     "notes",
+    "note_places",
     "failure",
     "measured",
 )
@@ -64,13 +67,13 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     values["rung"], values["terms"] = evidence.rung.value, {}
     if isinstance(evidence, ProbeFailure):
         values["failure"] = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
-        values["notes"] = []
+        values["notes"], values["note_places"] = [], []
         return values
     for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s"):
         values[key] = getattr(evidence, key)
     values["phase_peaks_bytes"] = dict(evidence.phase_peaks_bytes)
     values["mfu_fraction"] = evidence.mfu_fraction
-    values["notes"] = list(evidence.notes)
+    values["notes"], values["note_places"] = list(evidence.notes), places(evidence.notes)
     if isinstance(evidence, Measurement):
         values["measured"] = {name: one for name, one in to_jsonable(evidence).items() if name not in RUNG_KEYS}
         return values
@@ -147,7 +150,7 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
         values["missing_bytes"] = plan.missing_bytes
         values["remedies"] = to_jsonable(plan.remedies)
     values["walk"], values["space"] = to_jsonable(plan.tree), to_jsonable(plan.space)  # "walk": as in schema 1
-    values["notes"] = list(plan.notes)
+    values["notes"], values["note_places"] = list(plan.notes), places(plan.notes)
     values.update(extras or {})
     return values
 
@@ -191,7 +194,7 @@ def read_plan_json(path: Path) -> dict[str, Any]:
 def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
     tree = decode(tuple[Answer, ...], document["walk"], "walk")
     space = decode(SpaceCount, document["space"], "space")
-    notes = decode(tuple[str, ...], document["notes"], "notes")
+    notes = _notes(document)
     workload = _workload(document["workload"])
     if document["kind"] == "no_plan":
         return NoPlan(
@@ -220,6 +223,12 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
         notes=notes,
         search=decode(dict[str, Any], document.get("search", {}), "search"),
     )
+
+
+def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The notes of an answer or of a rung, with their places (absent in older files)."""
+    notes = decode(tuple[str, ...], values["notes"], "notes")
+    return placed(notes, decode(tuple[int, ...], values.get("note_places") or [], "note_places"))
 
 
 def _workload(values: Mapping[str, Any]) -> Workload:
@@ -289,4 +298,5 @@ def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | Prob
     ]
     known = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
     known["bands"] = values.get("bands", {})
-    return decode(Prediction, known, str(values["rung"]))
+    prediction = decode(Prediction, known, str(values["rung"]))
+    return replace(prediction, notes=_notes(values))

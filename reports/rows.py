@@ -1,11 +1,11 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.memory.types import MemoryTerm
+from planner.notes import Note, place_of
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan, on_one_rung
 from reports.plain import clean
@@ -38,29 +38,11 @@ MIN_SHOWN_BYTES = 52_429
 """A row that would read "0.0 MiB" is left out."""
 
 
-FIRST_NOTES, RISKS, LAST_NOTES = (
-    re.compile(pattern)
-    for pattern in (
-        r"cannot run|^measured on this GPU|no probe showed|the planner was killed|no dry run|its 16-bit copy|"
-        r"no launch file",
-        r"nothing fits with|not installed here|falls back|beyond the model's|match no module|no bf16 units|"
-        r"round to nothing|stay 16-bit|stored quantized|must find room|pinned memory|managed memory|steps an epoch|"
-        r"packed samples attend|plan compare-targets$",
-        r"^every sequence is taken|^a checkpoint takes|^evaluation at|^the job:|^merging the adapter|talk over",
-    )
-)
-"""By these words notes are put in the order in which a person must know them."""
-
-
-def notes_of(answer: Plan | NoPlan) -> list[str]:
+def notes_of(answer: Plan | NoPlan) -> list[Note]:
     """The notes of the answer and of its setup, once each, what a person must know first at the head."""
     setup = answer.chosen if isinstance(answer, Plan) else answer.nearest
-    return sorted(dict.fromkeys(clean(note) for note in (*setup.notes, *answer.notes) if note), key=place_of_note)
-
-
-def place_of_note(note: str) -> int:
-    """0: measured or refuted here, 1: a risk, 2: how far to trust the plan and what it needs, 3: true of every plan."""
-    return next((at for at, one in ((0, FIRST_NOTES), (1, RISKS), (3, LAST_NOTES)) if one.search(note)), 2)
+    notes = dict.fromkeys(Note(clean(note), place_of(note)) for note in (*setup.notes, *answer.notes) if note)
+    return sorted(notes, key=place_of)
 
 
 @dataclass(frozen=True, kw_only=True)

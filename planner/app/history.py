@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from planner.app import machine
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Answer, NoPlan, Plan, trade
 from planner.workload import Workload
@@ -122,7 +123,7 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
             if each.candidate.setup != chosen.setup
         ),
         tree=(*plan.tree, answer),
-        notes=(f"measured on this GPU: {answer.reason}", *plan.notes),
+        notes=(found(f"measured on this GPU: {answer.reason}"), *plan.notes),
     )
 
 

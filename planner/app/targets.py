@@ -11,6 +11,7 @@ from planner.decision.candidates import candidate
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
 from planner.errors import SetupError, UsageError
 from planner.kernels import missing_kernels
+from planner.notes import risk
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning import choose, plan_workload
@@ -120,4 +121,4 @@ def with_engine_note(plan: Plan) -> Plan:
     alike = [title for title, formula in rows if (formula.tokens_per_s or 0.0) >= speed * (1 - PREFERENCE_FRACTION)]
     times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
     note = f"{' or '.join(alike)}: {speed:,.0f} tokens/s predicted (±{band:.0%}), {times}: plan compare-targets"
-    return replace(plan, notes=(note, *plan.notes))
+    return replace(plan, notes=(risk(note), *plan.notes))

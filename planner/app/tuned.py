@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Plan, with_trades
 from reports.setup_text import trial_words
@@ -36,10 +37,10 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
     if result.given_up:
         words = "; ".join(trial_words(setup) for setup in result.given_up)
         note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
-        plan = replace(plan, notes=(*plan.notes, note))
+        plan = replace(plan, notes=(*plan.notes, found(note)))
     if result.best is None:
         note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
-        return replace(plan, search=values, notes=(*plan.notes, note))
+        return replace(plan, search=values, notes=(*plan.notes, found(note)))
     chosen = result.best
     if plan.workload.objective == "tokens" and chosen.setup.method == "qlora":
         chosen = _unquantized(chosen, result.candidates, MEASURED_GAIN_FRACTION)

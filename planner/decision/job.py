@@ -6,6 +6,7 @@ from planner.memory.around import DEFAULT_EVAL_SEQS, evaluation_bytes, logits_by
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import paged_bytes, state_bytes
 from planner.memory.trained import trained_parameters
+from planner.notes import risk, usual
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
 from planner.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
@@ -22,16 +23,17 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
         epochs = workload.epochs
         steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
         disk = f"the job: {steps:,} optimizer steps, {epochs:g} epoch{'s' if epochs != 1 else ''}; {disk}"
-    yield disk
+    yield usual(disk)
     if note := small_data_note(epoch_seqs, batch, workload.epochs):
-        yield note
+        yield risk(note)
     if note := unknown_padding_note(workload):
         yield note
     if chosen.setup.num_gpus == 1:
-        yield evaluation_note(workload, chosen.setup)
+        yield usual(evaluation_note(workload, chosen.setup))
     if chosen.setup.method != "full":
         whole = SIZE_BYTES["bf16"] * workload.model.num_params
-        yield f"merging the adapter needs the base in 16 bits, {gib(whole)}, on the GPU or in the host's memory"
+        words = f"merging the adapter needs the base in 16 bits, {gib(whole)}, on the GPU or in the host's memory"
+        yield usual(words)
 
 
 def unknown_padding_note(workload: Workload) -> str:

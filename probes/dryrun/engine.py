@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from planner.calibration_bands import DRY_RUN_BAND
 from planner.memory.types import PHASES, MemoryTerm
+from planner.notes import risk
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -165,8 +166,6 @@ def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
 def _notes(trace: Trace) -> tuple[str, ...]:
     notes = list(trace.notes)
     if trace.log.chosen.get("math"):
-        notes.append(
-            f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): each layer makes a matrix of "
-            f"{gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
-        )
+        matrix = f"each layer makes a matrix of {gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
+        notes.append(risk(f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): {matrix}"))
     return tuple(notes)

@@ -11,6 +11,7 @@ from planner.cluster import make_cluster
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
+from planner.notes import found
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.wish import Wish
@@ -85,7 +86,7 @@ def test_risks_stand_before_what_holds_of_every_plan() -> None:
     notes = notes_of(plan)
     assert notes[0].startswith("SDPA falls back to its math kernel")
     assert notes[-1].startswith("merging the adapter")
-    learned = replace(plan, notes=(*plan.notes, "measured on this GPU: 3 measurements correct its prediction"))
+    learned = replace(plan, notes=(*plan.notes, found("measured on this GPU: 3 measurements correct its prediction")))
     assert notes_of(learned)[0].startswith("measured on this GPU")
     assert any("SDPA falls back" in line for line in shown(plan))
 
