@@ -1,4 +1,8 @@
-"""A second training step from the first one's events.
+"""A second micro-batch and a second training step from the first one's events.
+
+The second micro-batch of a step finds the gradients of the first. Where those are the tensors that the backward made
+(autograd takes them over where nothing else holds them), and nothing else of the first is alive but its loss, the
+second makes the same tensors and releases each gradient once it is added to the first one's.
 
 What the optimizer keeps is no part of a forward or a backward, so where the first step leaves nothing behind but those
 states (and cuBLAS's workspaces, which are made once), the second allocates and releases what the first did. Its events
@@ -6,6 +10,8 @@ are copied; the optimizer then runs for real on gradients that lie in memory as 
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from probes.allocator.events import Alloc, Event, Free
 from probes.dryrun.kernels import KernelLog
-from probes.dryrun.tracker import WORKSPACE, Tracker
+from probes.dryrun.tracker import STORAGE_USES, WORKSPACE, Tracker
 from probes.stack.step import Mark, Trainer, optimizer_phase
 
 
@@ -38,6 +44,49 @@ class Again:
         self._passes: list[Event] | None = None  # forwards and backwards
         self._gradients: list[_Gradient] = []
         self._kernels: Counter[str] = Counter()
+        self._micro_batch: int | None = None  # the event with which the first one begins
+        self._added: list[
+            tuple[int, int | None]
+        ] = []  # event after which a parameter's gradient was there, its storage
+
+    @contextmanager
+    def watching_gradients(self) -> Iterator[None]:
+        """Within it each gradient is noted as autograd hands it to its parameter."""
+
+        def note(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            number = self._tracker.identity(parameter.grad)
+            alone = torch._C._storage_Use_Count(parameter.grad.untyped_storage()._cdata) == STORAGE_USES
+            taken_over = number is not None and alone and self._tracker.origins[number].op not in _COPIES
+            self._added.append((len(self._tracker.events), number if taken_over else None))
+
+        hooks = [one.register_post_accumulate_grad_hook(note) for one in self._parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def micro_batch(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """The loss of the second micro-batch of the first step where the first one's events are its own; then it is
+        done."""
+        tracker, first = self._tracker, self._micro_batch
+        if first is None or loss is None:
+            self._micro_batch = len(tracker.events) if first is None else -1
+            self._kernels = Counter(self._log.chosen)
+            return None
+        if first < 0:
+            return None
+        self._micro_batch = -1
+        events = _with_gradients_added(tracker, first, self._added)
+        lost = tracker.identity(loss)
+        if events is None or lost is None or _left(tracker, events) != {lost}:
+            return None
+        with _disable_current_modes():
+            again = torch.empty_like(loss)
+        tracker.adopt(again, tracker.copy(events)[lost])
+        self._log.chosen.update(self._log.chosen - self._kernels)
+        return again
 
     def watching(self, mark: Mark) -> Mark:
         """`mark`, which also notes what the first step has done as its optimizer's phase begins."""
@@ -90,6 +139,35 @@ class Again:
             self._tracker.adopt(fresh[one.number], copies[one.number])
             one.parameter.grad = fresh[one.number]
         return copies
+
+
+def _with_gradients_added(tracker: Tracker, first: int, added: list[tuple[int, int | None]]) -> list[Event] | None:
+    """The events from `first` on with the end of each gradient once it is added up; None where autograd copied one,
+    where two lie in one storage, or where one comes twice."""
+    if len({number for _, number in added}) < len(added):
+        return None
+    found: list[Event] = []
+    for index, number in added:
+        if number is None:
+            return None
+        found += [*tracker.events[first:index], Free(number)]
+        first = index
+    return found + tracker.events[first:]
+
+
+def _left(tracker: Tracker, events: list[Event]) -> set[int] | None:
+    """What `events` make and do not release, without workspaces; None where they release what is older."""
+    made = {event.id for event in events if isinstance(event, Alloc)}
+    released = {event.id for event in events if isinstance(event, Free)}
+    if not released <= made:
+        return None
+    return {number for number in made - released if not tracker.origins[number].op.startswith(WORKSPACE)}
+
+
+_COPIES = frozenset({"aten.clone.default", "aten.new_empty_strided.default"})
+"""How autograd copies a gradient that it cannot take over.
+
+Source: PyTorch 2.13 torch/csrc/autograd/utils/grad_layout_contract.h `clone_obey_contract`."""
 
 
 def _released_last(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -175,39 +175,55 @@ def trace_run(
         else:
             spread, owners = stack.enter_context(world.prepared(tracker, model, setup))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
-        parameters = sum(one.untyped_storage().nbytes() for one in held)
-        prefix = _layer_prefix(model)
-        optimizer = optimizer_of(model, setup)
-        trainer = make_trainer(model, setup, optimizer, spread, reference)
+        trace = Trace(
+            events=tracker.events,
+            origins=tracker.origins,
+            owners=owners,
+            num_layers=num_layers,
+            parameter_bytes=sum(one.untyped_storage().nbytes() for one in held),
+            log=log,
+            attention=attention,
+            notes=notes,
+            layer_prefix=_layer_prefix(model),
+        )
+        trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
-        with tracker:
-            batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
-            waiting = waiting_pixels(setup, inner_model(model).config, device, beside=len(batches))
-            shared: dict[str, str] = {}
-            otherwise: dict[str, tuple[torch.Size, Any]] = {}
-            again = Again(tracker, model, log) if on_meta and world is None else None
-            for _ in range(steps):
-                mark = _marker(tracker, model, owners, shared, otherwise)
-                if again is None or not again.step(trainer, mark):
-                    _step(trainer, spread, batches, mark if again is None else again.watching(mark), device)
-                own_optimizer_state(tracker, optimizer, owners)
-            del batches, waiting, again
+        gradients = _train(tracker, trainer, spread, owners, log, steps)
         tracker.close()
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    trace = Trace(
-        events=tracker.events,
-        origins=tracker.origins,
-        owners=owners,
-        num_layers=num_layers,
-        parameter_bytes=parameters,
-        log=log,
-        attention=attention,
-        notes=notes,
-        parameter_names=names,
-        layer_prefix=prefix,
-    )
-    return replace(trace, trainables=_trainables(trace, model, setup, shared, otherwise))
+    return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
+
+
+@dataclass
+class _Gradients:
+    """Where each parameter's gradient was found: `shared` the parameter by whose name its storage is known (FSDP2: one
+    storage for a layer), `otherwise` its layout where it is not its parameter's."""
+
+    shared: dict[str, str] = field(default_factory=dict)
+    otherwise: dict[str, tuple[torch.Size, Any]] = field(default_factory=dict)
+
+
+def _train(
+    tracker: Tracker, trainer: Trainer, spread: Any, owners: dict[int, tuple[str, str]], log: KernelLog, steps: int
+) -> _Gradients:
+    """The optimizer steps, followed; on one GPU what only repeats is copied (`Again`)."""
+    model, setup, device = trainer.model, trainer.setup, trainer.device_type
+    gradients = _Gradients()
+    with tracker:
+        batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
+        waiting = waiting_pixels(setup, trainer.inner.config, device, beside=len(batches))
+        again = Again(tracker, model, log) if device == "meta" and spread is None else None
+        for _ in range(steps):
+            mark = _marker(tracker, model, owners, gradients)
+            if again is None:
+                _step(trainer, spread, batches, mark, device)
+            elif not again.step(trainer, mark):
+                with again.watching_gradients():
+                    train_step(trainer, batches, again.watching(mark), again.micro_batch)
+            own_optimizer_state(tracker, trainer.optimizer, owners)
+        del batches, waiting, again
+    return gradients
 
 
 def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark, device: str) -> None:
@@ -221,9 +237,7 @@ def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark, device: str) 
     optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, device, clips=clips)
 
 
-def _trainables(
-    trace: Trace, model: Any, setup: TrainSetup, shared: dict[str, str], otherwise: dict[str, tuple[torch.Size, Any]]
-) -> tuple[Trainable, ...]:
+def _trainables(trace: Trace, model: Any, setup: TrainSetup, gradients: _Gradients) -> tuple[Trainable, ...]:
     """What is trained, with where its gradient was found."""
     wide = {id(one) for one in wide_parameters(model, setup)}
     return tuple(
@@ -232,12 +246,12 @@ def _trainables(
             layer=trace.layer_of(name),
             shape=one.shape,
             dtype=one.dtype,
-            has_gradient=name in shared,
-            gradient_of=shared.get(name, ""),
+            has_gradient=name in gradients.shared,
+            gradient_of=gradients.shared.get(name, ""),
             local_shape=local(one).shape,
             mesh=getattr(one, "device_mesh", None),
             placements=getattr(one, "placements", None),
-            gradient=otherwise.get(name),
+            gradient=gradients.otherwise.get(name),
             wide=id(one) in wide,
         )
         for name, one in model.named_parameters()
@@ -290,16 +304,8 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, tuple[str,
     return owners
 
 
-def _marker(
-    tracker: Tracker,
-    model: Any,
-    owners: dict[int, tuple[str, str]],
-    shared: dict[str, str],
-    otherwise: dict[str, tuple[torch.Size, Any]],
-) -> Any:
-    """What tells the tracker the phases; as a step begins it owns the gradients and notes in `shared` under which
-    parameter's name the storage of each parameter's gradient is known (FSDP2: one storage for a layer), in `otherwise`
-    which gradients are laid out otherwise than their parameters."""
+def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], gradients: _Gradients) -> Mark:
+    """What tells the tracker the phases; as a step begins it owns the gradients and notes where they are."""
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
     def mark(phase: str, layer: int | None) -> None:
@@ -308,9 +314,9 @@ def _marker(
                 if parameter.grad is not None:
                     number = tracker.identity(local(parameter.grad))
                     if number is not None:
-                        shared[name] = owners.setdefault(number, ("gradients", name))[1]
+                        gradients.shared[name] = owners.setdefault(number, ("gradients", name))[1]
                     if getattr(parameter.grad, "placements", None) != getattr(parameter, "placements", None):
-                        otherwise[name] = (local(parameter.grad).shape, parameter.grad.placements)
+                        gradients.otherwise[name] = (local(parameter.grad).shape, parameter.grad.placements)
         tracker.mark(phase, layer)
 
     return mark

@@ -218,7 +218,7 @@ _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _BUFFER_USES = 4
 """References to a gradient that only the engine's buffer holds, as this mode sees it: buffer, call and wrapper."""
-_STORAGE_USES = 2
+STORAGE_USES = 2
 """References to a storage that only this one tensor holds: the tensor and the wrapper that is asked."""
 _WRAPPERS = ("eval_frame.py", "_compile.py", "standins.py")
 _ENGINE = "_engine_run_backward"
@@ -240,7 +240,7 @@ def adds_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return False
     if first._use_count() != _BUFFER_USES:
         return False
-    if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != _STORAGE_USES:
+    if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != STORAGE_USES:
         return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):

@@ -144,8 +144,15 @@ class EmulatedScaler:
         """Nothing to adapt."""
 
 
-def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None) -> torch.Tensor:
+def train_step(
+    trainer: Trainer,
+    batches: list[Batch],
+    mark: Mark | None = None,
+    done: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda loss: None,
+) -> torch.Tensor:
     """One optimizer step over `batches` (the micro-batches); returns the last loss, detached.
+
+    `done` is asked before each micro-batch, with the loss of the one before, for its loss if it need not run.
 
     `mark` is told the phases as they begin: "forward" (per micro-batch, and with the layer as each layer's forward
     begins), "loss" (head and loss, with the head's backward), "backward" (from the last hidden state's gradient on, and
@@ -164,6 +171,10 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
         if setup.aim.rolls_out:
             generate(setup, trainer.inner, trainer.forward, tell)
         for index, batch in enumerate(batches):
+            if (given := done(loss)) is not None:
+                loss = given
+                del given
+                continue
             tell("forward", None)
             with trainer.no_sync() if index < len(batches) - 1 else nullcontext():
                 loss = _micro_batch(trainer, batch, len(batches), tell)

@@ -166,26 +166,43 @@ QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "llama lora, accumulation": ("llama", {}, {"accumulation_steps": 4}, True),
     "gemma2 fp16, adafactor": ("gemma2", {}, {"precision": "fp16-autocast", "optimizer": "adafactor"}, True),
     "deepseek lora": ("deepseek_v3", CASES["deepseek dense first"][1], {}, True),
-    "gpt2, a loop that keeps its outputs": ("gpt2", {}, {"stack": "plain-loop"}, False),
+    "gpt2, a loop that keeps its outputs": ("gpt2", {}, {"stack": "plain-loop", "accumulation_steps": 2}, False),
+    "llama full, tied, accumulation": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"method": "full", "lora_rank": 0, "optimizer": "adamw", "accumulation_steps": 2},
+        True,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied second steps and remembered meta kernels change no event; a step that differs is run."""
+    """Copied micro-batches and steps and remembered meta kernels change no event; one that differs is run."""
     model_type, changes, fields, copied = QUICK[name]
     setup = TrainSetup(**{"seq_len_tokens": 64, "lora_rank": 4, **fields})
     config = small_config(model_type, **changes)
     step, found = Again.step, []
+    micro_batch, micro_found = Again.micro_batch, []
 
     def told(*given: Any) -> bool:
         found.append(step(*given))
         return found[-1]
 
+    def told_of_micro_batch(*given: Any) -> Any:
+        loss = micro_batch(*given)
+        if given[1] is not None:
+            micro_found.append(loss is not None)
+        return loss
+
     monkeypatch.setattr(Again, "step", told)
+    monkeypatch.setattr(Again, "micro_batch", told_of_micro_batch)
     short = trace_run(load_config(config), setup, capability=AMPERE)
     assert found == [False, copied]
+    assert all(one is copied for one in micro_found)
+    assert len(micro_found) == (setup.accumulation_steps > 1) * (1 if copied else 2)
     monkeypatch.setattr(Again, "step", lambda *_: False)
+    monkeypatch.setattr(Again, "micro_batch", lambda *_: None)
     monkeypatch.setattr(Remembered, "call", _called)
     long = trace_run(load_config(config), setup, capability=AMPERE)
     assert short.events == long.events
