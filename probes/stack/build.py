@@ -3,8 +3,9 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -94,13 +95,20 @@ def build_from_config(
         if setup.checkpointing:
             enable_checkpointing(model, setup)
         if setup.method != "full":
-            with torch.device(device):
+            with torch.device(device), _without_values() if device.type == "meta" else nullcontext():
                 model = add_adapters(model, setup)
             if setup.checkpointing:
                 model.enable_input_require_grads()
     apply_kernels(model, setup)
     model.train()
     return model
+
+
+def _without_values() -> Any:
+    """Within it new modules on meta are not initialised, which takes as long as making them."""
+    names = ("kaiming_uniform_", "normal_", "uniform_", "zeros_")
+    left_alone: dict[str, Any] = dict.fromkeys(names, lambda tensor, *_, **__: tensor)
+    return mock.patch.multiple(torch.nn.init, **left_alone)
 
 
 def build_reference(
