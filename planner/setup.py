@@ -55,6 +55,7 @@ class TrainSetup:
         offload: one of OFFLOADS.
         modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
             type of their weights.
+        trained_layers: so many of the last layers train, or carry the adapters, and nothing else; 0: all.
         stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
         quantize_experts: stacked experts are stored in the base's 4 bits too and unpacked whole, a layer's at a time
@@ -100,6 +101,7 @@ class TrainSetup:
     fsdp_version: int = 2
     offload: str = "none"
     modules_to_save: tuple[str, ...] = ()
+    trained_layers: int = 0
     stack: str = _DEFAULT_STACK
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
@@ -330,6 +332,15 @@ class TrainSetup:
         later = {name: getattr(self, name) for name in LATER_FIELDS}
         return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.spread
 
+    @property
+    def widens_trained(self) -> bool:
+        """Whether layers that train alone are fp32 beside a frozen rest in 16 bits.
+
+        Source: LLaMA-Factory 0.9 `model/adapter.py` init_adapter, cast_trainable_params_to_fp32.
+        """
+        partial = self.trained_layers > 0 and self.method == "full"
+        return partial and self.stack == "llamafactory" and self.autocast_dtype is not None
+
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated anew."""
         copy = self.trusted_with(**changes)
@@ -361,6 +372,7 @@ LATER_FIELDS = (
     "activation_offload",
     "quantize_experts",
     "modules_to_save",
+    "trained_layers",
     "objective",
     "adapter",
     "rollout",

@@ -89,10 +89,22 @@ def check(setup: "TrainSetup") -> None:
     if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
         _check_degrees(setup)
         _check_sharing(setup)
+    if setup.trained_layers:
+        _check_partial(setup)
     if setup.images is not None:
         _check_images(setup)
     if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
         _check_objective(setup)
+
+
+def _check_partial(setup: "TrainSetup") -> None:
+    """Layers that train alone."""
+    if setup.trained_layers < 0:
+        raise SetupError(f"trained_layers must not be negative, got {setup.trained_layers}", hint="0 trains all layers")
+    if setup.pipeline_degree > 1 or setup.images is not None or setup.objective not in ("sft", "pretrain"):
+        raise SetupError("trained_layers is known for supervised training on text without pipeline stages")
+    if setup.method != "full" and not setup.kind.like_lora:
+        raise SetupError(f"trained_layers belongs to full fine-tuning and LoRA, got adapter {setup.adapter!r}")
 
 
 def _of_an_objective(setup: "TrainSetup") -> bool:

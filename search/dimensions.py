@@ -71,6 +71,7 @@ FIXED: dict[str, str] = {
     "seq_len_tokens": "the user's: the length of the longest sequence",
     "quantize_experts": "planned where nothing else fits, for Axolotl alone: no probe here runs it",
     "modules_to_save": "the user's: what is trained whole beside the adapters",
+    "trained_layers": "the user's: which layers train",
     "objective": "the user's: what the step trains for",
     "rollout": "the user's and the plan's: completions of a prompt, who generates them, how many at once",
     "images": "the user's: pictures of a sample",

@@ -137,6 +137,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
+    if setup.trained_layers:
+        return "launch files train all layers: say in one yourself which of them do"
     if setup.quantize_experts and tool != "axolotl":
         return "experts in 4 bits (quantize_experts) are written for Axolotl alone: plan with --target axolotl"
     if model is None:

@@ -17,7 +17,7 @@ from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
 from planner.memory.position_bias import position_bias
 from planner.memory.streams import kept_around_the_layers
-from planner.memory.trained import adapted_names, trained_parameters
+from planner.memory.trained import adapted_names, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -136,7 +136,7 @@ def activation_parts(
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
     tokens = setup.forward_tokens
     costs = costs_of(model, gpu, setup) if costs is None else costs
-    counts, kept = _checkpointed(model, setup.checkpointing)
+    counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
     last = costs[-1]
     biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
@@ -274,7 +274,7 @@ def _final_norm(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) ->
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
-    counts, kept = _checkpointed(model, setup.checkpointing)
+    counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
     size = SIZE_BYTES[step_flow(model, setup).residual]
     return (
         (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
@@ -296,12 +296,14 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _checkpointed(model: ModelSpec, every: int) -> tuple[Sequence[int], Sequence[int]]:
-    """For each kind of layer: how many there are, and how many keep their activations (layer i is checkpointed when
-    i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
+def _checkpointed(model: ModelSpec, every: int, below: int) -> tuple[Sequence[int], Sequence[int]]:
+    """For each kind of layer above the first `below`: how many there are, and how many keep their activations (layer i
+    is checkpointed when i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
     counts = [0] * len(model.layer_kinds)
     kept = [0] * len(model.layer_kinds)
     for position, kind in enumerate(model.layer_order):
+        if position < below:
+            continue
         counts[kind] += 1
         if not every or position % every:
             kept[kind] += 1
@@ -318,6 +320,9 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
+    if setup.widens_trained:
+        copies = 2 * trained_parameters(model, setup).num
+        return copies, 0 if setup.checkpointing else copies
     fp32_down = traits_of(model).fp32_down and flow.table == "fp16"
     batched = traits_of(model).dense_experts and setup.method == "full"
     if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
@@ -328,6 +333,6 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
         for one in layer.linears
         if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
     )
-    counts, kept = _checkpointed(model, setup.checkpointing)
+    counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
     kept_copies = copies * sum(kept) // max(1, sum(counts))
     return (copies if setup.method == "full" else kept_copies), kept_copies

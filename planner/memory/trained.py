@@ -52,8 +52,11 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
 
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
+    if setup.trained_layers:
+        model = last_layers(model, setup.trained_layers)
     if setup.method == "full":
-        return _trained_full(model, setup.weight_dtype, setup.by.wide_embedding_states, setup.images is not None)
+        dtype = "fp32" if setup.widens_trained else setup.weight_dtype
+        return _trained_full(model, dtype, setup.by.wide_embedding_states, setup.images is not None)
     if not setup.kind.like_lora:
         adapters = _trained_kind(
             model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
@@ -61,6 +64,39 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
         return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
     adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
     return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
+
+
+@lru_cache(maxsize=256)
+def last_layers(model: ModelSpec, num: int) -> ModelSpec:
+    """The last so many layers alone: nothing before them, nothing behind.
+
+    Source: LLaMA-Factory 0.9 `model/adapter.py` _setup_freeze_tuning (whatever is no trained layer is frozen,
+    embeddings, norm and head too); peft 0.21 LoraConfig.layers_to_transform.
+    """
+    order = model.layer_order[-num:]
+    used = sorted(set(order))
+    layers = tuple(model.layer_kinds[kind] for kind in used)
+    return replace(
+        model,
+        layer_kinds=layers,
+        layer_order=tuple(used.index(kind) for kind in order),
+        embeddings=(),
+        head=None,
+        tied=False,
+        outer_linears=(),
+        outer_norms=(),
+        num_outer_other_params=0,
+        idle_layers=(),
+        num_idle_other_params=0,
+    )
+
+
+def frozen_below(model: ModelSpec, setup: TrainSetup) -> int:
+    """Layers below the first that trains, which keep nothing for the backward: it ends above them. With checkpointing
+    adapters make the embeddings ask for gradients (`enable_input_require_grads`), and it goes through all layers."""
+    if not setup.trained_layers or (setup.method != "full" and setup.checkpointing):
+        return 0
+    return max(0, model.num_layers - setup.trained_layers)
 
 
 def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Trained:

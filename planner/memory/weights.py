@@ -77,6 +77,11 @@ def layer_extra_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return extra
 
 
+def _last_params(model: ModelSpec, setup: TrainSetup) -> int:
+    """Parameters of the layers that train alone."""
+    return sum(model.layer_kinds[kind].num_params for kind in model.layer_order[-setup.trained_layers :])
+
+
 def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
 
@@ -93,7 +98,8 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     idle = sum(layer_weight_bytes(layer, setup) * num for layer, num in model.idle_layers)
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
-        + layer_extra_bytes(model, setup),
+        + layer_extra_bytes(model, setup)
+        + (4 - plain) * setup.widens_trained * _last_params(model, setup),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
         "outer": outer,

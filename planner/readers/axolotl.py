@@ -23,7 +23,6 @@ OLD_ATTENTION_SWITCHES = {
     "xformers_attention": "sdpa",
 }
 NOT_COUNTED = {
-    "peft_layers_to_transform": "adapters on some layers (peft_layers_to_transform) are counted on all of them",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",
@@ -74,6 +73,8 @@ def read(
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    if fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain"):
+        fields["trained_layers"] = common.last_layers(settings, "peft_layers_to_transform", model)
     common.pictures(settings, model, "processor_type")
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):

@@ -157,6 +157,18 @@ def modules_to_save(settings: Settings, key: str, said_to: Settings | None = Non
     return tuple(name for name in names if name in SAVED_MODULES)
 
 
+def last_layers(settings: Settings, key: str, model: ModelSpec | None) -> int:
+    """How many of the last layers carry adapters; 0, all, where a setting names none, or others, which is said."""
+    numbers = settings.raw(key)
+    if numbers in (None, False, [], ""):
+        return 0
+    named = sorted(numbers) if isinstance(numbers, list) and all(type(one) is int for one in numbers) else []
+    if model is not None and named and named == list(range(named[0], model.num_layers)):
+        return len(named) if named[0] else 0
+    settings.approximate(f"adapters on some layers ({key}) are counted on all of them")
+    return 0
+
+
 CONFIGS = {row.config: row for row in ADAPTERS.values() if row.config != "LoraConfig"}
 """peft's configuration classes of adapters that have one of their own."""
 

@@ -51,7 +51,7 @@ def read(
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
     fields |= {**_method(settings, model), "objective": aim, **_checkpointing(settings)}
     fields |= {
-        "precision": _precision(settings, fields["method"]),
+        "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
         "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
         "attention": _attention(settings, model),
@@ -122,10 +122,9 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     kind = settings.text("finetuning_type", "lora")
     if kind not in ("full", "lora", "freeze", "oft"):
         raise settings.error("finetuning_type", "full, lora, freeze or oft", kind)
-    if kind == "freeze":
-        settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
     if kind in ("full", "freeze"):
-        return {"method": "full", "quantization": "none", "lora_rank": 0}
+        layers = {"trained_layers": _last_layers(settings)} if kind == "freeze" else {}
+        return {"method": "full", "quantization": "none", "lora_rank": 0} | layers
     quantization = "none"
     if settings.has("quantization_bit"):
         bits = settings.integer("quantization_bit", 4)
@@ -154,7 +153,21 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     }
 
 
-def _precision(settings: Settings, method: str) -> str:
+def _last_layers(settings: Settings) -> int:
+    """How many of the last layers freeze tuning trains; 0, all, where a setup cannot say which parameters it does.
+
+    Source: LLaMA-Factory 0.9 `hparams/finetuning_args.py` FreezeArguments: freeze_trainable_layers 2, its modules all.
+    """
+    layers = settings.raw("freeze_trainable_layers", 2)  # negative: the first ones
+    whole = settings.text("freeze_trainable_modules", "all") == "all" and not settings.raw("freeze_extra_modules")
+    if isinstance(layers, int) and layers > 0 and whole and not settings.flag("fp16", False):
+        return int(layers)
+    settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
+    return 0
+
+
+def _precision(settings: Settings, *, widens: bool) -> str:
+    """`widens`: whether what the autocast type leaves is fp32: of partial layers the frozen rest is not."""
     if settings.flag("pure_bf16", False):
         return "bf16-pure"
     autocast = hf.autocast(settings, bf16_default=False)
@@ -163,7 +176,7 @@ def _precision(settings: Settings, method: str) -> str:
             settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")
             return "bf16-pure"
         return "fp32"
-    return f"{autocast}-mixed" if method == "full" else f"{autocast}-autocast"
+    return f"{autocast}-mixed" if widens else f"{autocast}-autocast"
 
 
 def _dataset(settings: Settings) -> str | None:

@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.trained import frozen_below, trained_parameters
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import Moved
@@ -163,9 +164,11 @@ class Family:
         cached = tokens / speed.cache_gain(tokens)
         layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")
         again_token, again_seq, again_micro, again = self._recompute
-        matmul = layers.forward + layers.input_gradient
+        above = 1.0 - frozen_below(speed.model, setup) / max(1, speed.inv.num_layers)
+        again *= above
+        matmul = layers.forward + above * layers.input_gradient
         if setup.method == "full":
-            matmul += layers.weight_gradient
+            matmul += layers.weight_gradient * (setup.trained_layers / speed.inv.num_layers or 1.0)
         elif self._skip_first:
             matmul -= layers.first_input_gradient
         # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
@@ -227,7 +230,8 @@ class _Trained(NamedTuple):
 def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
     if setup.method == "full":
         inv = speed.inv
-        return _Trained(float(inv.num_params), inv.num_tensors, SIZE_BYTES[flow.table])
+        num = trained_parameters(speed.model, setup).num if setup.trained_layers else inv.num_params
+        return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
     constants = speed.constants
     bytes_left = constants.compile_bytes if setup.compile else 1.0
     per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left

@@ -90,7 +90,8 @@ def _run(
 ) -> DryRunReport:
     config = load_config(raw_config)
     unlike = deep_layers(setup, config)
-    plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=full_depth, unlike=unlike)
+    whole = full_depth or setup.trained_layers > 0  # layers that train are not like those that do not
+    plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
     return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
 

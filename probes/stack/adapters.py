@@ -1,5 +1,6 @@
 """Adapters through peft, with the data type that the trainer would give them."""
 
+import re
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
 from planner.setup import TrainSetup
+from probes.stack.configs import num_layers
 from probes.stack.quantize import is_router
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +50,11 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     if row.adapts_matrices:
         settings["target_modules"] = target_modules(model.config, setup.lora_targets)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
+        if setup.trained_layers:
+            settings["layers_to_transform"] = trained_layers(model.config, setup)
+            if isinstance(settings["target_modules"], str):  # which peft refuses beside the layers' numbers
+                linears = [one for kind in spec_of(model.config).layer_kinds for one in kind.linears]
+                settings["target_modules"] = sorted({one.name.rpartition(".")[2] for one in linears})
         if routers := sorted(name for name, one in model.named_modules() if is_router(one)):
             settings["exclude_modules"] = routers
     if row.form == "low-rank":
@@ -67,6 +74,23 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     elif row.form == "rows":
         settings["token_indices"] = list(range(setup.lora_rank))
     return getattr(peft, row.config)(**settings)
+
+
+def trained_layers(config: Any, setup: TrainSetup) -> list[int]:
+    """Numbers of the layers that train."""
+    full = num_layers(config)
+    return list(range(max(0, full - setup.trained_layers), full))
+
+
+def freeze_others(model: Any, setup: TrainSetup) -> None:
+    """Freezes whatever is no trained layer's (LLaMA-Factory 0.9 `_setup_freeze_tuning`)."""
+    named = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+    trained = set(trained_layers(model.config, setup))
+    for name, parameter in model.named_parameters():
+        found = named.search(f".{name}")
+        parameter.requires_grad_(found is not None and int(found[1]) in trained)
+        if parameter.requires_grad and setup.widens_trained:
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def norm_modules(model: Any, spec: ModelSpec) -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 from planner.choices.objectives import Head
 from planner.kernels import left_unnamed
 from planner.setup import TrainSetup
-from probes.stack.adapters import add_adapters
+from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import load_config, truncated_config
 from probes.stack.kernels import apply_kernels
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
@@ -99,6 +99,8 @@ def build_from_config(
                 model = add_adapters(model, setup)
             if setup.checkpointing:
                 model.enable_input_require_grads()
+        elif setup.trained_layers:
+            freeze_others(model, setup)
     apply_kernels(model, setup)
     model.train()
     return model

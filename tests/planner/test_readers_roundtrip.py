@@ -84,6 +84,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "quantization": base.with_(quantization="int8"),
         "kbit_fp32_cast": base.with_(kbit_fp32_cast=True),
         "modules_to_save": base.with_(modules_to_save=("lm_head",)),
+        "trained_layers": base.with_(trained_layers=2),
         "adapter": base.with_(adapter="rslora"),
         "lora_rank": base.with_(lora_rank=32),
         "lora_targets": base.with_(lora_targets="attention"),

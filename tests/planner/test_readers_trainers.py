@@ -3,6 +3,7 @@
 import pytest
 
 from planner.errors import NotPlanned
+from planner.models import catalogue
 from planner.readers import Sharding, read_text
 from planner.readers.types import ReadConfig
 
@@ -273,3 +274,21 @@ def test_the_form_that_a_model_is_told_counts() -> None:
     )
     found = read(told + "Trainer(model, TrainingArguments()).train()\n", transformers="4.57.1")
     assert (found.setup.checkpointing, found.setup.reentrant_checkpointing) == (1, False)
+
+
+def test_layers_that_train_alone_are_read() -> None:
+    """LLaMA-Factory's freeze: trained layers fp32 beside 16 bits; Axolotl's list, where it is the last ones."""
+    model = catalogue.load("meta-llama/Llama-3.1-8B")
+    head = "stage: sft\nmodel_name_or_path: meta-llama/Llama-3.1-8B\ntemplate: llama3\nbf16: true\n"
+    head += "do_train: true\nfinetuning_type: freeze\n"
+    last = read_text(head + "freeze_trainable_layers: 4\n", "freeze.yaml", model=model)
+    assert (last.setup.trained_layers, last.setup.precision, last.approximations) == (4, "bf16-autocast", ())
+    assert last.setup.widens_trained
+    first = read_text(head + "freeze_trainable_layers: -4\n", "freeze.yaml", model=model)
+    assert (first.setup.trained_layers, first.setup.precision) == (0, "bf16-mixed")
+    assert "upper bound" in " ".join(first.approximations)
+    adapters = "base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nlora_target_linear: true\nsequence_len: 512\n"
+    for numbers, layers in (("[30, 31]", 2), ("[0, 1]", 0)):
+        found = read_text(f"{adapters}peft_layers_to_transform: {numbers}\n", "axolotl.yaml", model=model)
+        assert found.setup.trained_layers == layers
+        assert ("peft_layers_to_transform" in " ".join(found.approximations)) == (layers == 0)
