@@ -6,8 +6,10 @@
 formula's. *Compiled*: the checkpointed layers of a small Qwen3, compiled one by one as prime-rl does (checkpoint
 wrapper, then `layer.compile()`), with an attention that asks transformers whether `position_ids` hold packed sequences,
 as flash attention's does, and with one that does not. The answer is a tensor that the layer branches on: dynamo leaves
-the graph, and since `torch.utils.checkpoint` is closed to it, no layer is compiled. Seconds on a CPU; docs/stacks.md
-has the figures of transformers 4.57.1 with PyTorch 2.13.
+the graph, and since `torch.utils.checkpoint` is closed to it, no layer is compiled. *Whole models* as the Trainer
+compiles them (`torch.compile(model)`), a forward and a backward each: the graphs and the products in them, with LoRA,
+bitsandbytes' 4 bits, checkpointing, packed positions, and lengths that vary. A minute on a CPU; docs/kernels.md and
+docs/stacks.md (transformers 4.57.1) have the figures.
 """
 
 import sys
@@ -81,8 +83,68 @@ def compiled_graphs(*, asks: bool) -> int:
     return len(graphs)
 
 
+def small_model(*, lora: bool, four_bit: bool, checkpointing: bool) -> Any:
+    """A Llama of three layers as transformers and peft make it for training."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+    model = model.to(torch.bfloat16)
+    if four_bit:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        for name, one in [(name, one) for name, one in model.model.named_modules() if isinstance(one, torch.nn.Linear)]:
+            packed = Linear4bit(one.in_features, one.out_features, bias=False, compute_dtype=torch.bfloat16)
+            packed.weight = Params4bit(one.weight.data, requires_grad=False, quant_type="nf4")
+            parent, _, last = name.rpartition(".")
+            setattr(model.model.get_submodule(parent), last, packed)
+        model = model.to("cpu")  # packs them
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model.train()
+
+
+def whole_graphs(model: Any, lengths: tuple[int, ...], *, packed: bool = False) -> list[int]:
+    """How many matrix products each graph has that dynamo hands to a compiler in steps of these lengths."""
+    found: list[int] = []
+
+    def products(graph: torch.fx.GraphModule) -> int:
+        inner = [getattr(graph, str(node.target), None) for node in graph.graph.nodes if node.op == "get_attr"]
+        own = sum("linear" in str(node.target) or "matmul" in str(node.target) for node in graph.graph.nodes)
+        return own + sum(products(one) for one in inner if isinstance(one, torch.fx.GraphModule))
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(products(graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for length in lengths:
+        ids = torch.zeros(1, 2 * length, dtype=torch.long)
+        places = torch.arange(length).repeat(2) if packed else torch.arange(2 * length)
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled(input_ids=ids, labels=ids, position_ids=places[None]).loss.backward()
+    return found
+
+
+WHOLE: tuple[tuple[str, bool, bool, bool, dict[str, Any]], ...] = (
+    ("full", False, False, False, {}),
+    ("full, checkpointed", False, False, True, {}),
+    ("LoRA", True, False, False, {}),
+    ("LoRA, checkpointed", True, False, True, {}),
+    ("LoRA, checkpointed, packed", True, False, True, {"packed": True}),
+    ("4-bit LoRA, checkpointed", True, True, True, {}),
+    ("LoRA, four lengths", True, False, False, {"lengths": (16, 20, 24, 28)}),
+)
+"""What, LoRA, 4 bits, checkpointing, how it is run."""
+
+
 def main() -> None:
-    """Prints both."""
+    """Prints all three."""
     keys = KV_HEADS * HIDDEN // HEADS
     residue = 4 * HEADS + 8  # flash attention's log-sum, the norms' inverse deviations
     by_hand = {"full": 2 * (3 * INNER + 6 * HIDDEN + 2 * keys), "lora": 2 * (3 * INNER + 5 * HIDDEN + 2 * keys + 2 * 8)}
@@ -92,6 +154,10 @@ def main() -> None:
     for asks in (False, True):
         what = "asks for packed sequences" if asks else "does not ask"
         sys.stdout.write(f"{LAYERS} layers whose attention {what}: {compiled_graphs(asks=asks)} graphs compiled\n")
+    for what, lora, four_bit, checkpointing, how in WHOLE:
+        model = small_model(lora=lora, four_bit=four_bit, checkpointing=checkpointing)
+        products = whole_graphs(model, **{"lengths": (16,), **how})
+        sys.stdout.write(f"{what}: products by graph {products}\n")
 
 
 if __name__ == "__main__":

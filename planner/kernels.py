@@ -207,7 +207,7 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = T
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
     """
     pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
-    traced = setup.compile and setup.by.traces_masks
+    traced = setup.compiled and setup.by.traces_masks
     if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures or traced:
         return True
     return (

@@ -132,6 +132,8 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
                     rival |= {"attention": fused, "selective_checkpointing": False}
                 for layers in layers_of:
                     shared = setup.trusted_with(attention=attentions[0], **layers)
+                    if shared.compile and not shared.compiled:
+                        continue
                     rivals = _rivals(shared, rival, layers_of, values)
                     wholes = {
                         loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()

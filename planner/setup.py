@@ -242,6 +242,19 @@ class TrainSetup:
         """The stack's row."""
         return STACKS[self.stack]
 
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile compiles the layers. In transformers' models flash attention asks whether the positions
+        hold packed sequences, and unpads; dynamo leaves the graph there, and since a checkpointed layer is closed to
+        it (pytorch/pytorch issue 139989), the whole of such layers runs as it is.
+
+        Source: transformers 5.23 `modeling_flash_attention_utils.py` _is_packed_sequence, _upad_input.
+        Measured: benchmarks/compiled_layers.py under PyTorch 2.13: of 12 such layers no graph, of others one.
+        """
+        return self.compile and not (
+            self.by.traces_masks and self.checkpointing and self.attention == "flash-attention-2"
+        )
+
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""
         around: dict[str, Any] = {

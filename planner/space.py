@@ -11,7 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from planner.choices.images import WITH_IMAGES
-from planner.choices.kernels import planned_kernels
+from planner.choices.kernels import COMPILES_NOTHING, planned_kernels
 from planner.choices.losses import PLANNED_LOSSES
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
@@ -69,6 +69,10 @@ def dimension_values(workload: Workload) -> Values:
     _keep_as_stored(values, workload)
     if values["quantize_experts"] == (True,):
         _keep_for_experts(values, workload)
+    if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
+        values["attention"] = tuple(one for one in values["attention"] if one != "flash-attention-2")
+        if not values["attention"]:
+            raise UsageError(COMPILES_NOTHING, hint="use --attention sdpa, or leave --compile out")
     for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
         _keep_what_runs(values, workload, name)
     return values

@@ -8,7 +8,8 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 
 from collections.abc import Iterator, Mapping
 
-from planner.choices.kernels import KERNELS, planned_kernels
+from planner.calibration_bands import ON_THE_TRAINER
+from planner.choices.kernels import COMPILE_BAND, COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.choices.packages import PACKAGED
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
 from planner.decision.spreads import spread_key
@@ -257,12 +258,36 @@ def _attention_reason(workload: Workload, family: TrainSetup) -> str:
 def kernels_words(workload: Workload, setup: TrainSetup) -> str:
     """What the kernel family of a setup buys against eager kernels, and what it needs: "-1.90 GiB, about 13 % faster,
     needs liger-kernel and Triton"."""
-    row, fields = KERNELS[setup.kernels], (setup.micro_batch_seqs, setup.accumulation_steps)
-    both = (setup, setup.with_(kernels="eager"))
-    mine, eager = (predict_memory(workload.model, workload.gpu, one).peak_device_bytes for one in both)
-    fast, slow = (speed_profile(workload.model, workload.gpu, one, workload.cluster).at(*fields)[1] for one in both)
+    row = KERNELS[setup.kernels]
     needs = f"needs {row.package} and Triton" if row.package else "in Axolotl or Unsloth"
-    return f"-{gib(eager - mine)}, about {100 * (fast / slow - 1):.0f} % faster, {needs}"
+    return f"{_gain_words(workload, setup, setup.with_(kernels='eager'))}, {needs}"
+
+
+def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str:
+    """What one setup buys against another at the same micro-batch: "-1.90 GiB, about 13 % faster"."""
+    both, fields = (setup, plain), (setup.micro_batch_seqs, setup.accumulation_steps)
+    mine, other = (predict_memory(workload.model, workload.gpu, one).peak_device_bytes for one in both)
+    fast, slow = (speed_profile(workload.model, workload.gpu, one, workload.cluster).at(*fields)[1] for one in both)
+    less, gain = other - mine, 100 * (fast / slow - 1)
+    return f"{'-' if less >= 0 else '+'}{gib(abs(less))}, about {abs(gain):.0f} % {'faster' if gain >= 0 else 'slower'}"
+
+
+def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
+    """torch.compile is no plan's own choice: what it would buy here, and why it is not taken unasked."""
+    asked = setup.compile
+    plain = setup.with_(compile=False, kernels="eager") if asked else setup
+    compiled = setup if asked else setup.with_(compile=True, kernels="eager")
+    if missing := missing_kernels(workload.model, workload.gpu, compiled):
+        reason = missing
+    elif not compiled.compiled:
+        reason = COMPILES_NOTHING
+    else:
+        words = f"{_gain_words(workload, compiled, plain)} is predicted of it"
+        doubt = f"its gain was up to {percent(COMPILE_BAND)} off, no dry run or probe sees it, compiling takes minutes"
+        reason = (
+            f"asked for: {words}, against eager kernels" if asked else f"{words}; {doubt} (--compile plans with it)"
+        )
+    return Answer(question="torch.compile?", choice="yes" if asked else "not unasked", reason=reason)
 
 
 def _kernels_answer(workload: Workload, best: Point) -> Answer:
@@ -294,6 +319,8 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
     answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
+    if family.num_gpus == 1 and family.aim.supervised and family.images is None and family.stack in ON_THE_TRAINER:
+        answers.append(_compile_answer(workload, best.setup))
     if facts.smallest_unchecked is not None:
         answers.append(_checkpointing_answer(facts.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes))
     return [*answers, _micro_batch_answer(best, workload, same_node)]

@@ -27,7 +27,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         in_place=by.in_place_loss,
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
-        compiled=setup.compile and by.compiles_loss,
+        compiled=setup.compiled and by.compiles_loss,
         widened=by.widens_outputs and flow.autocast is not None,
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:

@@ -184,7 +184,7 @@ class SpreadProfile:
                 max(band, self._calibration.bands.get("spread", band)),
                 setup.kernels,
                 self._cluster.gpu.key,
-                compiled=setup.compile,
+                compiled=setup.compiled,
             ),
             notes=(*profile.notes(), *self._notes()),
         )

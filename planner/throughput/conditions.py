@@ -52,7 +52,7 @@ CURRENT = Conditions(cudnn_attention=True)
 
 def conditions_of(setup: TrainSetup) -> Conditions:
     """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
-    return _conditions_of(setup.stack, setup.reentrant_checkpointing, setup.compile, setup.fsdp_version)
+    return _conditions_of(setup.stack, setup.reentrant_checkpointing, setup.compiled, setup.fsdp_version)
 
 
 @cache

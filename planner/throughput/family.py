@@ -70,8 +70,8 @@ class Family:
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
 
-        moved = speed.traffic(flow, full, setup.kernels, setup.compile)
-        bytes_left = constants.compile_bytes if setup.compile else 1.0
+        moved = speed.traffic(flow, full, setup.kernels, setup.compiled)
+        bytes_left = constants.compile_bytes if setup.compiled else 1.0
         gap = constants.kernel_gap_s * bytes_left
         per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self._elementwise = _token_and_micro(moved, per_byte, gap)
@@ -125,7 +125,7 @@ class Family:
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
         self.host_s = (
-            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compiled else 1.0)
         )
 
     def _further_kernels(self) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         num = trained_parameters(speed.model, setup).num if setup.trained_layers else inv.num_params
         return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
     constants = speed.constants
-    bytes_left = constants.compile_bytes if setup.compile else 1.0
+    bytes_left = constants.compile_bytes if setup.compiled else 1.0
     per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
     thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
     if setup.adapter != "lora" and not setup.kind.like_lora:

@@ -237,9 +237,9 @@ class SpeedModel:
 
     def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
-        traced = setup.compile and setup.by.traces_masks
+        traced = setup.compiled and setup.by.traces_masks
         masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
-        key = (setup.attention, flow, setup.seq_len_tokens, setup.compile, masks)
+        key = (setup.attention, flow, setup.seq_len_tokens, setup.compiled, masks)
         found = self._attention.get(key)
         if found is not None:
             return found
@@ -290,7 +290,7 @@ class SpeedModel:
         traits = traits_of(self.model)
         upcast = not traits.plain_softmax or flow.autocast is not None  # autocast computes a softmax in fp32
         return eager_score_bytes(
-            dtype, upcast=upcast, dropout=traits.attention_dropout, drag=self.drag, compiled=setup.compile
+            dtype, upcast=upcast, dropout=traits.attention_dropout, drag=self.drag, compiled=setup.compiled
         )
 
     def _fused_share(self, spec: AttentionSpec, setup: TrainSetup, kernel: str, dtype: str) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.choices.kernels import KERNELS, LARGEST_GAIN, speed_band, speed_note
+from planner.choices.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -193,7 +193,7 @@ class ThroughputProfile:
         """Half-width of the speed's band: the card's, with what no run of the setup's kind has shown."""
         setup, speed = self._setup, self._speed
         card = speed.calibration.band_for(speed.gpu)
-        band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compile) + unmeasured
+        band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
         return max(band, EXPERTS_BAND if setup.quantize_experts else 0.0, slow_host)
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -238,8 +238,10 @@ class ThroughputProfile:
         if speed.rates.share_source != "gpu":
             source = speed.rates.share_source
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
-        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compile):
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compiled):
             notes.append(unmeasured)
+        if self._setup.compile and not self._setup.compiled:
+            notes.append(f"torch.compile gains nothing: {COMPILES_NOTHING}.")
         if self._setup.quantize_experts:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
         if speed.inv.mixer_width:
