@@ -5,7 +5,8 @@
 Each rival is a launch file as its project publishes it, read by `plan check`'s readers with the tool's own defaults. Of
 every pair of model and card the same work is compared: sequences of SEQ_LEN tokens, GLOBAL_BATCH of them per step (the
 rival's micro-batch kept, its accumulation made up), the rival's method, rank and matrices. A rival that does not fit
-gets its micro-batch halved; where one sequence does not fit it is left out. The plan is the fastest of the engines that
+gets its micro-batch halved; one of 16-bit weights of which no sequence fits takes its project's own 4-bit example
+("4-bit" in the row; the plan is then of QLoRA too). The plan is the fastest of the engines that
 launch files are written for, each within its own limits (`--target` is named in the row). With `--dry-run` every plan
 is proven as `plan` does it where torch is installed, by a dry run whose band is narrower, so that less is kept in
 reserve; the speeds are the same formula's.
@@ -48,31 +49,37 @@ PAIRS = (
     ("meta-llama/Llama-3.3-70B-Instruct", "h100-sxm"),
 )
 ENGINES = ("trl", "axolotl", "unsloth")
+_AXOLOTL = (
+    "base_model: m\nadapter: {}\nlora_r: {}\nlora_alpha: 32\nlora_dropout: 0.05\n"
+    "lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]\nsequence_len: 2048\n"
+    "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: {}\noptimizer: adamw_8bit\n"
+    "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n"
+)
+_LLAMAFACTORY = (
+    "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+    "cutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n"
+)
+_UNSLOTH = (
+    "model: m\ntraining:\n  load_in_4bit: true\n  max_seq_length: 2048\n  batch_size: 2\n"
+    "  gradient_accumulation_steps: 4\n  gradient_checkpointing: unsloth\nlora:\n  lora_r: 16\n  lora_dropout: 0\n"
+)
 RIVALS = {
     # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
-    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks), but bfloat16 for its float32 weights
-    "TRL": ("trl-sft.yaml", "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n"),
-    # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml (a dropout: its LoRA kernels stay off)
-    "Axolotl": (
-        "axolotl.yaml",
-        "base_model: m\nadapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\n"
-        "lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]\nsequence_len: 2048\n"
-        "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\noptimizer: adamw_8bit\n"
-        "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n",
+    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks), but bfloat16 for its float32 weights;
+    # 4-bit: its `--load_in_4bit` (nf4, not nested)
+    "TRL": (
+        "trl-sft.yaml",
+        "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n",
+        "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\nload_in_4bit: true\n",
     ),
-    # hiyouga/LLaMA-Factory@ff6d4d1 examples/train_lora/qwen3_lora_sft.yaml
-    "LLaMA-Factory": (
-        "llamafactory.yaml",
-        "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
-        "cutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n",
-    ),
+    # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml, qlora-1b.yml (a dropout: its LoRA kernels stay off)
+    "Axolotl": ("axolotl.yaml", _AXOLOTL.format("lora", 16, 2), _AXOLOTL.format("qlora\nload_in_4bit: true", 32, 4)),
+    # hiyouga/LLaMA-Factory@ff6d4d1 examples/train_lora/qwen3_lora_sft.yaml, train_qlora/qwen3_lora_sft_otfq.yaml
+    "LLaMA-Factory": ("llamafactory.yaml", _LLAMAFACTORY, _LLAMAFACTORY + "quantization_bit: 4\n"),
     # unslothai/notebooks@bdda2ef nb/Llama3.1_(8B)-Alpaca.ipynb
-    "Unsloth": (
-        "unsloth.yaml",
-        "model: m\ntraining:\n  load_in_4bit: true\n  max_seq_length: 2048\n  batch_size: 2\n"
-        "  gradient_accumulation_steps: 4\n  gradient_checkpointing: unsloth\nlora:\n  lora_r: 16\n  lora_dropout: 0\n",
-    ),
+    "Unsloth": ("unsloth.yaml", _UNSLOTH, _UNSLOTH),
 }
+"""Rival -> its file's name, the file, and its 4-bit form."""
 
 
 class Row(NamedTuple):
@@ -94,28 +101,34 @@ class Row(NamedTuple):
 
 def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | None, tuple[str, ...]]:
     """The rival's setup on this work, None where one sequence does not fit; what was changed."""
-    name, text = RIVALS[rival]
-    setup = read_text(text, name, model=model).setup
-    remarks = []
+    name, *texts = RIVALS[rival]
+    budget = gpu.memory_bytes - default_headroom_bytes(gpu.memory_bytes)
+    for bits, text in zip((16, 4), texts, strict=True):
+        setup, remarks = _on(read_text(text, name, model=model).setup, gpu)
+        if bits == 4:
+            remarks.append("4-bit")
+        micro = setup.micro_batch_seqs
+        while micro:
+            tried = setup.with_(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
+            if predict_memory(model, gpu, tried).peak_device_bytes <= budget:
+                if micro != setup.micro_batch_seqs:
+                    remarks.append(f"micro-batch {micro} of {setup.micro_batch_seqs}")
+                return tried, tuple(remarks)
+            micro //= 2
+    return None, (*remarks, "does not fit")
+
+
+def _on(setup: TrainSetup, gpu: GpuSpec) -> tuple[TrainSetup, list[str]]:
+    """The rival's setup with the work's length, and what the card lacks replaced."""
     changes: dict[str, Any] = {"seq_len_tokens": SEQ_LEN, "packing": False}
+    remarks = []
     if not gpu.bf16:
-        changes["precision"] = "fp16-autocast"
-        changes["adapter_dtype"] = "fp32"
+        changes |= {"precision": "fp16-autocast", "adapter_dtype": "fp32"}
         remarks.append("fp16")
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         changes["attention"] = "sdpa"
         remarks.append("SDPA")
-    setup = setup.with_(**changes)
-    budget = gpu.memory_bytes - default_headroom_bytes(gpu.memory_bytes)
-    micro = setup.micro_batch_seqs
-    while micro:
-        tried = setup.with_(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
-        if predict_memory(model, gpu, tried).peak_device_bytes <= budget:
-            if micro != setup.micro_batch_seqs:
-                remarks.append(f"micro-batch {micro} of {setup.micro_batch_seqs}")
-            return tried, tuple(remarks)
-        micro //= 2
-    return None, (*remarks, "does not fit")
+    return setup.with_(**changes), remarks
 
 
 def ours(
@@ -134,7 +147,7 @@ def ours(
         except PlannerError:
             continue
         if isinstance(plan, Plan) and plan.chosen.fits:
-            found.append((plan.chosen.formula.tokens_per_s, engine, plan.chosen.setup))
+            found.append((plan.chosen.formula.tokens_per_s or 0.0, engine, plan.chosen.setup))
     return max(found, key=lambda one: one[0], default=None)
 
 
@@ -147,6 +160,7 @@ def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> lis
         for rival in rivals:
             setup, remarks = theirs(rival, model, gpu)
             if setup is None:
+                print(f"{name} {key} {rival}: {', '.join(remarks)}", file=sys.stderr)
                 continue
             mine = ours(model, gpu, setup, dry_run=dry_run)
             if mine is None:
