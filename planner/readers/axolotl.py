@@ -32,6 +32,13 @@ NOT_COUNTED = {
     "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
+    "lisa_n_layers": "LISA trains some layers at a time: counted as all",
+    "spectrum_top_fraction": "Spectrum trains some layers: counted as all",
+    "s2_attention": "shifted sparse attention is counted as full attention",
+    "tiled_mlp": "the MLP's smaller pieces (tiled_mlp) are not counted",
+    "tensor_parallel_size": "tensor parallelism is not counted",
+    "peft_trainable_token_indices": "single trained rows of the embeddings are not counted",
+    "overrides_of_model_kwargs": "overrides_of_model_kwargs are not followed",
     **{
         key: f"{key}: counted as if nothing left the GPU"
         for key in ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
@@ -76,10 +83,12 @@ def read(
     if fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain"):
         fields["trained_layers"] = common.last_layers(settings, "peft_layers_to_transform", model)
     common.pictures(settings, model, "processor_type")
-    for key, sentence in NOT_COUNTED.items():
-        if settings.raw(key):
-            settings.approximate(sentence)
-    return config(FORMAT, settings, fields, model_id=settings.optional_text("base_model"), dataset=_dataset(settings))
+    settings.leave_out(NOT_COUNTED)
+    config_of = settings.raw("overrides_of_model_config")
+    if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
+        settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
+    named = settings.optional_text("base_model") if "model" not in settings.missing else None
+    return config(FORMAT, settings, fields, model_id=named, dataset=_dataset(settings))
 
 
 def _pairs(settings: Settings, method: str) -> dict[str, Any]:
@@ -107,6 +116,8 @@ def _refuse_other_training(settings: Settings) -> None:
             f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
             hint="supervised fine-tuning, continued pretraining and rl: dpo are",
         )
+    if settings.raw("kd_trainer"):
+        raise NotPlanned(f"{settings.name}: distillation (kd_trainer) is not planned", hint="supervised fine-tuning is")
     if settings.raw("reward_model") or settings.raw("process_reward_model"):
         raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
     adapter = settings.raw("adapter")

@@ -60,6 +60,12 @@ DTYPES = {
 PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
 """(data type of the weights, of autocast) -> precision."""
 
+SIZES = {
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "n_head", "vocab_size", "num_experts", "num_local_experts",
+    "head_dim",
+}  # fmt: skip
+"""Settings of a model's configuration that make another model of it."""
 PEFT_DEFAULT_TARGETS = {
     "gpt2": ("c_attn",),
     "gpt_neox": ("query_key_value",),

@@ -43,16 +43,17 @@ def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
 def of_program(trainer: Made | None, arguments: Settings) -> int:
     """Sequences that a program's trainer evaluates at once, 0 where none or where that is not known."""
     open_ = {"per_device_eval_batch_size", *LATER} & set(arguments.unknown)
-    if open_ or arguments.more or not _given(trainer, "eval_dataset"):
+    if open_ or arguments.more or not given(trainer, "eval_dataset"):
         return 0
     return sequences("hf-script", arguments.values)
 
 
 def keeps_logits(trainer: Made | None) -> bool:
     """Whether the evaluation's logits are kept for metrics, as they come."""
-    return _given(trainer, "compute_metrics") and not _given(trainer, "preprocess_logits_for_metrics")
+    return given(trainer, "compute_metrics") and not given(trainer, "preprocess_logits_for_metrics")
 
 
-def _given(trainer: Made | None, name: str) -> bool:
+def given(trainer: Made | None, name: str) -> bool:
+    """Whether a trainer is handed something under a name."""
     value = trainer.argument(name) if trainer is not None else None
     return value is not None and not (isinstance(value, Known) and value.data is None)

@@ -31,6 +31,7 @@ NOT_COUNTED = {
     "use_unsloth": "Unsloth's kernels are not counted",
     "use_kt": "experts computed on the host (KTransformers) are counted as if they were on the GPU",
     "upcast_layernorm": "norms in fp32 are not counted",
+    "use_asft_loss": "the reference model of ASFT's loss is not counted",
     "shift_attn": "shifted sparse attention is counted as full attention",
 }
 
@@ -68,9 +69,13 @@ def read(
     fields |= parallel_of(settings, _spread(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     common.pictures(settings, model, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
-    for key, sentence in NOT_COUNTED.items():
-        if settings.raw(key):
-            settings.approximate(sentence)
+    settings.leave_out(NOT_COUNTED)
+    if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter") and fields["method"] != "full":
+        whose = "adapters that are trained on (adapter_name_or_path) have the rank of their own file"
+        if settings.has("lora_rank"):
+            settings.assume(f"{whose}: taken to be lora_rank")
+        else:
+            settings.ask("lora_rank", f": {whose}")
     named = settings.optional_text("model_name_or_path")
     return config(FORMAT, settings, fields, model_id=named, dataset=_dataset(settings))
 

@@ -91,11 +91,11 @@ OPEN_AS = FIELD_OF | {
 
 
 def is_training(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping names a batch and a model or a length: less is no training's."""
+    """Whether a mapping names a batch and a model, a length, or adapters and an accumulation: less is no training's."""
     found = _found(values)
     certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
     known = {"model", "length"} & set(found)
-    adapted = {"model", "rank", "accumulation"} <= set(found)
+    adapted = {"rank", "accumulation"} <= set(found) and bool({"model", "micro"} & set(found))
     return certain or adapted or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
 
 

@@ -16,12 +16,6 @@ CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
 EYES = ("visual", "vision", "tower")
 BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", *EYES, "audio")
 """Parts of the names of what is frozen beside the language model that trains."""
-SIZES = {
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model", "intermediate_size",
-    "num_attention_heads", "num_key_value_heads", "n_head", "vocab_size", "num_experts", "num_local_experts",
-    "head_dim",
-}  # fmt: skip
-"""Settings of a model's configuration that make another model of it."""
 BEHIND = ("dpo", "kto")
 """Objectives whose trainers take a reference model."""
 NOT_COUNTED = {
@@ -99,7 +93,7 @@ def resized(found: Training, text: str, name: str) -> str:
     """Where and how the program makes another model of the one that it loads, "" where it does not."""
     given = found.loader.argument("config") if found.loader is not None else None
     for call in (given, found.loader):
-        if isinstance(call, Made) and (keys := sorted(SIZES & {*call.keywords, *call.attributes})):
+        if isinstance(call, Made) and (keys := sorted(common.SIZES & {*call.keywords, *call.attributes})):
             return f"{call.where}: {', '.join(keys)} of its configuration is changed"
     for node in ast.walk(tree_of(text)) if any(f".{word} =" in text for word in LAYERS) else ():
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -226,17 +220,13 @@ def _freezes_eyes(text: str) -> bool:
 
 def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
-    for key, what in NOT_COUNTED.items():
-        if lora.raw(key) not in (None, False, {}, [], ""):
-            arguments.approximate(what)
+    lora.leave_out(NOT_COUNTED)
     if found.trainer is not None and OBJECTIVES[found.objective].supervised and own_steps.forwards(found.trainer) == 1:
         arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     if found.pictures and found.adapter is None and _freezes_eyes(text):
         arguments.approximate("a frozen tower is counted as trained")
-    if arguments.flag("auto_find_batch_size", False):
-        arguments.assume("auto_find_batch_size: a micro-batch that does not fit is halved until it does")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")
     for source in dict.fromkeys(program.sources):

@@ -76,6 +76,8 @@ def read_text(
         found.format not in (script.FORMAT, script.UNSLOTH)
     )
     found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=seqs)
+    if found.values.get("auto_find_batch_size") is True:
+        found = replace(found, assumptions=(*found.assumptions, HALVED))
     if sharding is not None and not found.older and found.format in TRAINERS:
         found = replace(found, older=versions.transformers(sharding.versions.get("transformers"), (), None).older)
     if not _keeps_whole_gradients(found):
@@ -83,6 +85,7 @@ def read_text(
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
 
 
+HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
 STACK_OF = {name: name for name in STACKS} | {
     llamafactory_v1.FORMAT: llamafactory.FORMAT,
     script.UNSLOTH: unsloth.FORMAT,

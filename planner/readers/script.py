@@ -234,9 +234,12 @@ class _Script:
         arguments = self.arguments
         if self.unsloth:
             return {"loss": "chunked", "kernels": own_kernels(fields)}
-        if self.trl and self.defaults.loss(None, liger=True) == "chunked":
+        whole = evaluating.given(self.found.trainer, "compute_loss_func")
+        whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
+        if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
             return common.liger(arguments, liger, "chunked", self.model)
-        loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
+        kind = arguments.optional_text("loss_type")
+        loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
         return common.liger(arguments, liger, "full" if liger else loss, self.model)
 
     def _ask_for_what_is_not_known(self, parts: tuple[Settings, ...]) -> None:

@@ -60,9 +60,7 @@ def read(
     }
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    for key, sentence in NOT_COUNTED.items():
-        if settings.raw(key) not in (None, False, "false", "0", 0, []):
-            settings.approximate(sentence)
+    settings.leave_out(NOT_COUNTED)
     spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
     fields |= parallel_of(settings, spread, sharding.num_gpus)
     named = settings.optional_text(settings.first("model", "model_id_or_path", "model_type"))

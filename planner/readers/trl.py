@@ -5,6 +5,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
+from planner.models.towers import SEEING
 from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal
@@ -59,10 +60,14 @@ def read(
         fields["lora_dropout"] = 0.0
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = hf.selects(settings, fields)
+    if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
+        settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
         fields |= rollouts.rollout_fields(settings, fields)
     fields |= _spread(settings, kwargs, sharding)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    if model is not None and model.model_type in SEEING:
+        settings.assume("pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)")
     return config(
         FORMAT, settings, fields, kwargs,
         model_id=settings.optional_text("model_name_or_path"), dataset=settings.raw("dataset_name"),
@@ -92,7 +97,8 @@ def _kernels_and_loss(
     settings: Settings, aim: Objective, defaults: versions.TrlDefaults, model: ModelSpec | None
 ) -> dict[str, Any]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
-    loss = defaults.loss(settings.optional_text("loss_type"), liger=False)
+    whole = settings.real("label_smoothing_factor", 0.0) > 0
+    loss = defaults.loss(settings.optional_text("loss_type"), liger=False, whole=whole)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
     found: dict[str, Any] = common.liger(settings, liger, loss, model)

@@ -140,6 +140,12 @@ class Settings:
         if sentence not in self.approximations:
             self.approximations.append(sentence)
 
+    def leave_out(self, sentences: Mapping[str, str]) -> None:
+        """Notes those settings of a table (key -> sentence) that are on and that the memory model does not follow."""
+        for key, sentence in sentences.items():
+            if self.raw(key) not in (None, False, 0, "", "0", "false", "none", [], {}):
+                self.approximate(sentence)
+
     def error(self, key: str, expected: str, got: Any) -> ConfigError:
         """What a wrong value is answered with."""
         return ConfigError(

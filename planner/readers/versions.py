@@ -170,8 +170,11 @@ class TrlDefaults:
         """Whether the trainer leaves what is not quantized in float32: under bf16 it casts a 4-bit base's back."""
         return self.version < TRL_PREPARES_KBIT_UNTIL and not (four_bit and bf16)
 
-    def loss(self, loss_type: str | None, *, liger: bool) -> str:
-        """The setup's loss for SFTConfig's `loss_type` (None: not given)."""
+    def loss(self, loss_type: str | None, *, liger: bool, whole: bool = False) -> str:
+        """The setup's loss for SFTConfig's `loss_type` (None: not given); `whole`: with a loss of the program's own, or
+        smoothed labels, which TRL computes on all logits."""
+        if whole:
+            return "full"
         if self.version >= TRL_ONLY_CHUNKED_SINCE:
             return "chunked"
         if liger:

@@ -64,6 +64,16 @@ def test_liger_put_in_by_the_program_counts() -> None:
 
 EACH = "for n, p in model.named_parameters():\n    p.requires_grad = "
 TEACHER = 'teacher = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B").to("cuda")\n'
+
+
+@pytest.mark.parametrize(
+    "said", ["label_smoothing_factor=0.1), train_dataset=(rows", "bf16=True), compute_loss_func=(mine"]
+)
+def test_a_loss_that_trl_computes_on_all_logits_is_no_chunked_one(said: str) -> None:
+    assert read().setup.loss == "chunked"
+    assert read(train=TRAIN.replace("512), train_dataset=rows", f"512, {said})")).setup.loss == "full"
+
+
 OPEN = {
     "some layers frozen by a condition": ("", f"{EACH}'head' in n\n", "method"),
     "a part frozen": ("", "model.get_input_embeddings().requires_grad_(False)\n", "method"),
@@ -206,3 +216,31 @@ def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
         read_text(program, "train.py", model=catalogue.load("Llama-3.1-8B"), sharding=Sharding())
     with pytest.raises(NotPlanned, match="vision"):
         read_text(program.replace("AutoModelForImageTextToText", "MllamaForConditionalGeneration"), "train.py")
+
+
+LEFT_OUT = {
+    "axolotl.yml": (f"base_model: NAME\n{AXOLOTL}lisa_n_layers: 4\n", "LISA"),
+    "lf.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}use_asft_loss: true\n", "ASFT"),
+}
+ASKED = {
+    "axolotl.yml": (f"base_model: NAME\n{AXOLOTL}overrides_of_model_config: {{num_hidden_layers: 4}}\n", "model"),
+    "lf.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}adapter_name_or_path: mine\n", "lora_rank"),
+    "trl.yaml": ("model_name_or_path: NAME\nmax_length: null\nlearning_rate: 1e-4\n", "seq_len_tokens"),
+    "inherits.yaml": (
+        "peft: {r: 16}\ntraining: {per_device_batch_size: 1, gradient_accumulation_steps: 16}\n",
+        "model",
+    ),
+}
+
+
+def test_settings_that_no_model_follows_are_said_and_those_that_make_another_run_are_asked_for() -> None:
+    for name, (text, word) in LEFT_OUT.items():
+        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, sharding=Sharding())
+        assert any(word in said for said in found.approximations), name
+    for name, (text, field) in ASKED.items():
+        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, sharding=Sharding())
+        assert field in {one.field for one in found.missing}, name
+    halved = read_text(
+        "model_name_or_path: a\nmax_length: 9\nauto_find_batch_size: true\n", "t.yaml", sharding=Sharding()
+    )
+    assert any("halved" in said for said in halved.assumptions)
