@@ -24,25 +24,26 @@ from reports.charts import (
 from reports.costs import cost_words
 from reports.extras import Extras, LaunchTarget
 from reports.plain import clean
-from reports.rows import beside, breakdown, compared, evidence_columns, notes_of
+from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
 from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
 from reports.text import (
+    REMEDY_HEADER,
     cut_words,
     dollars,
     epoch_s,
-    epoch_sentence,
     failure_words,
     fit_word,
+    memory_band,
     memory_mark,
     memory_sentence,
     needs_words,
-    rank_floor_sentence,
+    plan_sentences,
     rank_peaks_rows,
     rate,
+    remedy_rows,
     space_sentence,
+    speed_band,
     speed_mark,
-    speed_sentence,
-    spread_sentence,
     verdict_sentence,
 )
 
@@ -81,7 +82,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "tree": _tree(plan.tree),
         "space": space_sentence(plan),
         "notes": notes_of(plan),
-        "environment": _environment(plan, extras, chosen),
+        "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),
         **(_found(plan) if isinstance(plan, Plan) else _missing(plan)),
     }
@@ -101,17 +102,10 @@ def _launch_view(one: LaunchTarget) -> dict[str, Any]:
 def _found(plan: Plan) -> dict[str, Any]:
     """The words of a plan."""
     chosen = plan.chosen
-    lines = (
-        memory_sentence(chosen),
-        speed_sentence(chosen),
-        spread_sentence(chosen),
-        epoch_sentence(plan.workload, chosen),
-        rank_floor_sentence(plan),
-    )
     spread = f", {spread_words(chosen.setup)}" if chosen.setup.num_gpus > 1 else ""
     return {
         "verdict": verdict_sentence(plan),
-        "sentences": [line for line in lines if line],
+        "sentences": plan_sentences(plan),
         "leaf": f"{method_words(chosen.setup)}{spread}",
         "beside": _beside(plan) if plan.alternatives else [],
         "search_note": clean(str(plan.search.get("stop_reason") or "")),
@@ -122,14 +116,13 @@ def _found(plan: Plan) -> dict[str, Any]:
 def _missing(plan: NoPlan) -> dict[str, Any]:
     """The words of a refusal."""
     nearest = plan.nearest
-    rows = ((clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in plan.remedies)
     return {
         "verdict": f"Nothing fits: {gib(plan.missing_bytes)} missing.",
         "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", memory_sentence(nearest)],
         "leaf": "nothing fits",
         "beside": [],
         "search_note": "",
-        "remedies": table_of(("change", "saves", "enough?"), rows),
+        "remedies": table_of(REMEDY_HEADER, remedy_rows(plan)),
     }
 
 
@@ -266,36 +259,14 @@ def _rungs(candidate: Candidate) -> dict[str, Any]:
     for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
         cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)
         figures.append((f"{label} peak", *cells))
-    figures.append(("memory band", *(_band(memory_mark(one)) for _, one in present)))
+    figures.append(("memory band", *(memory_band(one) or "-" for _, one in present)))
     known = [one if isinstance(one, (Prediction, Measurement)) and one.tokens_per_s else None for _, one in present]
     figures.append(("step time", *("-" if one is None else seconds(one.step_time_s or 0.0) for one in known)))
     figures.append(("speed", *("-" if one is None else rate(one.tokens_per_s) for one in known)))
-    figures.append(("time band", *("-" if one is None else _band(speed_mark(one)) for one in known)))
+    figures.append(("time band", *("-" if one is None else speed_band(one) or "-" for one in known)))
     return table_of(("", *(name for name, _ in present)), figures)
-
-
-def _band(mark: str) -> str:
-    return f"±{mark.partition('±')[2]}" if "±" in mark else ("measured" if "measured" in mark else "-")
 
 
 def _setup_json(plan: Plan | NoPlan, chosen: Candidate) -> str:
     names = {"model": plan.workload.model.model_id, "gpu": plan.workload.gpu.key}
     return json.dumps({**names, **asked_form(chosen.setup)})
-
-
-def _environment(plan: Plan | NoPlan, extras: Extras, chosen: Candidate) -> dict[str, Any]:
-    rows = [
-        ("model configuration", plan.workload.model.config_source),
-        ("GPU facts", plan.workload.gpu.source),
-        ("usable memory", f"{gib(plan.workload.memory_bytes)} ({plan.workload.gpu.memory_basis})"),
-        ("command", extras.command),
-        ("finetune-planner", extras.planner_version),
-        ("written", extras.created),
-        *extras.environment.items(),
-    ]
-    if isinstance(chosen.probe, Measurement):
-        where = chosen.probe.environment
-        rows += [("probed on", where.gpu_name), ("driver", where.driver), ("CUDA", where.cuda)]
-        rows += [(f"probe's {name}", version) for name, version in where.libraries.items()]
-    shown = ((clean(name), clean(value)) for name, value in rows if value)
-    return table_of(("what", "value"), shown, figures=False)

@@ -8,25 +8,24 @@ from planner.plan import Answer, NoPlan, Plan
 from planner.units import gib, percent, seconds
 from reports.extras import Extras
 from reports.plain import clean
-from reports.rows import breakdown, compared, evidence_columns, notes_of
+from reports.rows import SOURCE_HEADER, breakdown, compared, evidence_columns, notes_of, source_rows
 from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import (
     FIT_WORDS,
+    REMEDY_HEADER,
     cut_words,
-    epoch_sentence,
     failure_words,
     fit_word,
     memory_mark,
     memory_sentence,
     needs_words,
     parameter_words,
-    rank_floor_sentence,
+    plan_sentences,
     rank_peaks_rows,
     rate,
+    remedy_rows,
     space_sentence,
     speed_mark,
-    speed_sentence,
-    spread_sentence,
     verdict_sentence,
 )
 
@@ -39,7 +38,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks = [f"# {escape(workload_words(plan.workload))}"]
     if isinstance(plan, Plan):
         chosen = plan.chosen
-        blocks += [f"**{escape(verdict_sentence(plan))}**", *_sentences(plan)]
+        blocks += [f"**{escape(verdict_sentence(plan))}**", bullets(plan_sentences(plan))]
     else:
         chosen = plan.nearest
         blocks += [
@@ -99,17 +98,6 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
-def _sentences(plan: Plan) -> list[str]:
-    lines = (
-        memory_sentence(plan.chosen),
-        speed_sentence(plan.chosen),
-        spread_sentence(plan.chosen),
-        epoch_sentence(plan.workload, plan.chosen),
-        rank_floor_sentence(plan),
-    )
-    return [bullets(line for line in lines if line)]
-
-
 def _launch(extras: Extras) -> list[str]:
     if not extras.launch:
         return []
@@ -156,8 +144,8 @@ def _tree(walk: Sequence[Answer]) -> list[str]:
 def _remedies(no_plan: NoPlan) -> str:
     if not no_plan.remedies:
         return "No single change is enough."
-    rows = [(escape(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in no_plan.remedies]
-    return table(("change", "saves", "enough?"), rows, right=("saves",))
+    rows = [tuple(map(escape, row)) for row in remedy_rows(no_plan)]
+    return table(REMEDY_HEADER, rows, right=("saves",))
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -225,13 +213,5 @@ def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
 
 
 def _environment(plan: Plan | NoPlan, extras: Extras) -> list[str]:
-    rows = [
-        ("model configuration", plan.workload.model.config_source),
-        ("GPU facts", plan.workload.gpu.source),
-        ("command", extras.command),
-        ("finetune-planner", extras.planner_version),
-        ("written", extras.created),
-        *extras.environment.items(),
-    ]
-    shown = [(escape(name), escape(value)) for name, value in rows if value]
-    return ["## Where this comes from", table(("what", "value"), shown)] if shown else []
+    shown = [tuple(map(escape, row)) for row in source_rows(plan, extras)]
+    return ["## Where this comes from", table(SOURCE_HEADER, shown)]

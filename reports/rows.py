@@ -8,6 +8,8 @@ from planner.memory.types import MemoryTerm
 from planner.notes import Note, place_of
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan, on_one_rung
+from planner.units import gib
+from reports.extras import Extras
 from reports.plain import clean
 from reports.text import RUNG_WORDS
 
@@ -171,3 +173,26 @@ def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
     yield "chosen", plan.chosen, ""
     for one in plan.alternatives:
         yield one.label, one.candidate, one.trade
+
+
+SOURCE_HEADER = ("what", "value")
+
+
+def source_rows(answer: Plan | NoPlan, extras: Extras) -> list[tuple[str, str]]:
+    """Where the answer comes from, under SOURCE_HEADER: facts, command, versions, and the machine of a probe."""
+    wish = answer.workload
+    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    rows = [
+        ("model configuration", wish.model.config_source),
+        ("GPU facts", wish.gpu.source),
+        ("usable memory", f"{gib(wish.memory_bytes)} ({wish.gpu.memory_basis})"),
+        ("command", extras.command),
+        ("finetune-planner", extras.planner_version),
+        ("written", extras.created),
+        *extras.environment.items(),
+    ]
+    if isinstance(chosen.probe, Measurement):
+        where = chosen.probe.environment
+        rows += [("probed on", where.gpu_name), ("driver", where.driver), ("CUDA", where.cuda)]
+        rows += [(f"probe's {name}", version) for name, version in where.libraries.items()]
+    return [(clean(name), clean(value)) for name, value in rows if value]

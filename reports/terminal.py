@@ -21,21 +21,24 @@ from reports.plain import clean, plural
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
 from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import (
+    REMEDY_HEADER,
     cut_words,
-    epoch_sentence,
     failure_words,
     fit_word,
     hanging,
+    memory_band,
     memory_mark,
     memory_sentence,
     nearest_sentence,
     needs_words,
     nothing_sentence,
-    rank_floor_sentence,
+    plan_sentences,
     rank_peaks_rows,
     rate,
+    remedy_rows,
     sides_words,
     space_sentence,
+    speed_band,
     speed_mark,
     speed_sentence,
     spread_sentence,
@@ -76,15 +79,8 @@ def render_plan(
     page.line(workload_words(plan.workload), style="bold")
     page.line()
     page.line(verdict_sentence(plan), style=verdict_style(plan.chosen))
-    for sentence in (
-        memory_sentence(plan.chosen),
-        speed_sentence(plan.chosen),
-        spread_sentence(plan.chosen),
-        epoch_sentence(plan.workload, plan.chosen),
-        rank_floor_sentence(plan),
-    ):
-        if sentence:
-            page.line(sentence)
+    for sentence in plan_sentences(plan):
+        page.line(sentence)
     _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
     around(page, plan.workload, plan.chosen)
@@ -120,9 +116,9 @@ def render_no_plan(
     _launches(page, launches)
     page.head("What would make it fit, smallest change first")
     if no_plan.remedies:
-        table = page.table("change", "saves", "enough?", right=("saves",))
-        for remedy in no_plan.remedies:
-            page.row(table, clean(remedy.action), gib(remedy.saves_bytes), "yes" if remedy.fits else "not alone")
+        table = page.table(*REMEDY_HEADER, right=("saves",))
+        for row in remedy_rows(no_plan):
+            page.row(table, *row)
         console.print(table)
     else:
         page.line("No single change is enough.", indent=2)
@@ -207,9 +203,9 @@ def _rung_rows(
             elif figure == "band" and isinstance(evidence, Prediction) and "device" in evidence.bands:
                 words.append(sides_words(*evidence.bands["device"]))
             elif figure == "band":
-                words.append(memory_mark(evidence).partition(" ±")[2] or "measured")
+                words.append(memory_band(evidence).removeprefix("±") or "measured")
             elif figure == "speed_band":
-                words.append(speed_mark(evidence).partition(" ±")[2] or "-")
+                words.append(speed_band(evidence).removeprefix("±") or "-")
             elif figure == "phase":
                 words.append(evidence.peak_phase if isinstance(evidence, Prediction) else "-")
             else:

@@ -51,27 +51,34 @@ def _two_digits(number: float) -> str:
     return f"{number:.2g}" if number < 99.5 else f"{number:.0f}"
 
 
+def memory_band(evidence: Evidence) -> str:
+    """The error band of a memory figure: "±8 %", "measured", or nothing where none is known."""
+    return band_words(evidence.memory_band_fraction) if isinstance(evidence, Prediction) else _measured_band(evidence)
+
+
+def speed_band(evidence: Evidence) -> str:
+    """The same of a speed figure."""
+    return band_words(evidence.time_band_fraction) if isinstance(evidence, Prediction) else _measured_band(evidence)
+
+
+def _measured_band(evidence: Measurement | ProbeFailure) -> str:
+    if isinstance(evidence, ProbeFailure):
+        return ""
+    return band_words(evidence.extrapolation_error_fraction) or "measured"
+
+
 def memory_mark(evidence: Evidence) -> str:
     """The rung of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
-    if isinstance(evidence, ProbeFailure):
-        return RUNG_WORDS[evidence.rung]
-    if isinstance(evidence, Prediction):
-        return joined((RUNG_WORDS[evidence.rung], band_words(evidence.memory_band_fraction)), " ")
-    return _measured_mark(evidence)
+    return _mark(evidence, memory_band(evidence))
 
 
 def speed_mark(evidence: Evidence) -> str:
     """The rung of a speed figure with its error band."""
-    if isinstance(evidence, ProbeFailure):
-        return RUNG_WORDS[evidence.rung]
-    if isinstance(evidence, Prediction):
-        return joined((RUNG_WORDS[evidence.rung], band_words(evidence.time_band_fraction)), " ")
-    return _measured_mark(evidence)
+    return _mark(evidence, speed_band(evidence))
 
 
-def _measured_mark(evidence: Measurement) -> str:
-    error = band_words(evidence.extrapolation_error_fraction)
-    return f"{RUNG_WORDS[evidence.rung]} {error}" if error else f"{RUNG_WORDS[evidence.rung]}, measured"
+def _mark(evidence: Evidence, band: str) -> str:
+    return joined((RUNG_WORDS[evidence.rung], band), ", " if band == "measured" else " ")
 
 
 def failure_words(failure: ProbeFailure) -> str:
@@ -225,6 +232,27 @@ def space_sentence(answer: Plan | NoPlan) -> str:
         f"Looked at {space.walked:,} setups: {fitting:,} fit, {space.infeasible:,} do not; "
         f"{space.impossible:,} combinations cannot exist, lose to other kernels or are planned only when asked for."
     )
+
+
+def plan_sentences(plan: Plan) -> list[str]:
+    """What is said of a plan below its verdict."""
+    chosen = plan.chosen
+    found = (
+        memory_sentence(chosen),
+        speed_sentence(chosen),
+        spread_sentence(chosen),
+        epoch_sentence(plan.workload, chosen),
+        rank_floor_sentence(plan),
+    )
+    return [sentence for sentence in found if sentence]
+
+
+REMEDY_HEADER = ("change", "saves", "enough?")
+
+
+def remedy_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
+    """What would make it fit, under REMEDY_HEADER."""
+    return [(clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in no_plan.remedies]
 
 
 def cut_words(cut: Cut, answer: Answer) -> str:
