@@ -13,24 +13,23 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import exp, isfinite, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
-from typing import Any
 
 from planner.cluster import Cluster
+from planner.codec import decode
 from planner.errors import ConfigError
-from planner.inputs import number, parse_object, read_text, whole
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.inputs import parse_object, read_text
+from planner.interchange import to_jsonable
 from planner.locks import lock, open_lock
-from planner.memory.types import MemoryTerm
-from planner.outcome import Candidate, Measurement, Prediction, Rung
+from planner.outcome import Candidate, Measurement, Prediction
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.problem import Elsewhere, Problem
 from search.sampler import Belief
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PER_GPU = 200
 """The latest this many observations of one GPU are kept and used."""
@@ -54,6 +53,12 @@ class Observation:
     measured_peak_device_bytes: int
     formula_version: str
     measured_at: str = ""
+
+    def __post_init__(self) -> None:
+        measured = (self.measured_peak_device_bytes, self.measured_tokens_per_s)
+        predicted = (self.formula.peak_device_bytes, self.formula.tokens_per_s, self.formula.step_time_s)
+        if not all(value is None or 0 < value < inf for value in (*measured, *predicted)):
+            raise ValueError("speeds, times and peaks must be above 0")
 
     @property
     def speed_error(self) -> float | None:
@@ -157,14 +162,12 @@ class CorrectionStore:
         try:
             if data["schema"] != SCHEMA_VERSION:
                 raise ValueError(f"schema {data['schema']!r}, expected {SCHEMA_VERSION}")
-            return [_observation(item) for item in data["observations"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"cannot read the learned corrections in {self._path}: {type(error).__name__}: {error}", hint=hint
-            ) from error
+            return list(decode(tuple[Observation, ...], data["observations"], "observations"))
+        except (ValueError, KeyError, ConfigError) as error:
+            raise ConfigError(f"cannot read the learned corrections in {self._path}: {error}", hint=hint) from error
 
     def _write(self, observations: Sequence[Observation]) -> None:
-        data = {"schema": SCHEMA_VERSION, "observations": [_to_dict(item) for item in observations]}
+        data = {"schema": SCHEMA_VERSION, "observations": to_jsonable(observations)}
         write_whole(self._path, json.dumps(data, indent=1).encode(), sync=True)
 
     @contextlib.contextmanager
@@ -238,62 +241,3 @@ def corrected(candidate: Candidate, correction: Correction) -> Candidate:
 
 def _identity(item: Observation) -> tuple[str, str, str, str]:
     return item.gpu, item.model, key_of(item.setup), item.formula_version
-
-
-def _to_dict(item: Observation) -> dict[str, Any]:
-    formula = item.formula
-    return {
-        "gpu": item.gpu,
-        "model": item.model,
-        "setup": setup_to_dict(item.setup),
-        "predicted_tokens_per_s": formula.tokens_per_s,
-        "predicted_step_time_s": formula.step_time_s,
-        "predicted_peak_device_bytes": formula.peak_device_bytes,
-        "time_parts_s": dict(formula.time_parts_s),
-        "memory_parts_bytes": [
-            # one GPU's parts are told by their category alone, as in every version of the file
-            [term.category, term.size_bytes, *([term.name] if item.setup.num_gpus > 1 else [])]
-            for term in formula.terms
-        ],
-        "measured_tokens_per_s": item.measured_tokens_per_s,
-        "measured_peak_device_bytes": item.measured_peak_device_bytes,
-        "formula_version": item.formula_version,
-        "measured_at": item.measured_at,
-    }
-
-
-def _observation(data: dict[str, Any]) -> Observation:
-    peak = whole(data["predicted_peak_device_bytes"], "predicted_peak_device_bytes", least=1)
-    measured = whole(data["measured_peak_device_bytes"], "measured_peak_device_bytes", least=1)
-    for name in ("predicted_tokens_per_s", "predicted_step_time_s", "measured_tokens_per_s"):
-        if data[name] is not None:
-            number(data[name], name, above=0.0)
-    for name in ("gpu", "model", "formula_version"):
-        if not isinstance(data[name], str):
-            raise ValueError(f"{name} must be text, got {data[name]!r:.80}")
-    formula = Prediction(
-        rung=Rung.FORMULA,
-        peak_allocated_bytes=peak,
-        peak_reserved_bytes=peak,
-        peak_device_bytes=peak,
-        peak_phase="",
-        phase_peaks_bytes={},
-        terms=tuple(
-            MemoryTerm(category=category, name=name[0] if name else category, size_bytes=int(size))
-            for category, size, *name in data["memory_parts_bytes"]
-        ),
-        memory_band_fraction=0.0,
-        step_time_s=data["predicted_step_time_s"],
-        tokens_per_s=data["predicted_tokens_per_s"],
-        time_parts_s={str(name): float(part_s) for name, part_s in data["time_parts_s"].items()},
-    )
-    return Observation(
-        gpu=data["gpu"],
-        model=data["model"],
-        setup=setup_from_dict(data["setup"]),
-        formula=formula,
-        measured_tokens_per_s=data["measured_tokens_per_s"],
-        measured_peak_device_bytes=measured,
-        formula_version=data["formula_version"],
-        measured_at=data.get("measured_at", ""),
-    )

@@ -578,15 +578,24 @@ def journal_case(folder: Path, dice: random.Random) -> Case:
 
 
 def corrections_case(folder: Path, dice: random.Random) -> Case:
-    item = {
-        "gpu": GPU, "model": MODEL, "setup": {"method": "lora"}, "predicted_tokens_per_s": 10.0,
-        "predicted_step_time_s": 1.0, "predicted_peak_device_bytes": 10**9, "time_parts_s": {"matmul": 0.5},
-        "memory_parts_bytes": [["weights", 10**9]], "measured_tokens_per_s": 11.0, "formula_version": "0.1.0",
-        "measured_peak_device_bytes": 10**9, "measured_at": "",
-    }  # fmt: skip
-    file = put(
-        folder / "corrections.json", as_json(mutate({"schema": 1, "observations": [item, item]}, dice), dice), dice
-    )
+    from planner.interchange import to_jsonable
+    from planner.memory.types import MemoryTerm
+    from planner.outcome import Prediction, Rung
+    from planner.setup import TrainSetup
+    from search.corrections import SCHEMA_VERSION, Observation
+
+    formula = Prediction(
+        rung=Rung.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
+        peak_phase="backward", phase_peaks_bytes={"backward": 10**9}, memory_band_fraction=0.04, step_time_s=1.0,
+        terms=(MemoryTerm(category="weights", name="weights", size_bytes=10**9),), tokens_per_s=10.0,
+        time_parts_s={"matmul": 0.5},
+    )  # fmt: skip
+    item = Observation(
+        gpu=GPU, model=MODEL, setup=TrainSetup(), formula=formula, measured_tokens_per_s=11.0,
+        measured_peak_device_bytes=10**9, formula_version="0.1.0",
+    )  # fmt: skip
+    document = {"schema": SCHEMA_VERSION, "observations": to_jsonable((item, item))}
+    file = put(folder / "corrections.json", as_json(mutate(document, dice), dice), dice)
 
     def call() -> object:
         from search.corrections import CorrectionStore

@@ -144,7 +144,7 @@ def test_the_file_holds_plain_facts(tmp_path: Path) -> None:
     CorrectionStore(path).add(observed(1, speed_error=0.1))
     (item,) = json.loads(path.read_text())["observations"]
     assert item["gpu"] == "test"
-    assert item["measured_tokens_per_s"] > item["predicted_tokens_per_s"]
+    assert item["measured_tokens_per_s"] > item["formula"]["tokens_per_s"]
     assert list(tmp_path.glob("corrections.json?*")) == [tmp_path / "corrections.json.lock"]
 
 
