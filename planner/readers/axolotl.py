@@ -80,8 +80,7 @@ def read(
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    if fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain"):
-        fields["trained_layers"] = common.last_layers(settings, "peft_layers_to_transform", model)
+    fields |= common.last_layers(settings, "peft_layers_to_transform", fields, model)
     common.pictures(settings, model, "processor_type")
     settings.leave_out(NOT_COUNTED)
     config_of = settings.raw("overrides_of_model_config")
