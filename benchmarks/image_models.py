@@ -70,6 +70,32 @@ OTHERS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "internvl_vision", "attention_bias": True},
     },
+    "Qwen2-VL-7B-Instruct": {
+        "model_type": "qwen2_vl",
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 151655,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen2_vl_text", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+            "max_position_embeddings": 32768, "tie_word_embeddings": False,
+        },
+        "vision_config": {"model_type": "qwen2_vl", "depth": 32, "embed_dim": 1280, "hidden_size": 3584},
+    },
+    "Ministral-3-3B-Instruct-2512": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "vision_feature_layer": -1,
+        "text_config": {
+            "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+            "max_position_embeddings": 262144, "tie_word_embeddings": True,
+        },
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    },
     "paligemma-3b-pt-448": {
         "model_type": "paligemma",
         "architectures": ["PaliGemmaForConditionalGeneration"],
@@ -80,17 +106,6 @@ OTHERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 257216,
         },
         "vision_config": _SO400M | {"image_size": 448, "patch_size": 14, "projection_dim": 2048},
-    },
-    "paligemma2-3b-pt-448": {
-        "model_type": "paligemma",
-        "architectures": ["PaliGemmaForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 257152,
-        "text_config": {
-            "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 257216,
-        },
-        "vision_config": _SO400M | {"image_size": 448, "patch_size": 14, "projection_dim": 2304},
     },
 }  # fmt: skip
 

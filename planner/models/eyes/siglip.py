@@ -23,6 +23,8 @@ SIGLIP = {
 
 def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
     """LLaVA 1.5: CLIP at one fixed size, every patch a token."""
+    if (kind := given.get("model_type", "clip_vision_model")) != "clip_vision_model":
+        raise SetupError(f"images are not planned for {model.model_id}: LLaVA's class around {kind} is not known here")
     field = {**CLIP, **given}
     side = field["image_size"] // field["patch_size"]
     strategy = model.config.get("vision_feature_select_strategy", "default")
