@@ -11,7 +11,9 @@ configuration (heads, windows, activation) or from what modules are called (whic
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +75,13 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
     if config.model_type in SEES_AHEAD:
         found = (seeing_ahead(one) for one in found)
     kinds: dict[LayerSpec, int] = {}
-    order = tuple(kinds.setdefault(one, len(kinds)) for one in found)
+    unseen: Counter[LayerSpec] = Counter()
+    order = []
+    for layer, one in zip(layers, found, strict=True):
+        if hasattr(layer, "cross_attn"):  # Llama 3.2 Vision leaves them out where there is no picture
+            unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
+        else:
+            order.append(kinds.setdefault(one, len(kinds)))
     if all(layer.attention is None for layer in kinds):
         raise ValueError("no layer has attention: the formula needs an adapter for it")
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -91,14 +99,14 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         vocab_size=table.num_embeddings,
         max_position_embeddings=positions if isinstance(positions, int) else None,
         layer_kinds=tuple(kinds),
-        layer_order=order,
+        layer_order=tuple(order),
         embeddings=outer.embeddings,
         head=_linear("lm_head", head, "other"),
         tied=head.weight is table.weight,
         outer_linears=outer.linears,
         outer_norms=outer.norms,
         num_outer_other_params=outer.num_other,
-        idle_layers=outer.idle_layers,
+        idle_layers=(*outer.idle_layers, *unseen.items()),
         num_idle_other_params=outer.num_idle,
         logit_softcap=bool(getattr(text, "final_logit_softcapping", None)),
         attentions=_attentions(model, text),

@@ -35,6 +35,11 @@ SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
 
 
+_NOT_MODELLED = {
+    "gemma3n": "its tower is timm's MobileNet-V5, whose convolutions are not modelled",
+    "mllama": "its text looks at pictures through layers of their own, which are not modelled",
+}
+"""Types with eyes that no tower here describes, and why."""
 _EYES_APART = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
@@ -84,7 +89,8 @@ def _tower(model: ModelSpec, width: int, height: int) -> Tower:
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:
-        known = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are)"
+        known = _NOT_MODELLED.get(model.model_type, f"what {model.model_type} makes of a picture is not known here")
+        known += f" ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
             f"images are not planned for {model.model_id}: {known if vision else 'it has no eyes'}",
             hint="leave --images-per-sample and --image-size out: text alone is planned",

@@ -117,6 +117,20 @@ def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
     assert tower == sum(isinstance(one, torch.nn.Linear) for path, one in model.named_modules() if _IDLE.search(path))
 
 
+def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
+    """Llama 3.2 Vision's forward leaves them out, so they get no gradient and no optimizer states."""
+    config = {"model_type": "mllama", **WITH_IMAGES["mllama"]}
+    config["text_config"] = {**config["text_config"], "cross_attention_layers": [1, 4]}
+    spec = spec_of_tree(config, model_id="m", source="s")
+    model = bare_model(load_config(config), torch.bfloat16, "eager")
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert (spec.num_layers, [num for layer, num in spec.idle_layers if layer.path == "model.layers"]) == (4, [2])
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", seq_len_tokens=256)
+    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
+    assert isinstance(run, Prediction), run
+    assert formula.phase_peaks_bytes["step"] == pytest.approx(run.phase_peaks_bytes["step"], rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
 def test_the_text_side_of_a_model_that_sees_images_is_planned(name: str) -> None:
