@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from planner.choices.adapters import ADAPTERS, Adapter
 from planner.choices.images import Images
+from planner.choices.kernels import parts_of
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
@@ -254,6 +255,10 @@ class TrainSetup:
         return self.compile and not (
             self.by.traces_masks and self.checkpointing and self.attention == "flash-attention-2"
         )
+
+    def fused_parts(self, model_type: str) -> frozenset[str]:
+        """What of a layer of this type runs as kernels of its own (`planner.choices.kernels.parts_of`)."""
+        return parts_of(self.kernels, model_type, compiled=self.compiled)
 
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""

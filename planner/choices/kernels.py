@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from planner.stacks import TARGET_ROWS, written_by
-
-if TYPE_CHECKING:
-    from planner.setup import TrainSetup
 
 
 @final
@@ -109,11 +106,6 @@ Source: PyTorch 2.13 `torch/_functorch/partitioners.py` min_cut_rematerializatio
 the cut with the fewest bytes is kept, chains of elementwise operations, norms and casts are recomputed, but not what a
 product of the backward reads.
 """
-
-
-def fused_parts(setup: "TrainSetup", model_type: str) -> frozenset[str]:
-    """`parts_of` a setup."""
-    return parts_of(setup.kernels, model_type, compiled=setup.compiled)
 
 
 def kernels_refusal(kernels: str, model_type: str) -> str:

@@ -46,23 +46,21 @@ class NodeFacts:
     """What the walk learned about one node.
 
     Attributes:
-        surely_bytes: (shared setup, attention) -> peak below which a point fits by more than its rung errs.
+        limits: when its points surely fit, and what of their speed is given for what is preferred; None: no points.
         fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit for
             sure, or that a dry run will look at before anything is said (`Limits`).
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
-        given_fraction: of the speed, for what is preferred (`Limits`).
     """
 
     walked: int = 0
     infeasible: int = 0
-    surely_bytes: dict[tuple[TrainSetup, str], float] = field(default_factory=dict)
+    limits: "Limits | None" = None
     smallest: Point | None = None
     smallest_unchecked: Point | None = None
     smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
     fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
-    given_fraction: float = PREFERENCE_FRACTION
 
     def best(self) -> Point | None:
         """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
@@ -70,8 +68,8 @@ class NodeFacts:
         return self.best_sure() or (self.nearest[1] if self.nearest else None)
 
     def best_sure(self) -> Point | None:
-        """Of the points that surely fit and are no slower than the fastest of them by more than `given_fraction`:
-        the simplest, then the smallest."""
+        """Of the points that surely fit and are no slower than the fastest of them by more than is given
+        (`Limits`): the simplest, then the smallest."""
         return self._preferred(self.fastest_sure)
 
     def best_tight(self) -> Point | None:
@@ -84,14 +82,14 @@ class NodeFacts:
         return "fits" if self.fastest_sure else "may fit"
 
     def _preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
-        if not entries:
+        if not entries or self.limits is None:
             return None
 
         def preference(point: Point) -> tuple[bool, int, int]:
             simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
             return not self.surely_fits(point), simple, point.peak_device_bytes
 
-        return min(near_fastest([entry[2] for entry in entries], self.given_fraction), key=preference)
+        return min(near_fastest([entry[2] for entry in entries], self.limits.given_fraction), key=preference)
 
     def floor(self) -> float:
         """Tokens/s up to which no further point is kept."""
@@ -99,7 +97,8 @@ class NodeFacts:
 
     def surely_fits(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than its rung errs."""
-        return point.peak_device_bytes <= self.surely_bytes[point.shared, point.attention]
+        setup = point.shared.trusted_with(attention=point.attention)
+        return self.limits is not None and point.peak_device_bytes <= self.limits.surely_bytes(setup)
 
     def ranked(self) -> list[Point]:
         """Kept points that fit, fastest first."""
@@ -150,13 +149,12 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
-            node.given_fraction = limits.given_fraction
+            node.limits = limits
             least = shared.aim.least(point.micro_batch_seqs)
         if point.attention != attention:
             attention = point.attention
             if attention not in known:
                 setup = shared.trusted_with(attention=attention)
-                node.surely_bytes[shared, attention] = limits.surely_bytes(setup)
                 known[attention] = limits.taken_bytes(setup)
             taken_bytes = known[attention]
         node.walked += 1 + point.beyond + point.slower
@@ -278,8 +276,7 @@ def merged(parts: Collection[NodeFacts]) -> NodeFacts:
     whole = NodeFacts()
     entries = []
     for part in parts:
-        whole.given_fraction = part.given_fraction
-        whole.surely_bytes |= part.surely_bytes
+        whole.limits = part.limits or whole.limits
         whole.walked += part.walked
         whole.infeasible += part.infeasible
         entries += part.fastest

@@ -7,7 +7,6 @@ is any checkpointing: a walk over the space works it out once for all of those (
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
 from planner.memory.activations import attention_held, layer_saved, norm_fused
@@ -72,7 +71,7 @@ def layer_costs(
     Args:
         adapted: names of the matrices with adapters, by kind of layer.
     """
-    traits, fused = traits_of(model), fused_parts(setup, model.model_type)
+    traits, fused = traits_of(model), setup.fused_parts(model.model_type)
     tokens = setup.forward_tokens
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     found = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
 from planner.memory.activations import norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
@@ -252,7 +251,7 @@ def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float
     adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
     trained = trained_parameters(model, adapters_only)
     kept = network + int(2 * trained.num * share)
-    if "lora" in fused_parts(setup, model.model_type):  # fused functions cast by themselves, past autocast's cache
+    if "lora" in setup.fused_parts(model.model_type):  # fused functions cast by themselves, past autocast's cache
         return kept, 0
     return kept, int(2 * (trained.num - trained.stacked) * (1 - share))
 
@@ -267,7 +266,7 @@ def _final_norm(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) ->
         tokens=tokens,
         hidden=model.hidden_size,
         traits=traits_of(model),
-        fused=fused_parts(setup, model.model_type),
+        fused=setup.fused_parts(model.model_type),
     )
     return sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:])
 

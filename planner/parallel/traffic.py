@@ -62,23 +62,14 @@ def computed(setup: TrainSetup, conditions: Conditions = CURRENT) -> TrainSetup:
     return engine_of(setup).computes(setup)
 
 
-_CACHE: dict[tuple[object, ...], tuple[ModelSpec, Traffic]] = {}
-_MAX_CACHED = 4096
-
-
 def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURRENT) -> Traffic:
     """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
     key = (
-        id(part), setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
+        "traffic", setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
         setup.lora_rank, setup.lora_targets, setup.adapter, setup.adapter_dtype, conditions.fp32_reduction,
         conditions.fsdp_1,
     )  # fmt: skip
-    found = _CACHE.get(key)
-    if found is None or found[0] is not part:
-        if len(_CACHE) >= _MAX_CACHED:
-            _CACHE.clear()
-        found = _CACHE[key] = (part, _count(part, setup, conditions))
-    return found[1]
+    return part.once(key, lambda one: _count(one, setup, conditions))
 
 
 def _quantized_weights(part: ModelSpec) -> int:

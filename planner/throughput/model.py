@@ -7,7 +7,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.choices.kernels import fused_parts, parts_of
+from planner.choices.kernels import parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
@@ -225,7 +225,7 @@ class SpeedModel:
 
     def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, and modules."""
-        fused = self.conditions.fused_lora or "lora" in fused_parts(setup, self.model.model_type)
+        fused = self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
         key = (setup.lora_targets, flow, setup.lora_dropout > 0, fused)
         found = self._adapters.get(key)
         if found is None:
