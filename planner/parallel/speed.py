@@ -26,7 +26,6 @@ from planner.throughput.family import family_key
 SPREAD_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
 stages; offload: copies to and from the host, and the optimizer step on its CPUs."""
-_MAX_PROFILES = 4096
 
 
 class Stage(NamedTuple):
@@ -205,13 +204,6 @@ def _add(parts: dict[str, float], more: Mapping[str, float], times: int = 1) -> 
         parts[name] = parts.get(name, 0.0) + seconds * times
 
 
-_Parties = tuple[ModelSpec, GpuSpec, Cluster, Calibration]
-_PROFILES: dict[tuple[object, ...], SpreadProfile] = {}
-_LOOPS: dict[tuple[object, ...], Loop] = {}
-_PARTIES: dict[tuple[int, ...], _Parties] = {}
-"""Held so that no other object can take their identity, by which the caches know them."""
-
-
 def spread_profile(
     model: ModelSpec,
     gpu: GpuSpec,
@@ -223,21 +215,12 @@ def spread_profile(
 ) -> SpreadProfile:
     """The family of `setup` on a cluster: the same answer object for every micro-batch and accumulation of it."""
     used = calibration if calibration is not None else load_calibration()
-    parties = (id(model), id(gpu), id(cluster), id(used))
-    key: tuple[object, ...] = (*parties, conditions, family_key(setup), setup.loss, setup.num_gpus, setup.parallel)
+    parties: tuple[object, ...] = ("spread", id(gpu), id(cluster), id(used))
+    model.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
+    key = (*parties, conditions, family_key(setup), setup.loss, setup.num_gpus, setup.parallel)
     key += tuple(getattr(setup, name) for name in SPREAD_FIELDS)
-    whole = (*key, setup.optimizer)
-    found = _PROFILES.get(whole)
-    if found is None:
-        if len(_PROFILES) >= _MAX_PROFILES:
-            for cache in (_PROFILES, _LOOPS, _PARTIES):
-                cache.clear()
-        _PARTIES[parties] = (model, gpu, cluster, used)
-        loop = _LOOPS.get(key)
-        if loop is None:
-            loop = _LOOPS[key] = Loop(model, gpu, setup, cluster, used, conditions)
-        found = _PROFILES[whole] = SpreadProfile(loop, setup, cluster, used, conditions)
-    return found
+    loop = model.once(key, lambda one: Loop(one, gpu, setup, cluster, used, conditions))
+    return model.once((*key, setup.optimizer), lambda _: SpreadProfile(loop, setup, cluster, used, conditions))
 
 
 def spread_step_time(
