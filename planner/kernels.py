@@ -34,6 +34,11 @@ def packs_apart(model: ModelSpec, attention: str) -> bool:
     return handed_on or model.model_type not in PACKS_TOGETHER
 
 
+def masks_packed(model_type: str) -> bool:
+    """Whether SDPA is handed a mask where samples are packed: one that keeps them apart, or one that is always made."""
+    return model_type not in PACKS_TOGETHER - ALWAYS_MASKED
+
+
 MAX_FUSED_HEAD_DIM = 256
 """Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""
 TRITON_FROM = (7, 0)
@@ -194,12 +199,12 @@ def has_expert_stacks(model: ModelSpec) -> bool:
     return any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
 
 
-def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = True) -> bool:
+def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = True) -> bool:
     """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
     (prefix tuning), or pictures whose tokens see each other, or any where torch.compile traces the making of it.
 
     Args:
-        packs_apart: whether the model's class masks packed samples from each other (`PACKS_TOGETHER`).
+        masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
@@ -208,7 +213,7 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = T
     """
     pictures = attention.padded or (attention.sees_ahead and setup.images is not None)
     traced = setup.compiled and setup.by.traces_masks
-    if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures or traced:
+    if (setup.packing and masks_packed) or setup.adapter == "prefix" or pictures or traced:
         return True
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
@@ -218,7 +223,7 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = T
 def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:
     """Whether SDPA gets a mask of tokens x tokens in a layer of this model: `masked`, or its class always makes one."""
     always = model.model_type in ALWAYS_MASKED
-    return always or masked(setup, attention, packs_apart=model.model_type not in PACKS_TOGETHER)
+    return always or masked(setup, attention, masks_packed=masks_packed(model.model_type))
 
 
 def attention_generation(gpu: GpuSpec) -> str:

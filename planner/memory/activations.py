@@ -56,6 +56,15 @@ def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
     return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
 
 
+def keeps_stream(norm: NormSpec, context: LayerContext) -> bool:
+    """Whether a norm on the residual stream keeps the stream itself, not a copy in another type."""
+    if norm_fused(norm, context):
+        return True
+    if context.flow.residual == "fp32":
+        return context.traits.norm != "layer-composed"
+    return context.traits.norm == "layer" and not context.flow.autocast
+
+
 def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
     """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
     where the class casts back itself."""
@@ -94,7 +103,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         )
         kept = query_width + value_width + (query_width + value_width if wide else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
-        handed = own and masked(context.setup, attention, packs_apart=context.traits.packs_apart)
+        handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
         mask = size * scores if handed else 0
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
@@ -182,7 +191,8 @@ def _add_attention(
             saved.scores += scores
     saved.attention += _pinned_by_values(layer, context, qkv)
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
-    copied = layer.attention is not None and layer.attention.rotary_fraction < 1.0 and context.kernel == "flash"
+    joined = context.traits.joins_rotated or (layer.attention is not None and layer.attention.rotary_fraction < 1.0)
+    copied = joined and context.kernel == "flash" and "rotary" not in context.fused
     fused = context.kernel in ("flash", "efficient") and not copied
     for output in by_role.get("o", ()):
         saved.add("attention", inputs_saved([output], context, context.flow.autocast or qkv, kept_elsewhere=fused))

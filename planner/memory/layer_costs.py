@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import attention_held, layer_saved, norm_fused
+from planner.memory.activations import attention_held, keeps_stream, layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
@@ -37,7 +37,7 @@ class LayerCosts:
         entry: a checkpointed layer's input; `entry_again`: of it, what the layer's first norm keeps, which is the same.
         held: what selective checkpointing keeps of it.
         forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
-        magnitude: DoRA's largest norm and its copies, in a forward that keeps everything.
+        beside: in a forward that keeps everything: DoRA's largest norm and its copies, probabilities held to the end.
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
         mask: the attention's mask, which layers of one window share.
@@ -49,7 +49,7 @@ class LayerCosts:
     held: int
     forward: int
     merged: int
-    magnitude: int
+    beside: int
     moments: tuple[tuple[int, int], ...]
     dequantized: int
     mask: int
@@ -95,12 +95,15 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     setup, flow, tokens, traits = context.setup, context.flow, context.tokens, context.traits
     saved = layer_saved(layer, context)
     saved.norm += kept_in_a_layer(context)
-    mask = magnitude = dequantized = 0
+    mask = beside = dequantized = 0
     if layer.attention is not None:
-        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention, packs_apart=traits.packs_apart))
+        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention, masks_packed=traits.masks_packed))
         mask = each * tokens * context.row_tokens
+        if traits.holds_probabilities and context.kernel == "eager" and flow.autocast:
+            numbers = layer.attention.num_heads * context.row_tokens + 4 * context.hidden  # and norms, dropped outputs
+            beside = SIZE_BYTES["fp32"] * tokens * numbers
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
-        magnitude = sum(magnitude_moment(layer, context, graph=True))
+        beside = sum(magnitude_moment(layer, context, graph=True))
     if setup.quantized:
         dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
     return LayerCosts(
@@ -110,7 +113,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
         held=attention_held(layer, context),
         forward=forward_transient(layer, context),
         merged=merged_stacks(layer, context),
-        magnitude=magnitude,
+        beside=beside,
         moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,
@@ -122,7 +125,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
 def _kept_input(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes of a checkpointed layer's input that its first norm keeps: they are the checkpoint's own."""
     first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
-    if first is None or context.traits.post_norm or not norm_fused(first, context):
+    if first is None or context.traits.post_norm or not keeps_stream(first, context):
         return 0
     return SIZE_BYTES[context.flow.residual] * context.hidden * context.tokens
 

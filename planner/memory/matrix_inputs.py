@@ -84,7 +84,7 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
         constant = sum(one.constant + context.tokens * one.per_token for one in kept)
         if not kept[0].input_copy:
             return constant
-    direct, copy_dtype = _adapter_input(flow, input_dtype)
+    direct, copy_dtype = adapter_input(flow, input_dtype)
     if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
         direct = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
     size = SIZE_BYTES[copy_dtype]
@@ -99,7 +99,7 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
     return extra + (constant or inner)
 
 
-def _adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
+def adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
     """Whether adapted matrices share the kept input, and the type it is kept in."""
     if flow.autocast:
         direct = input_dtype == flow.autocast and (flow.quantized or flow.adapter == input_dtype)

@@ -138,8 +138,12 @@ def activation_parts(
     counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
     last = costs[-1]
+    if setup.kind.form == "prompt" and setup.checkpointing:  # a hook makes the text's embeddings a leaf of their own
+        stored["inputs"] += SIZE_BYTES[flow.table] * model.hidden_size * setup.micro_batch_seqs * setup.seq_len_tokens
     biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
     stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
+    embedding_norm, final_norm = _outer_norms(model, setup, flow, tokens)
+    stored["norm"] += embedding_norm
     stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
     behind = _gone_behind(model, setup, costs, kept)
     layer_moments = _largest_moments(setup, costs, counts, kept, behind)
@@ -156,7 +160,7 @@ def activation_parts(
         layer_moments=layer_moments,
         forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
         dequantized=max(one.dequantized for one in costs),
-        final_norm=forwards * _final_norm(model, setup, flow, tokens),
+        final_norm=forwards * final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_casts,
         forwards=forwards,
@@ -236,7 +240,7 @@ def _forward_temporaries(
         if count > num:
             again = max(again, cost.forward + cost.merged + (cost.entry if setup.activation_offload else 0))
         if num:
-            whole = max(whole, cost.forward - cost.saved.total, cost.magnitude)
+            whole = max(whole, cost.forward - cost.saved.total, cost.beside)
     return max(again - behind, whole)
 
 
@@ -256,9 +260,10 @@ def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float
     return kept, int(2 * (trained.num - trained.stacked) * (1 - share))
 
 
-def _final_norm(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> int:
-    """Bytes that the norm behind the layers keeps of one forward."""
-    tail = LayerContext(
+def _outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> tuple[int, int]:
+    """Bytes that the norms around the layers keep of one forward: (before them, to the backward's end; the last one
+    behind them)."""
+    around = LayerContext(
         setup=setup,
         flow=flow,
         adapted=frozenset(),
@@ -268,7 +273,10 @@ def _final_norm(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) ->
         traits=traits_of(model),
         fused=setup.fused_parts(model.model_type),
     )
-    return sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:])
+    before = [one for one in model.outer_norms if "embed" in one.name]
+    behind = [one for one in model.outer_norms if "embed" not in one.name][-1:]
+    kept, last = ([norm_saved(norm, around, flow.residual) for norm in norms] for norms in (before, behind))
+    return sum(kept), sum(last)
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:

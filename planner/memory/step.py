@@ -118,7 +118,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
     if parts.hooked > at_last[2]:
         at_last = ("activations", HOOKED, parts.hooked)
-    at_first: tuple[Term, ...] = (*stored, norm)
+    at_first = stored
     if parts.at_first_decoder_layer:
         at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)
     for moment in parts.layer_moments:

@@ -8,9 +8,8 @@ from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
 from planner.memory.micro_batch import ActivationParts, TowerBytes, activation_parts, step_flow
-from planner.memory.mlp import activation_dtype
 from planner.memory.traits import traits_of
-from planner.memory.transient import adapter_temporaries
+from planner.memory.transient import at_last_matrix
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import lora_linears
@@ -118,8 +117,8 @@ def held_outputs(model: ModelSpec, tower: Tower, setup: TrainSetup, flow: Flow) 
 def tower_costs(
     tower: Tower, gpu: GpuSpec, setup: TrainSetup, flow: Flow, adapted: frozenset[str]
 ) -> tuple[LayerCosts, ...]:
-    """The tower's layers by the text's terms, and what those leave out since a text's peak lies elsewhere: here one
-    recomputed layer can be the largest moment of a step.
+    """The tower's layers by the text's terms, and what a text's leave out since its peak lies elsewhere: here the end
+    of a layer's forward can be the largest moment, with what its own vectors scale.
 
     Measured: benchmarks/data/images.jsonl; tests/probes/test_images.py where four layers make it more of the whole.
     """
@@ -128,18 +127,12 @@ def tower_costs(
     residual = SIZE_BYTES[flow.residual] * _rows(tower, setup)
     for layer, cost in zip(tower.model.layer_kinds, costs, strict=True):
         context = _context(tower, layer, setup, flow, adapted, setup.micro_batch_seqs * tower.patches)
-        end, twice = _at_last_matrix(tower, layer, context)
-        (transient, matrix), *others = cost.moments
         if tower.clipped:
             cost.saved.mlp += _clamps(layer, context)
-        found.append(
-            replace(
-                cost,
-                forward=max(cost.forward, end),
-                moments=((transient - twice, matrix), *others, (end + residual if end else 0, 0)),
-                entry_again=cost.entry if _keeps_stream(tower, flow) else cost.entry_again,
-            )
-        )
+        end = context.tokens * at_last_matrix(layer, context, cost.saved)
+        scaled = context.tokens * 3 * SIZE_BYTES[flow.compute] * tower.scaled_outputs * tower.model.hidden_size
+        again = end + scaled + residual if end else 0  # by the layer's own vectors, both branches
+        found.append(replace(cost, forward=max(cost.forward, end + scaled), moments=(*cost.moments, (again, 0))))
     return tuple(found)
 
 
@@ -153,26 +146,6 @@ def _clamps(layer: LayerSpec, context: LayerContext) -> int:
     given = context.flow.linear_out(taken)
     width = sum(SIZE_BYTES[taken] * one.in_features + SIZE_BYTES[given] * one.out_features for one in layer.linears)
     return context.tokens * width
-
-
-def _at_last_matrix(tower: Tower, layer: LayerSpec, context: LayerContext) -> tuple[int, int]:
-    """(bytes beside what the layer keeps when its forward comes to its last matrix's adapter: its activation and the
-    adapter's copies of it, the matrix's output, the second norm's, the sum before that; bytes that the backward's
-    terms count wide and are narrow: that matrix's gradient, which bitsandbytes multiplies in 16 bits)."""
-    flow = context.flow
-    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
-    if down is None or layer.mlp is None:
-        return 0, 0
-    normed = SIZE_BYTES["fp32" if flow.autocast and layer.norms[0].kind == "layer" else flow.residual]
-    product = SIZE_BYTES[flow.linear_out(flow.residual)]
-    activated = activation_dtype(layer.mlp.activation, flow, flow.linear_out(flow.residual))
-    copies, _ = adapter_temporaries(down.in_features, activated, context)
-    scaled = 3 * SIZE_BYTES[flow.compute] * tower.scaled_outputs  # by the layer's own vectors, both branches
-    summed = SIZE_BYTES[flow.residual] * (not _keeps_stream(tower, flow))
-    wide = SIZE_BYTES[activated] * down.in_features
-    end = wide + copies + tower.model.hidden_size * (normed + product + summed + scaled)
-    twice = (wide - SIZE_BYTES[flow.compute] * down.in_features) * flow.quantized
-    return context.tokens * end, context.tokens * twice
 
 
 def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes:
@@ -207,11 +180,6 @@ def _text_leaf(model: ModelSpec, setup: TrainSetup) -> int:
     hooked = setup.checkpointing and setup.method != "full"
     size = SIZE_BYTES[step_flow(model, setup).table]
     return 2 * size * model.hidden_size * setup.tokens_per_micro_batch * bool(hooked)
-
-
-def _keeps_stream(tower: Tower, flow: Flow) -> bool:
-    """Whether the norms keep the residual stream itself: autocast's LayerNorm of what is fp32 already."""
-    return bool(flow.autocast) and flow.residual == "fp32" and tower.model.layer_kinds[0].norms[0].kind == "layer"
 
 
 def tower_flow(tower: Tower, own: TrainSetup) -> Flow:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.kernels import ALWAYS_MASKED, PACKS_TOGETHER
+from planner.kernels import masks_packed
 from planner.models.spec import ModelSpec
 
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
@@ -25,6 +25,8 @@ EXPANDS_KV = frozenset({"falcon"})
 HANDS_ON_WEIGHTS = frozenset({"falcon"})
 """Types whose eager layers return their attention weights, which are then alive while the next layer runs; the sum with
 the mask is a tensor beside the scores."""
+JOINS_ROTATED = frozenset({"phi3"})
+"""Types that join the rotated part of each head and the rest even where nothing is left."""
 POST_NORM = frozenset({"olmo2", "olmo3"})
 """Types whose norms follow attention and MLP: the projections' input is the residual itself."""
 FP32_SCORES = frozenset({"gptj", "gpt_neo"})
@@ -84,7 +86,10 @@ class Traits:
     attention_dropout: bool
     residual_dropout: bool
     expands_kv: bool
+    joins_rotated: bool
     hands_on_weights: bool
+    holds_probabilities: bool
+    """Whether an eager layer holds the dropped probabilities to its end: under autocast fp32, beside what is kept."""
     dense_experts: bool
     extra_expert_copies: int
     post_norm: bool
@@ -96,7 +101,8 @@ class Traits:
     embedding_norm: bool
     alibi_sum: bool
     mask_buffers: bool
-    packs_apart: bool
+    masks_packed: bool
+    """Whether SDPA is handed a mask of packed samples."""
     fp32_routed: tuple[str, ...]
     streams: int
     """Residual streams side by side (Gemma 3n's AltUp), elsewhere one."""
@@ -128,7 +134,9 @@ def _read_traits(model: ModelSpec) -> Traits:
         attention_dropout=attention_dropout,
         residual_dropout=residual_dropout,
         expands_kv=kind in EXPANDS_KV,
+        joins_rotated=kind in JOINS_ROTATED,
         hands_on_weights=kind in HANDS_ON_WEIGHTS,
+        holds_probabilities=kind in ENCODERS and attention_dropout,
         dense_experts=kind in DENSE_EXPERTS,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(kind, 0),
         post_norm=kind in POST_NORM,
@@ -140,7 +148,7 @@ def _read_traits(model: ModelSpec) -> Traits:
         alibi_sum=kind in ALIBI_SUM,
         mask_buffers=kind in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(kind, ()),
-        packs_apart=kind not in PACKS_TOGETHER - ALWAYS_MASKED,
+        masks_packed=masks_packed(kind),
         streams=_streams(model),
         inner_dropout=kind in POSITION_BIAS and residual_dropout,
     )

@@ -1,9 +1,10 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import score_bytes
+from planner.memory.activations import keeps_stream, norm_output_dtype, score_bytes
 from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.layer_context import LayerContext, Saved
+from planner.memory.matrix_inputs import adapter_input
 from planner.memory.mlp import ACTIVATION_COPIES, activation_dtype, gated_fused, lora_mlp
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
@@ -85,8 +86,8 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
         gradients = 3 * SIZE_BYTES[activation_dtype(mlp.activation, flow, hidden_dtype)] * width
     elif gated_fused(mlp, context):  # written over gate and up, but for the product's own
         gradients = size * width
-        if lora_mlp(layer, context):  # the adapter's product beside the matrix's, when that is packed again
-            return 2 * gradients, gradients
+        if lora_mlp(layer, context):  # at the recomputed end: the product, its copy and the last matrix's result
+            return 2 * gradients + size * context.hidden, gradients
     else:
         gradients = (3 if gated else 2) * size * width
     downs = [one for one in layer.linears if one.role == "down" and not one.is_expert]
@@ -98,12 +99,70 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     wide = SIZE_BYTES[activated]
     if down.name not in context.adapted:
         return max(wide * width, gradients - gone), wide * width
-    forward, backward = adapter_temporaries(width, activated, context)
-    kept = 0 if context.trained or saved.pinned or mlp.activation == "relu" else wide
-    shared = not forward and context.setup.lora_dropout == 0
-    tail = forward + (0 if shared else kept * width)
-    together = 2 * wide * width - gone
-    return max(tail, backward - gone, together + wide * width, gradients - gone), together
+    _, backward = adapter_temporaries(width, activated, context)
+    end = at_last_matrix(layer, context, saved) if context.setup.checkpointing else 0
+    together = (wide + SIZE_BYTES[flow.autocast or activated]) * width - gone  # the base multiplies in 16 bits
+    return max(end, backward - gone, together + wide * width, gradients - gone), together
+
+
+def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """Bytes per token beside what the layer keeps when a recomputed forward comes to its last matrix's adapter: the
+    copies of that matrix's input, and what stands on the stream then; 0 where that matrix has none."""
+    mlp, flow = layer.mlp, context.flow
+    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
+    if mlp is None or down is None:
+        return 0
+    activated = activation_dtype(mlp.activation, flow, flow.linear_out(flow.residual))
+    copies, _ = adapter_temporaries(down.in_features, activated, context)
+    kept = context.trained or saved.pinned or mlp.activation == "relu"  # the input itself
+    shared = kept or (not copies and context.setup.lora_dropout == 0)
+    product = 0 if shared else SIZE_BYTES[activated] * down.in_features
+    return copies + product + _beside_last_matrix(layer, context)
+
+
+def _magnitude_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> list[tuple[int, int]]:
+    """DoRA at the MLP's last matrix in a recomputed forward, as `constant_transients`: finding its norm, when nothing
+    of what it keeps is there yet, and weighing its two results beside the norm's identity and two copies of the matrix.
+
+    fp32 adapters on a 16-bit stream make the weighed result fp32, and its gradient in two steps.
+    """
+    flow, mlp = context.flow, layer.mlp
+    norms, _ = magnitude_moment(layer, context, graph=True)
+    downs = [one for one in layer.linears if one.role == "down" and not one.is_expert and one.name in context.adapted]
+    if mlp is None or not downs:
+        return [(context.tokens * SIZE_BYTES[flow.residual] * context.hidden, norms)] * 2
+    down = downs[0]
+    activated = activation_dtype(mlp.activation, flow, flow.linear_out(flow.residual))
+    copies, _ = adapter_temporaries(down.in_features, activated, context)
+    wide = SIZE_BYTES[activated] * down.in_features
+    beside = SIZE_BYTES[flow.residual] * context.hidden + copies + _beside_last_matrix(layer, context)
+    direct, _ = adapter_input(flow, activated)
+    beside += 6 * context.hidden * (copies > 0)
+    left = SIZE_BYTES[flow.autocast or flow.adapter] * down.in_features**2
+    left += 2 * SIZE_BYTES[flow.adapter] * down.num_weights
+    return [
+        (context.tokens * (beside + wide) - saved.down, norms),
+        (context.tokens * (beside + wide * (not direct)), left),
+    ]
+
+
+def _beside_last_matrix(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes per token of the hidden size when a recomputed forward comes to its last matrix's adapter: that matrix's
+    result and the gradient of its adapter's product, and where the layer does not keep them the sum before the second
+    norm and that norm's result, which the layer's own frame holds.
+
+    Seen in the dry run's events; the frame is that of every decoder layer in transformers 5.23.
+    """
+    flow = context.flow
+    result = SIZE_BYTES[flow.linear_out(flow.residual)]
+    norms = [one for one in layer.norms if one.rows_per_token == 1]
+    if not norms:
+        return 2 * result * context.hidden
+    normed = norm_output_dtype(norms[-1], context, flow.residual)
+    direct, _ = adapter_input(flow, normed)
+    held = 0 if keeps_stream(norms[-1], context) else SIZE_BYTES[flow.residual]
+    held += 0 if direct and context.setup.lora_dropout == 0 else SIZE_BYTES[normed]
+    return (2 * result + held) * context.hidden
 
 
 def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
@@ -149,8 +208,7 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     stack = stack_transient(layer, context)
     found = []
     if context.setup.adapter == "dora" and context.setup.checkpointing and context.adapted:
-        norms, copies = magnitude_moment(layer, context, graph=True)
-        found.append((context.tokens * residual + copies, norms))
+        found += _magnitude_moments(layer, context, saved)
     if context.stacks:
         found.append((context.tokens * (residual + mlp) + stack, 0))
     if context.setup.quantized:

@@ -145,13 +145,13 @@ def test_adafactors_temporaries_are_a_term_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("trained", "in_forward", "in_backward"),
     [
-        (False, 200_000, 200_000 + 4 * 6_400 + 2 * 6_400),
+        (False, 200_000 + 2 * 6_400, 200_000 + 4 * 6_400 + 2 * 2 * 6_400),
         # trained, the head's fp32 gradient; its cast to bf16 (128,000) stands where the tile stood, and is smaller
-        (True, 200_000, 200_000 + 4 * 6_400 + 4 * 64_000 + 2 * 6_400),
+        (True, 200_000 + 2 * 6_400, 200_000 + 4 * 6_400 + 4 * 64_000 + 2 * 2 * 6_400),
     ],
 )
 def test_chunked_loss(trained: bool, in_forward: int, in_backward: int) -> None:
-    """100 tokens, vocabulary 1,000, hidden 64, bf16: one tile, fp32 gradients of the hidden states, their result."""
+    """100 tokens, vocabulary 1,000, hidden 64, bf16: one tile, the rows that have labels, their fp32 gradients, those cast."""
     chain = loss_chain(
         loss="chunked", tokens=100, vocab_size=1000, hidden_size=64, logits_dtype="bf16", hidden_dtype="bf16",
         head_trained=trained, softcap=False,
@@ -164,7 +164,7 @@ def test_chunked_loss_is_cut_at_4096_tokens_and_32768_words() -> None:
         loss="chunked", tokens=10_000, vocab_size=100_000, hidden_size=64, logits_dtype="bf16", hidden_dtype="bf16",
         head_trained=False, softcap=False, head_cast=True,
     )  # fmt: skip
-    assert chain.loss_bytes == 2 * 4096 * 32_768 + 2 * 64 * 2 * 32_768
+    assert chain.loss_bytes == 2 * 4096 * 32_768 + 2 * 64 * 2 * 32_768 + 2 * 10_000 * 64
 
 
 def test_liger_loss() -> None:
