@@ -151,7 +151,7 @@ def test_adafactors_temporaries_are_a_term_of_the_step() -> None:
     ],
 )
 def test_chunked_loss(trained: bool, in_forward: int, in_backward: int) -> None:
-    """100 tokens, vocabulary 1,000, hidden 64, bf16: one tile, the rows that have labels, their fp32 gradients, those cast."""
+    """100 tokens, vocabulary 1,000, hidden 64, bf16: one tile, rows with labels, fp32 gradients, those cast."""
     chain = loss_chain(
         loss="chunked", tokens=100, vocab_size=1000, hidden_size=64, logits_dtype="bf16", hidden_dtype="bf16",
         head_trained=trained, softcap=False,
