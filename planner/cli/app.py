@@ -59,6 +59,8 @@ COMMANDS = {
     "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
 }
 INTERRUPTED = 130
+MEASURING = frozenset({"campaign", "confirm", "probe", "tune"})
+"""Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}
 
@@ -130,11 +132,11 @@ def run(arguments: Sequence[str]) -> int:
     except PlannerError as error:
         return fail(error)
     except typer.Abort:
-        return _interrupted()
+        return _interrupted(words)
     except CommandLineError as error:
         return fail(error)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(words)
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing is wrong, and nobody listens
         return 0
@@ -149,10 +151,11 @@ def run(arguments: Sequence[str]) -> int:
 
         return fail_internal(error, words)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
-        return _interrupted()
+        return _interrupted(words)
     return code if isinstance(code, int) else 0
 
 
-def _interrupted() -> int:
-    print("interrupted; what was measured is kept", file=sys.stderr)
+def _interrupted(words: Sequence[str]) -> int:
+    kept = "; what was measured is kept" if words and words[0] in MEASURING else ""
+    print(f"interrupted{kept}", file=sys.stderr)
     return INTERRUPTED

@@ -289,7 +289,7 @@ def _write(shelf: Shelf, folder: Path) -> None:
     from reports.ui import grid_name, grid_script
 
     pairs = shelf.pairs()
-    print(f"{len(pairs)} pairs of model and GPU", file=sys.stderr)
+    print(f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of model and GPU", file=sys.stderr)
     for model, gpu in steps(pairs, "writing", console(stderr=True)):
         name = f"{grid_name(model.model_id, gpu.key)}.js"
         write_text(folder / "grid" / name, grid_script(shelf.grid(model, gpu)), inside=folder)
