@@ -307,7 +307,7 @@ def test_page_prints(browser: Browser, page: Path) -> None:
 
 
 def test_real_plans_print_on_six_pages_and_four_compare_on_a_few_screens(browser: Browser, tmp_path: Path) -> None:
-    """Pages of A4; 6,000 px at 1,280. What is closed comes back with a link to it."""
+    """Pages of A4; 6,000 px at 1,280 and on a phone. What is closed comes back with a link to it."""
     wishes: list[tuple[str, str, dict[str, Any]]] = [
         ("meta-llama/Llama-3.1-8B", "rtx-4090", {}),
         ("Qwen/Qwen2.5-32B", "a100-80gb", {"cluster": make_cluster(find_gpu("a100-80gb"), 8)}),
@@ -322,8 +322,10 @@ def test_real_plans_print_on_six_pages_and_four_compare_on_a_few_screens(browser
         browser.open(write(tmp_path, report_html([entry])), width=1280)
         printed = base64.b64decode(browser.driver.execute_cdp_cmd("Page.printToPDF", A4)["data"])
         assert 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 6
-    browser.open(write(tmp_path, report_html(entries)), width=1280)
-    assert browser.js("return document.documentElement.scrollHeight") <= 6000
+    page = write(tmp_path, report_html(entries))
+    for width in (420, 1280):
+        browser.open(page, width=width)
+        assert browser.js("return document.documentElement.scrollHeight") <= 6000
     assert not any(browser.all("details.whole", "e.open"))
     browser.js("location.hash = 'plan-2'")
     browser.wait("document.querySelector('#plan-2 details.whole').open")
