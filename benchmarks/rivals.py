@@ -49,6 +49,7 @@ PAIRS = (
     ("meta-llama/Llama-3.3-70B-Instruct", "h100-sxm"),
 )
 ENGINES = ("trl", "axolotl", "unsloth")
+_TRL = "model_name_or_path: m\nuse_peft: true\n"
 _AXOLOTL = (
     "base_model: m\nadapter: {}\nlora_r: {}\nlora_alpha: 32\nlora_dropout: 0.05\n"
     "lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]\nsequence_len: 2048\n"
@@ -65,13 +66,10 @@ _UNSLOTH = (
 )
 RIVALS = {
     # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
-    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks), but bfloat16 for its float32 weights;
-    # 4-bit: its `--load_in_4bit` (nf4, not nested)
-    "TRL": (
-        "trl-sft.yaml",
-        "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n",
-        "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\nload_in_4bit: true\n",
-    ),
+    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks, weights in float32); 4-bit: its
+    # `--load_in_4bit` (nf4, not nested). "TRL" is given bfloat16 weights beside, "TRL, float32" is the defaults to the letter
+    "TRL": ("trl-sft.yaml", _TRL + "dtype: bfloat16\n", _TRL + "dtype: bfloat16\nload_in_4bit: true\n"),
+    "TRL, float32": ("trl-sft.yaml", _TRL, _TRL + "load_in_4bit: true\n"),
     # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml, qlora-1b.yml (a dropout: its LoRA kernels stay off)
     "Axolotl": ("axolotl.yaml", _AXOLOTL.format("lora", 16, 2), _AXOLOTL.format("qlora\nload_in_4bit: true", 32, 4)),
     # hiyouga/LLaMA-Factory@ff6d4d1 examples/train_lora/qwen3_lora_sft.yaml, train_qlora/qwen3_lora_sft_otfq.yaml
