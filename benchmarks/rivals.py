@@ -67,7 +67,7 @@ _UNSLOTH = (
 RIVALS = {
     # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
     # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks, weights in float32); 4-bit: its
-    # `--load_in_4bit` (nf4, not nested). "TRL" is given bfloat16 weights beside, "TRL, float32" is the defaults to the letter
+    # `--load_in_4bit` (nf4, not nested). "TRL" is given bfloat16 weights, "TRL, float32" nothing
     "TRL": ("trl-sft.yaml", _TRL + "dtype: bfloat16\n", _TRL + "dtype: bfloat16\nload_in_4bit: true\n"),
     "TRL, float32": ("trl-sft.yaml", _TRL, _TRL + "load_in_4bit: true\n"),
     # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml, qlora-1b.yml (a dropout: its LoRA kernels stay off)
