@@ -98,13 +98,14 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     node = node_of_setup(plan.chosen.setup)
     pairs = [(micro, wish.global_batch_seqs // micro) for micro in micro_batches(wish.global_batch_seqs)]
     speeds = [
-        (at(*pair)[1], family.with_(micro_batch_seqs=pair[0], accumulation_steps=pair[1]))
+        (at(*pair)[1], family, pair)
         for family in families(wish, node)
         for at in (speed_profile(wish.model, wish.gpu, family).at,)
         for pair in pairs
     ]
     may = None
-    for speed, setup in sorted(speeds, key=lambda pair: -pair[0]):
+    for speed, family, (micro, steps) in sorted(speeds, key=lambda one: -one[0]):
+        setup = family.with_(micro_batch_seqs=micro, accumulation_steps=steps)
         needed = peak(wish, setup)
         if needed * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes:
             break

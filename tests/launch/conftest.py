@@ -206,7 +206,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "GGUFReader", cache(reading.GGUFReader))  # transformers would read the file five times
+        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers would read the file five times, map 397
+            patch.setattr(reading, name, cache(getattr(reading, name)))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # a model loaded from GGUF refuses to be saved; the same weights in a fresh module do not

@@ -16,7 +16,7 @@ from planner.setup import TrainSetup
 from probes.child import StatusPipe
 from probes.measure import measure
 from probes.measure_depth import choose_depths
-from probes.measure_meters import CpuMeter, copy_bandwidth
+from probes.measure_meters import BENCH_BYTES, CpuMeter, copy_bandwidth
 from probes.measure_timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
 from probes.request import Limits, ProbeRequest
 from probes.runner import run_probe
@@ -47,6 +47,12 @@ SLOWEST_COPY_BYTES_PER_S = 1e6
 """A thousandth of any host's, however busy; a figure in GB/s would be a thousandth of this."""
 MEMORY_TOLERANCE = 0.01
 """Truncated against full depth, as the task asks; what was seen is 0.0001 or less (one 512-byte block per phase)."""
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bandwidth beside every measurement is found with 4 MiB instead of 64."""
+    monkeypatch.setitem(BENCH_BYTES, "cpu", 1 << 22)
 
 
 def setup(**changes: Any) -> TrainSetup:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -172,10 +173,13 @@ def test_a_model_without_attention_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def specs() -> Mapping[str, ModelSpec]:
-    """The first by a child process, as a plan has it; the others by what the child calls."""
+def specs(warm_programs: Path) -> Mapping[str, ModelSpec]:
+    """The first by a child process, as a plan has it (docs/questions.md starts one cold); the others by what the child
+    calls."""
     first, *others = UNKNOWN
-    made = {first: spec_from_config({"model_type": first, **UNKNOWN[first]}, model_id=first, source="a test")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_programs / "python"))
+        made = {first: spec_from_config({"model_type": first, **UNKNOWN[first]}, model_id=first, source="a test")}
     for name in others:
         made[name] = spec_of_tree({"model_type": name, **UNKNOWN[name]}, model_id=name, source="a test")
     return made
