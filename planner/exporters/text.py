@@ -6,6 +6,7 @@ Scalars go through PyYAML: its writer and the tools' reader then agree (a hand-w
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from planner import __version__
@@ -48,7 +49,17 @@ def section(title: str, *lines: Line | None) -> Section:
 
 def scalar(value: Any) -> str:
     """`value` as YAML on one line."""
+    return _plain(value) if isinstance(value, (str, int)) else _flow(value)
+
+
+def _flow(value: Any) -> str:
     return _dumped(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _plain(value: str | int) -> str:
+    """The same words stand in most files."""
+    return _flow(value)
 
 
 def _dumped(value: Any, **form: Any) -> str:

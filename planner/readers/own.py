@@ -250,11 +250,11 @@ def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]
 
 def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """What is asked -> (path of the key, value), where the file says one thing."""
-    leaves = list(_leaves(values, ()))
+    leaves = [(path, value, _words(path)) for path, value in _leaves(values, ())]
     found: dict[str, tuple[str, Any]] = {}
     for key, names in NAMES.items():
         for name in names:
-            said = [(path, value) for path, value in leaves if _is_named(path, name)]
+            said = [(path, value) for path, value, words in leaves if _is_named(words, name)]
             if key == "model":  # a name without an owner may be a run's: it stands where nothing better does
                 said = [one for one in said if isinstance(one[1], str)]
                 if said and "/" not in said[0][1]:
@@ -264,7 +264,7 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
                 if len({str(value) for _, value in said}) == 1:
                     found[key] = (".".join(said[0][0]), said[0][1])
                 break
-    by_name = {path[-1].lower(): value for path, value in leaves}
+    by_name = {path[-1].lower(): value for path, value, _ in leaves}
     for one, other in PARTS_OF_LENGTH:
         parts = (by_name.get(one), by_name.get(other))
         if all(type(part) is int for part in parts):
@@ -272,8 +272,12 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _is_named(path: tuple[str, ...], name: str) -> bool:
-    words = tuple(part.lower().replace("-", "_") for part in path)
+def _words(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The last two of a path's names, as programs spell them."""
+    return tuple([part.lower().replace("-", "_") for part in path[-2:]])
+
+
+def _is_named(words: tuple[str, ...], name: str) -> bool:
     block, dot, last = name.partition(".")
     return words[-1] == name if not dot else len(words) > 1 and words[-1] == last and words[-2].startswith(block)
 

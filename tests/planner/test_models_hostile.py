@@ -57,10 +57,10 @@ def _places(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[st
 
 
 def _with(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(config)
+    changed = dict(config)
     inner = changed
     for key in path[:-1]:
-        inner = inner[key]
+        inner[key] = inner = dict(inner[key])
     inner[path[-1]] = value
     return changed
 

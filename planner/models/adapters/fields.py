@@ -34,6 +34,8 @@ _ABSENT: Any = object()
 
 def shown(value: object) -> str:
     """`value` as short text, safe for a terminal whatever it is."""
+    if isinstance(value, list):  # what is shown ends within its first ones
+        value = value[:60]
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested beyond reason; integers of more than 4300 digits
