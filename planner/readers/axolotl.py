@@ -36,7 +36,6 @@ NOT_COUNTED = {
     "spectrum_top_fraction": "Spectrum trains some layers: counted as all",
     "s2_attention": "shifted sparse attention is counted as full attention",
     "tiled_mlp": "the MLP's smaller pieces (tiled_mlp) are not counted",
-    "tensor_parallel_size": "tensor parallelism is not counted",
     "peft_trainable_token_indices": "single trained rows of the embeddings are not counted",
     "overrides_of_model_kwargs": "overrides_of_model_kwargs are not followed",
     **{
