@@ -92,6 +92,11 @@ def detect(values: dict[str, Any]) -> str:
         return unsloth.FORMAT
     if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
         return llamafactory_v1.FORMAT
+    return _of_hf_names(values, keys)
+
+
+def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
+    """Whose settings these are, of the tools and programs that take transformers' names."""
     others = keys - trl.known_keys()
     of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
     if not keys & {"stage", "finetuning_type"} and own.is_training(values):

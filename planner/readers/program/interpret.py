@@ -101,9 +101,7 @@ class Reader(Functions):
                 assert node.value is not None
                 self.assign(node.target, self.value(node.value, scope), scope)
             case ast.AugAssign():
-                left = self.value(node.target, scope)
-                value = binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
-                self.assign(node.target, value, scope)
+                self.assign(node.target, self.combined(node, scope), scope)
             case ast.If():
                 self.branch(node, scope)
             case ast.For() | ast.AsyncFor():
@@ -111,11 +109,7 @@ class Reader(Functions):
             case ast.While():
                 self.once(node.body, scope)
             case ast.With() | ast.AsyncWith():
-                for item in node.items:
-                    value = self.value(item.context_expr, scope)
-                    if item.optional_vars is not None:
-                        self.assign(item.optional_vars, value, scope)
-                self.block(node.body, scope)
+                self.within(node, scope)
             case ast.Try():
                 self.block([*node.body, *node.orelse, *node.finalbody], scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -125,10 +119,7 @@ class Reader(Functions):
             case ast.Import() | ast.ImportFrom():
                 self.imported(node, scope)
             case ast.Return():
-                value = self.value(node.value, scope) if node.value is not None else Known(None)
-                if self.uncertain and self.maybe_returned:
-                    self.maybe_returned[-1].append(value)
-                raise Return(value)
+                self.leave(node, scope)
             case ast.Break():
                 raise Break
             case ast.Continue():
@@ -139,10 +130,31 @@ class Reader(Functions):
                 for case in node.cases:
                     self.once(case.body, scope)
             case ast.Delete():
-                for target in node.targets:
-                    gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
-                    if isinstance(gone, Made):
-                        gone.called["del"] = gone
+                self.forget(node, scope)
+
+    def combined(self, node: ast.AugAssign, scope: Scope) -> Value:
+        """What `a += b` makes of a."""
+        left = self.value(node.target, scope)
+        return binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+
+    def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
+        for item in node.items:
+            value = self.value(item.context_expr, scope)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value, scope)
+        self.block(node.body, scope)
+
+    def leave(self, node: ast.Return, scope: Scope) -> None:
+        value = self.value(node.value, scope) if node.value is not None else Known(None)
+        if self.uncertain and self.maybe_returned:
+            self.maybe_returned[-1].append(value)
+        raise Return(value)
+
+    def forget(self, node: ast.Delete, scope: Scope) -> None:
+        for target in node.targets:
+            gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
+            if isinstance(gone, Made):
+                gone.called["del"] = gone
 
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))

@@ -84,14 +84,8 @@ def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
     if name == "do_train" and reader.outside.arguments is not None:
         reader.program.do_train_decides = True
     match value:
-        case Dotted() if name == "is_floating_point" and value.path.startswith("torch."):
-            return Known("float" in value.name, place)
-        case Dotted() if name in ("__dataclass_fields__", "__annotations__"):
-            return _parameters(reader, value, place)
-        case Dotted() if value.path == "sys" and name == "argv":
-            return _command_line(reader)
         case Dotted():
-            return Dotted(f"{value.path}.{name}")
+            return _of_dotted(reader, value, name, place)
         case Instance() | Class():
             if name in value.attributes:
                 found = value.attributes[name]
@@ -122,6 +116,15 @@ def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
         case Unknown():
             return value
     return Made(name, receiver=value, where=place)
+
+
+def _of_dotted(reader: "Reading", value: Dotted, name: str, place: str) -> Value:
+    """An attribute of something imported or built in."""
+    if name == "is_floating_point" and value.path.startswith("torch."):
+        return Known("float" in value.name, place)
+    if name in ("__dataclass_fields__", "__annotations__"):
+        return _parameters(reader, value, place)
+    return _command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
 
 
 def call(reader: "Reading", callee: Value, made: Made) -> Value:
