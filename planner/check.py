@@ -23,6 +23,9 @@ from planner.units import gib, percent
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
 
+EVALUATION_BAND_FRACTION = 0.15
+"""What an evaluation's peak may be below its bound (`python -m benchmarks.trace_evaluation`: 0 to 15 %)."""
+
 MIN_SPEEDUP = 1.01
 """A change must promise at least this to be called faster."""
 
@@ -130,11 +133,19 @@ def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSp
 
 
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
-    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
+    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's.
+
+    `evaluation_bytes` counts the layers' inputs as checkpointing keeps them; without gradients one is there at a time.
+    """
     more = config.eval_seqs > setup.micro_batch_seqs or (config.eval_seqs and config.eval_logits)
     if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
         return 0
-    return evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    found = evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    if setup.method != "full" and not setup.kind.checkpointing:
+        return found
+    size = SIZE_BYTES[setup.weight_dtype]
+    tokens = config.eval_seqs * setup.seq_len_tokens * setup.aim.seqs_per_sample
+    return found - (model.num_layers - 1) * tokens * model.hidden_size * size
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
@@ -162,6 +173,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     predict = including(predict, config, model, gpu)
     prediction = predict(config.setup)
     band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
+    band = max(band, EVALUATION_BAND_FRACTION) if decides else band
     verdict = judge(prediction, budget_bytes, band)
     changes = []
     for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.check import Verdict, check, improve
+from planner.check import EVALUATION_BAND_FRACTION, Verdict, check, improve
 from planner.cli.checking import edits_of, predictor
 from planner.errors import NotPlanned
 from planner.gpus import find_gpu
+from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
 from planner.readers import Sharding, read_text
 from planner.readers.supply import parse_sets, supply
@@ -191,6 +192,12 @@ def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     judged = check(found, model, card, budget, predict)
     assert judged.verdict is Verdict.DOES_NOT_FIT
     assert judged.evaluation_bytes == judged.prediction.peak_device_bytes > predict(found.setup).peak_device_bytes
+    held = (
+        model.num_layers - 1,
+        8 * 1024 * model.hidden_size * 2,
+    )  # layers' inputs, kept by no forward without gradients
+    bound = evaluation_bytes(model, card, found.setup, 8)
+    assert (bound - judged.evaluation_bytes, judged.band_fraction) == (held[0] * held[1], EVALUATION_BAND_FRACTION)
     assert "per_device_eval_batch_size 2 keeps it below" in judged.notes[0]
     mended = improve(judged, model, predict)
     assert (mended.verdict, mended.labels[0]) == (Verdict.FITS, "evaluation of 2 at once")
