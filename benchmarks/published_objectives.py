@@ -52,6 +52,8 @@ def error(row: dict[str, Any]) -> float | None:
     if model is None:
         return None
     found = predict_memory(model, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
+    if "allocated_gb" in row:
+        return found.peak_allocated_bytes / (row["allocated_gb"] * 1e9) - 1
     if "reserved_gib" in row:
         return found.peak_reserved_bytes / (row["reserved_gib"] * GIB) - 1
     return found.peak_device_bytes / (row["device_gib"] * GIB) - 1
