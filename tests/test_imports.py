@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -17,7 +18,8 @@ PACKAGES = ("planner", *SIBLINGS)
 HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "datasets")
 
 
-def imported_packages(path: Path) -> set[str]:
+@cache
+def imported_packages(path: Path) -> frozenset[str]:
     """Top-level packages named by any import statement of the file, late imports included."""
     packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -25,7 +27,7 @@ def imported_packages(path: Path) -> set[str]:
             packages.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             packages.add(node.module.split(".")[0])
-    return packages
+    return frozenset(packages)
 
 
 def modules(package: str) -> list[Path]:
@@ -77,8 +79,9 @@ def foreign_packages(path: Path) -> Iterator[str]:
     """Packages of other projects that a file imports, `importorskip` and `import_module` of a name included."""
     own = {*OWN, *sys.stdlib_module_names, *(one.stem for one in path.parent.glob("*.py"))}
     own |= {one.stem for one in (ROOT / "tests" / "planner").glob("*.py")}  # the validators read the sweep from there
-    named = imported_packages(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    named, text = set(imported_packages(path)), path.read_text()
+    by_name = "importorskip" in text or "import_module" in text
+    for node in ast.walk(ast.parse(text)) if by_name else ():
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = ast.unparse(node.func).rpartition(".")[2]
             if function in ("importorskip", "import_module"):

@@ -3,11 +3,16 @@
 import copy
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+
+INITIALISERS = ("kaiming_uniform_", "normal_", "uniform_", "zeros_", "ones_")
+"""On meta there is nothing to set, but each is computed."""
 
 
 def auto_config(given: Mapping[str, Any]) -> Any:
@@ -23,7 +28,8 @@ def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
     """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
     config = auto_config(given)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    with torch.device("meta"):
+    unset: dict[str, Any] = dict.fromkeys(INITIALISERS, lambda tensor, *_, **__: tensor)
+    with torch.device("meta"), mock.patch.multiple(torch.nn.init, **unset):
         return auto.from_config(config)
 
 

@@ -23,12 +23,13 @@ CHOSEN = [*FIRST.values(), *(entry for name in MORE if (entry := catalogue.find(
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def adapt(config: Mapping[str, Any], targets: str | list[str]) -> tuple[int, set[str]]:
+def adapt(given: Mapping[str, Any], targets: str | list[str]) -> tuple[int, set[str]]:
     """Number of adapter parameters and the names of the adapted matrices, from PEFT itself."""
-    model = build_on_meta(config)
+    model = build_on_meta(given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fan_in_fan_out of Conv1D, tied heads
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM"))
+        config = peft.LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM")
+        wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)  # its matrices are on meta too
     names = [(name, value) for name, value in wrapped.named_parameters() if ".lora_" in name]
     adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name, _ in names}
     return sum(value.numel() for _, value in names), adapted
