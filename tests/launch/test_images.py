@@ -148,9 +148,32 @@ def test_targets_without_a_file_for_pictures_refuse_by_name() -> None:
         assert refused == f"{name} files are written for text: images are for trl and llamafactory"
 
 
+def test_what_trl_hands_paligemma_shows_every_token_those_after_it() -> None:
+    """Its collator passes on the processor's token types, which are zero in the answer too."""
+    import torch
+    from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
+
+    text = GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8, vocab_size=64)
+    vision = SiglipVisionConfig(**SIZES, **FRAME)
+    config = PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=63)
+    torch.manual_seed(0)
+    model = PaliGemmaForConditionalGeneration(config).eval()
+    ids = torch.arange(1, 9).unsqueeze(0)
+    other = ids.clone()
+    other[0, -1] = 9
+    for kinds, sees in ((torch.zeros_like(ids), True), (torch.ones_like(ids), False)):
+        first, second = (model(input_ids=one, token_type_ids=kinds).logits[0, 0] for one in (ids, other))
+        assert torch.equal(first, second) != sees
+    pali = spec_of("paligemma-3b-pt-448", configs()["paligemma-3b-pt-448"])
+    setup = setup_of(pali, METHODS["lora attention"], (1, 512, 1, 1))
+    refused = EXPORTERS["trl"](ExportRequest(model_id="a", model=pali, setup=setup, hyper=choose(setup))).refused
+    assert refused.endswith("nothing is learned; plan with --target llamafactory")
+
+
 def test_llamafactory_is_told_the_template_of_the_type() -> None:
     found = {}
-    for name in ("InternVL3-2B-hf", "Mistral-Small-3.1-24B-Instruct-2503", "SmolVLM-Instruct"):
+    names = ("InternVL3-2B-hf", "Mistral-Small-3.1-24B-Instruct-2503", "SmolVLM-Instruct", "paligemma-3b-pt-448")
+    for name in names:
         model = spec_of(name, configs()[name])
         setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).with_(loss="full")
         launch = EXPORTERS["llamafactory"](ExportRequest(model_id=name, model=model, setup=setup, hyper=choose(setup)))
@@ -160,4 +183,5 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
         "InternVL3-2B-hf": "template: intern_vl",
         "Mistral-Small-3.1-24B-Instruct-2503": "template: mistral_small",
         "SmolVLM-Instruct": "LLaMA-Factory has no template for the pictures of idefics3",
+        "paligemma-3b-pt-448": "template: paligemma",
     }
