@@ -71,17 +71,7 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         if isinstance(one, nn.ModuleList) and one[:1] and one[0] is layers[0]
     )
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
-    found = (_layer(layer, index, text, path, rotary) for index, layer in enumerate(layers))
-    if config.model_type in SEES_AHEAD:
-        found = (seeing_ahead(one) for one in found)
-    kinds: dict[LayerSpec, int] = {}
-    unseen: Counter[LayerSpec] = Counter()
-    order = []
-    for layer, one in zip(layers, found, strict=True):
-        if hasattr(layer, "cross_attn"):  # Llama 3.2 Vision leaves them out where there is no picture
-            unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
-        else:
-            order.append(kinds.setdefault(one, len(kinds)))
+    kinds, order, unseen = _kinds(config.model_type, layers, text, path, rotary)
     if all(layer.attention is None for layer in kinds):
         raise ValueError("no layer has attention: the formula needs an adapter for it")
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -98,8 +88,8 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         hidden_size=int(text.hidden_size),
         vocab_size=table.num_embeddings,
         max_position_embeddings=positions if isinstance(positions, int) else None,
-        layer_kinds=tuple(kinds),
-        layer_order=tuple(order),
+        layer_kinds=kinds,
+        layer_order=order,
         embeddings=outer.embeddings,
         head=_linear("lm_head", head, "other"),
         tied=head.weight is table.weight,
@@ -114,6 +104,24 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         config_source=source,
         from_tree=True,
     )
+
+
+def _kinds(
+    model_type: str, layers: list[Any], text: Any, path: str, rotary: bool
+) -> tuple[tuple[LayerSpec, ...], tuple[int, ...], Counter[LayerSpec]]:
+    """The kinds of layer that text sees, of each such layer the kind, and the others: Llama 3.2 Vision leaves layers
+    out where there is no picture."""
+    kinds: dict[LayerSpec, int] = {}
+    unseen: Counter[LayerSpec] = Counter()
+    order = []
+    for index, layer in enumerate(layers):
+        one = _layer(layer, index, text, path, rotary)
+        if hasattr(layer, "cross_attn"):
+            unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
+            continue
+        one = seeing_ahead(one) if model_type in SEES_AHEAD else one
+        order.append(kinds.setdefault(one, len(kinds)))
+    return tuple(kinds), tuple(order), unseen
 
 
 def _attentions(model: Any, text: Any) -> tuple[str, ...]:
