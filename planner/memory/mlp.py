@@ -8,10 +8,10 @@ from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec
 
-ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 7, "relu2": 2, "sparse-gelu_pytorch_tanh": 2}
+ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 7, "relu2": 2, "quick_gelu": 2, "sparse-gelu_pytorch_tanh": 2}
 """How many tensors of the intermediate size an activation function keeps for its backward: those composed of single
 operations ("gelu_fast" cubes by products, each of which keeps its factors; Gemma 3n's sparse one cuts at a deviation
-first, which keeps its input); every other is one kernel that keeps its
+first, which keeps its input; a quick GELU keeps its input and the sigmoid); every other is one kernel that keeps its
 input (relu: its output).
 Source: transformers 5.23 `activations.py`."""
 
