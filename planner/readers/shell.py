@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from planner.errors import NotATraining
+from planner.readers.shell_branches import Branches
 from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -109,18 +110,16 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
 
 def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
-    folder, exported, conditions = ".", set[str](), 0
+    folder, exported, branches = ".", set[str](), Branches(_filled, is_open)
     for line in _lines(text):
-        conditions += len(re.findall(r"(?:^|;)\s*if\b", line)) - len(re.findall(r"(?:^|;)\s*fi\b", line))
-        exported.update(given := _EXPORTED.findall(line))
-        before = variables.get(given[0]) if given and conditions > 0 else None
+        if branches.skips(line, variables):
+            continue
+        exported.update(_EXPORTED.findall(line))
         if unless_set := _DEFAULT.match(line):
             line = "=".join(unless_set.groups()) if not variables.get(unless_set[1]) else ""
         assigned = _SET.match(line)
         if assigned and _is_assignment(assigned[2]):
             _assign(assigned, line, variables)
-            if before and before != variables[assigned[1]]:
-                variables[assigned[1]] = f"${assigned[1]}"  # which of the two the launch sees is not known
             continue
         for part in _parts(line):
             own = dict(variables)

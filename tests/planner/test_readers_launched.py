@@ -368,3 +368,35 @@ def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
     blind = read_text(PICTURES, "mm.yaml", model=catalogue.load("meta-llama/Llama-3.1-8B"))
     assert not blind.missing
     assert "images are not counted, text tokens only" in blind.approximations
+
+
+BRANCHES = """SIZE=$1
+if [ "$SIZE" = "7b" ]; then
+  MODEL=meta-llama/Llama-2-7b-hf
+  BATCH=4
+elif [[ $SIZE == 8b ]]; then
+  MODEL=meta-llama/Llama-3.1-8B
+  BATCH=2
+else
+  MODEL=meta-llama/Llama-2-13b-hf
+  BATCH=1
+fi
+if [ -z "$STEPS" ]; then
+  STEPS=8
+fi
+if [ $BATCH -gt 99 ]; then
+  BATCH=99
+  exit 1
+fi
+trl sft --model_name_or_path $MODEL --per_device_train_batch_size $BATCH --gradient_accumulation_steps $STEPS \\
+  --max_length 512
+"""
+
+
+def test_the_branch_of_a_script_that_is_certainly_taken_counts_and_others_are_open() -> None:
+    found = read_text(BRANCHES, "run.sh")
+    assert {one.field for one in found.missing} == {"model", "micro_batch_seqs"}
+    assert found.setup.accumulation_steps == 8
+    for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("70b", "Llama-2-13b-hf", 1)):
+        found = read_text(BRANCHES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
+        assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
