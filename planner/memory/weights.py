@@ -99,7 +99,7 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
         + layer_extra_bytes(model, setup)
-        + (4 - plain) * setup.widens_trained * _last_params(model, setup),
+        + ((4 - plain) * _last_params(model, setup) if setup.widens_trained else 0),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
         "outer": outer,
