@@ -190,7 +190,7 @@ def differing(setup: TrainSetup, *rows: tuple[str, object, str]) -> tuple[Differ
         if field == "adapter_dtype":
             if setup.method == "full":
                 continue
-            planned = setup.with_(kbit_fp32_cast=False).resolved_adapter_dtype
+            planned = setup.trusted_with(kbit_fp32_cast=False).resolved_adapter_dtype
         if planned != runs_as:
             found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=reason))
     return tuple(found)
