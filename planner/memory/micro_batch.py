@@ -133,18 +133,13 @@ def activation_parts(
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
-    tokens = setup.forward_tokens
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
     last = costs[-1]
-    if setup.kind.form == "prompt" and setup.checkpointing:  # a hook makes the text's embeddings a leaf of their own
-        stored["inputs"] += SIZE_BYTES[flow.table] * model.hidden_size * setup.micro_batch_seqs * setup.seq_len_tokens
     biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
-    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
-    embedding_norm, final_norm = _outer_norms(model, setup, flow, tokens)
-    stored["norm"] += embedding_norm
     stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
+    final_norm = _add_around(stored, model, setup, flow)
     behind = _gone_behind(model, setup, costs, kept)
     layer_moments = _largest_moments(setup, costs, counts, kept, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
@@ -258,6 +253,17 @@ def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float
     if "lora" in setup.fused_parts(model.model_type):  # fused functions cast by themselves, past autocast's cache
         return kept, 0
     return kept, int(2 * (trained.num - trained.stacked) * (1 - share))
+
+
+def _add_around(stored: dict[str, int], model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
+    """Adds what stands around the layers to the backward's end; the bytes of the norm behind them."""
+    tokens = setup.forward_tokens
+    if setup.kind.form == "prompt" and setup.checkpointing:  # a hook makes the text's embeddings a leaf of their own
+        stored["inputs"] += SIZE_BYTES[flow.table] * model.hidden_size * setup.micro_batch_seqs * setup.seq_len_tokens
+    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits_of(model).streams)
+    before, behind = _outer_norms(model, setup, flow, tokens)
+    stored["norm"] += before
+    return behind
 
 
 def _outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> tuple[int, int]:
