@@ -65,11 +65,8 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
     layers = layers_of(model)
     if len(layers) > MAX_LAYERS:
         raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
-    path = next(
-        name
-        for name, one in model.named_modules()
-        if isinstance(one, nn.ModuleList) and one[:1] and one[0] is layers[0]
-    )
+    lists = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one))
+    path = next(name for name, one in lists if one[0] is layers[0])
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
     kinds, order, unseen = _kinds(config.model_type, layers, text, path, rotary)
     if all(layer.attention is None for layer in kinds):
@@ -304,35 +301,44 @@ def _attention(
     module = modules[place]
     out = roles["o"].in_features if "o" in roles else int(text.hidden_size)
     dim = getattr(module, "head_dim", None) or out // heads
-    if "k" in roles:
-        num_kv = roles["k"].out_features // dim
-        value_dim = roles["v"].out_features // num_kv if "v" in roles else dim
-    elif "qkv" in roles:
-        num_kv = max(1, (roles["qkv"].out_features // dim - heads) // 2)
-        value_dim = dim
-    elif getattr(module, "is_kv_shared_layer", False):  # another layer's keys and values
-        num_kv, value_dim = int(text.num_key_value_heads), dim
-    else:
-        raise ValueError("queries without keys: latent attention needs an adapter")
+    num_kv, value_dim = _keys_and_values(roles, module, text, heads, dim)
     rotated = getattr(text, "no_rope_layers", None)  # holds 1 where rotary embeddings ARE applied
     if rotated:
         rotary = rotary and bool(rotated[index])
-    types = getattr(text, "layer_types", None)
-    slides = types[index] in ("sliding_attention", "chunked_attention") if types else True
-    window = _first(module, "sliding_window", "window_size") or _first(text, "sliding_window", "attention_chunk_size")
-    uses = getattr(text, "use_sliding_window", True) and slides and isinstance(window, int)
     factor = (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=num_kv,
         head_dim=dim,
         value_head_dim=value_dim,
-        window_tokens=window if uses else None,
+        window_tokens=_window(module, index, text),
         rotary=rotary,
         rotary_fraction=float(factor) if isinstance(factor, (int, float)) else 1.0,
         softcap=bool(getattr(text, "attn_logit_softcapping", None)),
         sinks=any("sinks" in name for name, _ in module.named_parameters(recurse=False)),
     )
+
+
+def _keys_and_values(
+    roles: Mapping[Any, LinearSpec], module: nn.Module, text: Any, heads: int, dim: int
+) -> tuple[int, int]:
+    """Number of key and value heads, and the size of a value head."""
+    if "k" in roles:
+        num_kv = roles["k"].out_features // dim
+        return num_kv, roles["v"].out_features // num_kv if "v" in roles else dim
+    if "qkv" in roles:
+        return max(1, (roles["qkv"].out_features // dim - heads) // 2), dim
+    if getattr(module, "is_kv_shared_layer", False):  # another layer's keys and values
+        return int(text.num_key_value_heads), dim
+    raise ValueError("queries without keys: latent attention needs an adapter")
+
+
+def _window(module: nn.Module, index: int, text: Any) -> int | None:
+    """Tokens that a layer sees, None for all."""
+    types = getattr(text, "layer_types", None)
+    slides = types[index] in ("sliding_attention", "chunked_attention") if types else True
+    window = _first(module, "sliding_window", "window_size") or _first(text, "sliding_window", "attention_chunk_size")
+    return window if getattr(text, "use_sliding_window", True) and slides and isinstance(window, int) else None
 
 
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:

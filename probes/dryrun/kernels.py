@@ -118,37 +118,39 @@ def sdpa_of(log: KernelLog) -> Any:
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = cached_cast(attn_mask, dtype)
         with without_casts():
-            return chosen(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-    def chosen(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
-        log.note(kernel, reason)
-        mask = _additive(attn_mask, query.dtype)
-        if kernel == "flash":
-            return _flash_padded(query, key, value, dropout_p, is_causal, scale)
-        if kernel == "efficient":
-            if mask is not None:
-                mask = _expanded(mask, query, key)
-            out = torch.ops.aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-            )
-            return out[0]
-        rows, columns = query.shape[-2], key.shape[-2]
-        log.math_matrix_bytes = max(log.math_matrix_bytes, query.shape[0] * query.shape[1] * rows * columns * 4)
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+            return _chosen(log, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
+
+
+def _chosen(
+    log: KernelLog,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention by the kernel that PyTorch chooses for these arguments."""
+    kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
+    log.note(kernel, reason)
+    mask = _additive(attn_mask, query.dtype)
+    if kernel == "flash":
+        return _flash_padded(query, key, value, dropout_p, is_causal, scale)
+    if kernel == "efficient":
+        if mask is not None:
+            mask = _expanded(mask, query, key)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )[0]
+    rows, columns = query.shape[-2], key.shape[-2]
+    log.math_matrix_bytes = max(log.math_matrix_bytes, query.shape[0] * query.shape[1] * rows * columns * 4)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -13,8 +13,8 @@ layers that several stand for), `SpliceError` says so and the caller runs the fu
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from planner.setup import TrainSetup
@@ -315,51 +315,58 @@ def _split(trace: Trace) -> list[_Segment]:
     return segments
 
 
-def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
-    """What happens to its own storages apart from what happens to others'."""
-    origins = trace.origins
-    places: dict[int, int] = {}
-    runs: list[list[Step]] = [[]]
-    holes: list[list[tuple[int, int]]] = []
-    numbers: list[int] = []
+@dataclass
+class _Parting:
+    """What a segment does to its own storages apart from what it does to others'."""
 
-    def beside(number: int, kind: int) -> None:
-        if runs[-1] or not holes:
-            holes.append([])
-            runs.append([])
-        holes[-1].append((number, kind))
+    runs: list[list[Step]] = field(default_factory=lambda: [[]])
+    holes: list[list[tuple[int, int]]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
 
-    for event in events:
-        if isinstance(event, Alloc):
-            if origins[event.id].op.startswith(WORKSPACE):
-                beside(event.id, _ONCE)
-                continue
-            places[event.id] = len(numbers)
-            runs[-1].append((len(numbers), event.size_bytes))
-            numbers.append(event.id)
+    def add(self, event: Event, origins: Mapping[int, Origin]) -> None:
+        """The next event."""
+        if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
+            self._beside(event.id, _ONCE)
+        elif isinstance(event, Alloc):
+            self.places[event.id] = len(self.numbers)
+            self.runs[-1].append((len(self.numbers), event.size_bytes))
+            self.numbers.append(event.id)
         elif isinstance(event, Free):
-            place = places.pop(event.id, None)
+            place = self.places.pop(event.id, None)
             if place is None:
-                beside(event.id, _ELSEWHERE)
+                self._beside(event.id, _ELSEWHERE)
             else:
-                runs[-1].append((place, None))
-    found = [origins[number] for number in numbers]
-    pattern = Pattern(
-        runs=runs,
-        sizes=[one.size_bytes for one in found],
-        left=[*places.values()],
-        origins=found,
-        owners={place: trace.owners[number] for place, number in enumerate(numbers) if number in trace.owners},
-    )
+                self.runs[-1].append((place, None))
+
+    def _beside(self, number: int, kind: int) -> None:
+        if self.runs[-1] or not self.holes:
+            self.holes.append([])
+            self.runs.append([])
+        self.holes[-1].append((number, kind))
+
+
+def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
+    parted = _Parting()
+    for event in events:
+        parted.add(event, trace.origins)
+    found = [trace.origins[number] for number in parted.numbers]
+    owners = {place: trace.owners[one] for place, one in enumerate(parted.numbers) if one in trace.owners}
     return _Segment(
         phase=phase,
         layer=layer,
         occurrence=occurrence,
         nth=nth,
         events=events,
-        pattern=pattern,
-        holes=holes,
-        numbers=numbers,
+        pattern=Pattern(
+            runs=parted.runs,
+            sizes=[one.size_bytes for one in found],
+            left=[*parted.places.values()],
+            origins=found,
+            owners=owners,
+        ),
+        holes=parted.holes,
+        numbers=parted.numbers,
     )
 
 

@@ -1,7 +1,7 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -155,25 +155,15 @@ def trace_run(
     attention, notes = resolve_attention(config, setup)
     on_meta = device == "meta"
     with ExitStack() as stack:
-        stack.enter_context(emulation_installed())
-        stack.enter_context(kernels_of(log, config))
-        stack.enter_context(fused_dropout(device))
+        for one in (emulation_installed(), kernels_of(log, config), fused_dropout(device)):
+            stack.enter_context(one)
         if on_meta:
             stack.enter_context(meta_operators())
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
-        tracker = (Tracker if world is None else world.tracker)(
-            device,
-            temporaries=temporaries() if on_meta and workspaces else None,
-            answer=not setup.packing,
-        )
-        spread = None
-        if world is None:
-            owners = load(tracker, model)
-            if reference is not None:
-                owners |= load(tracker, reference, REFERENCE)
-        else:
-            spread, owners = stack.enter_context(world.prepared(tracker, model, setup))
+        made = Tracker if world is None else world.tracker
+        tracker = made(device, temporaries=temporaries() if on_meta and workspaces else None, answer=not setup.packing)
+        spread, owners = stack.enter_context(_loaded(tracker, model, reference, setup, world))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         trace = Trace(
             events=tracker.events,
@@ -193,6 +183,21 @@ def trace_run(
         tracker.close()
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
+
+
+@contextmanager
+def _loaded(
+    tracker: Tracker, model: Any, reference: Any, setup: TrainSetup, world: World | None
+) -> Iterator[tuple[Any, dict[int, tuple[str, str]]]]:
+    """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
+    if world is not None:
+        with world.prepared(tracker, model, setup) as found:
+            yield found
+        return
+    owners = load(tracker, model)
+    if reference is not None:
+        owners |= load(tracker, reference, REFERENCE)
+    yield None, owners
 
 
 @dataclass

@@ -17,7 +17,7 @@ from planner.gpu import GpuSpec
 from planner.lengths import OverLengths
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from probes.allocator import Alloc, Event, Free, Phase, replay
+from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
 from probes.allocator.stretches import flat
 from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
 from probes.dryrun.depths import plan_depth
@@ -89,7 +89,6 @@ def over_lengths(
     """
     if setup.num_gpus > 1 or setup.packing or setup.objective != "sft":
         raise ValueError("lengths vary in padded supervised training on one GPU")
-    longest = max(batches)
 
     def run(length: int) -> Trace:
         say(f"dry run of the step at {length:,} tokens ...")
@@ -100,32 +99,38 @@ def over_lengths(
     with collection_paused():
         at, rounded = standing_in_for(lambda: _by_length(sorted(set(batches)), run))
         say(f"replaying {len(batches)} micro-batches ...")
-        per_step = setup.accumulation_steps
-
-        def events(lengths: Sequence[int]) -> Iterator[Event]:
-            return _Epoch(at).events(lengths, per_step)
-
-        expandable = setup.expandable_segments
-        found = replay(events(batches), expandable_segments=expandable)
-        constant = replay(events([longest] * (2 * per_step)), expandable_segments=expandable)
-        retries: int | None = 0
-        limit = max(0, gpu.memory_bytes - outside_bytes(gpu, setup))
-        if found.peak_reserved_bytes > limit:
-            within = replay(events(batches), expandable_segments=expandable, limit_bytes=limit)
-            retries = within.num_retries if within.fits else None
+        found, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
     return OverLengths(
         source=source,
         seed=seed,
         num_micro_batches=len(batches),
         num_lengths=len({*batches}),
         shortest_tokens=min(batches),
-        longest_tokens=longest,
+        longest_tokens=max(batches),
         rounded=rounded,
         peak_allocated_bytes=found.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
         constant_reserved_bytes=constant.peak_reserved_bytes,
         num_retries=retries,
     )
+
+
+def _replays(
+    at: Callable[[int], Sized], batches: Sequence[int], setup: TrainSetup, limit_bytes: int
+) -> tuple[ReplayResult, ReplayResult, int | None]:
+    """Of all micro-batches, of two steps of the longest alone, and how often the first tries again under the card's
+    limit (None: it runs out)."""
+    per_step, expandable = setup.accumulation_steps, setup.expandable_segments
+
+    def events(lengths: Sequence[int]) -> Iterator[Event]:
+        return _Epoch(at).events(lengths, per_step)
+
+    found = replay(events(batches), expandable_segments=expandable)
+    constant = replay(events([max(batches)] * (2 * per_step)), expandable_segments=expandable)
+    if found.peak_reserved_bytes <= limit_bytes:
+        return found, constant, 0
+    within = replay(events(batches), expandable_segments=expandable, limit_bytes=max(0, limit_bytes))
+    return found, constant, within.num_retries if within.fits else None
 
 
 def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callable[[int], Sized], bool]:
