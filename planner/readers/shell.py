@@ -6,14 +6,14 @@ Variables that the script itself sets are put in; nothing is executed, no comman
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
 from planner.errors import NotATraining
-from planner.readers.shell_branches import Branches
+from planner.readers.shell_branches import Branches, with_ifs
 from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -100,7 +100,10 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
         return f"{match[1]}\n{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}\n"
 
     variables = {str(place): word for place, word in enumerate(arguments, start=1)} | {"@": shlex.join(arguments)}
-    found = tuple(_commands(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, text)), variables))
+    filled = _SUBSTITUTION.sub(put_in, _OPTION.sub(given, text))
+    found = tuple(_commands(with_ifs(_lines(filled)), dict(variables)))
+    if all(command.tool == "script" for command in found):  # a menu: without a word it shows its help
+        found = tuple(_commands(_lines(filled), variables))
     if not found:
         raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
@@ -109,9 +112,9 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
     return found
 
 
-def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
+def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Command]:
     folder, exported, branches = ".", set[str](), Branches(_filled, is_open)
-    for line in _lines(text):
+    for line in lines:
         if branches.skips(line, variables):
             continue
         exported.update(_EXPORTED.findall(line))
@@ -130,7 +133,7 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
                 variables[words[1]] = words[3]  # the first turn
             inner = _handed_to_shell(words)
             alone = None if inner else _command(words, own)
-            for command in _commands(inner, own) if inner else () if alone is None else (alone,):
+            for command in _commands(with_ifs(_lines(inner)), own) if inner else () if alone is None else (alone,):
                 said = {key: value for key, value in own.items() if key in exported or variables.get(key) != value}
                 yield replace(
                     command,

@@ -1,16 +1,72 @@
-"""`if` blocks of a shell script: which branch is certainly taken, and which variables are open behind them."""
+"""`if` and `case` of a shell script: which branch is certainly taken, and which variables are open behind them."""
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 _WORD = re.compile(r"^(if|elif|else|fi)\b\s*(.*)$", re.DOTALL)
 _EQUAL = re.compile(r"^\[{1,2}\s+\"?([^\"\s]*)\"?\s+(==?|!=)\s+[\"']?([^\"'\s*]*)[\"']?\s+\]{1,2}$")
 _NUMBERS = re.compile(r"^\[{1,2}\s+\"?([^\"\s]*)\"?\s+-(eq|ne|gt|ge|lt|le)\s+\"?([^\"\s]*)\"?\s+\]{1,2}$")
 _EMPTY = re.compile(r"^\[{1,2}\s+(-z|-n)\s+\"?\$\{?(\w+)(?::-)?\}?\"?\s+\]{1,2}$")
+_CASE = re.compile(r"^case\s+\"?([^\"\s]+)\"?\s+in\b\s*(.*)$", re.DOTALL)
+_PATTERN = re.compile(r"^\(?\s*([^()\s;|]+(?:\s*\|\s*[^()\s;|]+)*)\s*\)\s*(.*)$", re.DOTALL)
+_ONE_OF = re.compile(r"^\[ \"([^\"]*)\" in \"([^\"]*)\" \]$")
 _LAUNCH = re.compile(r"\b(?:accelerate|torchrun|deepspeed|python3?)\b")
 """A launch that a variable holds: how it is started changes its GPUs, not its program."""
+
+
+@dataclass
+class _Case:
+    """A `case` that is open: its word, whether it has had a pattern, and whether a branch of it is open."""
+
+    word: str
+    begun: bool = False
+    inside: bool = False
+
+
+def with_ifs(lines: Iterable[str]) -> Iterator[str]:
+    """The lines with every `case` as an `if` of its patterns; those of a loop, which reads the script's own options,
+    stay."""
+    cases: list[_Case] = []
+    loops = 0
+    for line in lines:
+        loops += bool(re.match(r"(?:while|until|for)\b", line)) - bool(re.search(r"(?:^|;\s*)done\b", line))
+        if loops > 0 or not (cases or _CASE.match(line)):
+            yield line
+            continue
+        rest = line
+        while rest := rest.strip(" \t\n"):
+            if found := _CASE.match(rest):
+                cases.append(_Case(found[1]))
+                rest = found[2]
+            elif not cases:
+                yield rest
+                break
+            else:
+                rest = yield from _in_case(cases, rest)
+
+
+def _in_case(cases: list[_Case], text: str) -> Generator[str, None, str]:
+    """One step inside the innermost `case`; what of the line is left."""
+    case = cases[-1]
+    if re.match(r"esac\b", text):
+        cases.pop()
+        if case.begun:
+            yield "fi"
+        return text.removeprefix("esac").lstrip("; ")
+    if not case.inside and (found := _PATTERN.match(text)):
+        patterns = re.sub(r"[\s\"']", "", found[1])
+        word = "else" if case.begun and patterns == "*" else "elif" if case.begun else "if"
+        yield word if word == "else" else f'{word} [ "{case.word}" in "{patterns}" ]; then'
+        case.begun = case.inside = True
+        return found[2]
+    head, ends, tail = text.partition(";;")
+    case.inside = case.inside and not ends
+    quoted = '"' in head or "'" in head or "$(" in head
+    yield from filter(None, [part.strip() for part in ([head] if quoted else head.split(";"))])
+    return tail
 
 
 @dataclass
@@ -78,6 +134,11 @@ class Branches:
     def truth(self, condition: str, variables: dict[str, str]) -> bool | None:
         """Whether a test of one variable is true; None where that is not known."""
         test = re.sub(r"\s*;\s*then\b.*$", "", condition.strip(), flags=re.DOTALL)
+        if found := _ONE_OF.match(test):
+            value, patterns = self.filled(found[1], variables), found[2].split("|")
+            if "*" in patterns:
+                return True
+            return None if self.is_open(value) else any(fnmatchcase(value, pattern) for pattern in patterns)
         if found := _EMPTY.match(test):
             value = variables.get(found[2], "")
             return None if self.is_open(value) else (value == "") is (found[1] == "-z")

@@ -400,3 +400,31 @@ def test_the_branch_of_a_script_that_is_certainly_taken_counts_and_others_are_op
     for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("70b", "Llama-2-13b-hf", 1)):
         found = read_text(BRANCHES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
         assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
+
+
+CASES = """SIZE=$1
+STEPS=8
+case "$SIZE" in
+  7b) MODEL=meta-llama/Llama-2-7b-hf; BATCH=4 ;;
+  8b|llama3*)
+    MODEL=meta-llama/Llama-3.1-8B
+    BATCH=2
+    ;;
+  *)
+    echo "unknown size"
+    exit 1
+    ;;
+esac
+case $(hostname) in node*) STEPS=8;; esac
+trl sft --model_name_or_path $MODEL --per_device_train_batch_size $BATCH --gradient_accumulation_steps $STEPS \\
+  --max_length 512
+"""
+
+
+def test_a_case_of_a_script_is_followed_like_an_if() -> None:
+    found = read_text(CASES, "run.sh")
+    assert {one.field for one in found.missing} == {"model", "micro_batch_seqs"}
+    assert found.setup.accumulation_steps == 8
+    for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("llama3-8", "Llama-3.1-8B", 2)):
+        found = read_text(CASES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
+        assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
