@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from planner.choices.adapters import ADAPTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models import catalogue

@@ -29,7 +29,7 @@ REPEATS = 3
 def child(model: str) -> dict[str, object]:
     """Times one model in this process: the first run is cold."""
     wall, cpu = time.perf_counter(), time.process_time()
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.models import catalogue
     from planner.setup import TrainSetup
     from probes.dryrun import DryRunReport, dry_run_report

@@ -22,8 +22,8 @@ from typing import Any
 
 from planner.outcome import Measurement
 from planner.setup import TrainSetup
-from probes.request import Limits, ProbeRequest
-from probes.runner import probe_environment, run_probe
+from probes.gpu.request import Limits, ProbeRequest
+from probes.gpu.runner import probe_environment, run_probe
 
 MAX_COST_RATIO = 3.0
 MAX_MEMORY_MISS = 0.01

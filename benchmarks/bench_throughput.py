@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.setup import TrainSetup
 from planner.setup_fields import LOSSES

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from planner.calibration_bands import memory_band
 from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup
 from planner.decision.simplicity import simplicity
-from planner.gpus import find_gpu
+from planner.evidence.bands import memory_band
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.planning.space import branches, dimension_values, micro_batches
 from planner.setup import TrainSetup
-from planner.space import branches, dimension_values, micro_batches
 from planner.speed import speed_profile
 from planner.wish import Wish
 from planner.workload import Workload

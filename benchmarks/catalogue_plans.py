@@ -19,12 +19,12 @@ from typing import Any
 
 from planner.decision.facts import Limits
 from planner.errors import PlannerError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.plan import NoPlan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
 
 GPUS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")

@@ -3,8 +3,8 @@
     python benchmarks/dryrun_vs_measured.py --out dryrun_vs_measured.jsonl [--groups fms_acceleration,...]
     python benchmarks/dryrun_vs_measured.py --out dryrun_vs_measured.jsonl --table
 
-Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.measured`), the newest of repeats
-under other library versions. The step that is run is that of the libraries installed here; what differed in the
+Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.evidence.measured`), the newest of
+repeats under other library versions. The step that is run is that of the libraries installed here; what differed in the
 recorded stack is in the row's `differs`.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import PlannerError
-from planner.gpus import find_gpu
+from planner.evidence.measured import MeasuredRow, load_rows, newest_versions
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_to_dict
-from planner.measured import MeasuredRow, load_rows, newest_versions
 from planner.models import catalogue
 
 

@@ -11,7 +11,7 @@ transformers 5 the same script compares the stacked experts.
 import warnings
 from typing import TYPE_CHECKING
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import of_transformers_4
@@ -59,7 +59,7 @@ def real_peak(setup: TrainSetup) -> int:
     import torch
     import transformers
 
-    from probes.measure_meters import CpuMeter
+    from probes.gpu.meters import CpuMeter
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**CONFIG)

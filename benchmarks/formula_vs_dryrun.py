@@ -23,9 +23,9 @@ from typing import Any
 
 from planner.choices.kernels import parts_of
 from planner.errors import SetupError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import experts_refusal, flash_refusal
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.kernels import experts_refusal, flash_refusal
 from planner.memory.model import predict_memory
 from planner.memory.types import PHASES, MemoryBreakdown
 from planner.models import catalogue

@@ -4,7 +4,7 @@
     python -m benchmarks.gathered --first    # also records the first look at rows that have none
     python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
 
-Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.measured`, each with its source
+Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.evidence.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
 band is ever fitted on it. The first look (`benchmarks/data/gathered_first.json`) is what the formula said before
 anybody here had seen the row's error; it is written once and never again.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.measured import MeasuredRow, Quantity, read_rows
+from planner.evidence.measured import MeasuredRow, Quantity, read_rows
 from planner.predict import predict
 from reports.accuracy import predicted_figure
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.image_models import configs
 from planner.choices.images import Images, with_text
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

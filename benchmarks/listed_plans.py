@@ -11,10 +11,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
 from planner.workload import Data
 

@@ -15,7 +15,7 @@ Face is 2.65 MB a token above 9.7 GiB; the dry run's is 2.68 MB above 9.4 GiB wi
 Source: unsloth.ai/docs/basics/unsloth-benchmarks and unsloth.ai/blog/llama3-3 (December 2024; an A100 for the 70B).
 """
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.setup import TrainSetup

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from planner.cli.cluster_options import cluster_of
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, merged
 from planner.errors import PlannerError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.planning import choose
-from planner.space import dimension_values
+from planner.planning.answer import choose
+from planner.planning.space import dimension_values
 from planner.wish import Wish
 
 MODELS = (

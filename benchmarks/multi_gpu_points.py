@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_points import _model
-from planner.cluster import Cluster, make_cluster
-from planner.gpu import GpuSpec
-from planner.gpus import find_gpu
+from planner.hardware.cluster import Cluster, make_cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

@@ -6,8 +6,8 @@ Source: NVIDIA ADLR, MegatronLM's supercharged V1.0, https://nv-adlr.github.io/M
 8.3 billion parameters agree), the length GPT-2's; assumed: fp16 autocast, eager attention, every layer checkpointed.
 """
 
-from planner.cluster import make_cluster
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.models.adapters import spec_from_config
 from planner.parallel.speed import spread_step_time
 from planner.setup import TrainSetup

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from planner.errors import PlannerError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models.resolve import resolve_model
 from planner.outcome import Measurement, Prediction

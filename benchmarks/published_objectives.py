@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.image_models import configs
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.measured import MeasuredRow
+from planner.evidence.measured import MeasuredRow
 from planner.outcome import (
     Candidate,
     Environment,

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from planner.app.climb import answered
 from planner.errors import PlannerError
-from planner.gpu import GpuSpec
-from planner.gpus import find_gpu
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
 from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu
-from planner.gpus import find_gpu
-from planner.measured import load_rows
+from planner.evidence.measured import load_rows
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Candidate, Evidence, Prediction, Rung
 from planner.predict import predict

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from planner.engines import why_not
 from planner.errors import SetupError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import rank_memories
 from planner.models import catalogue

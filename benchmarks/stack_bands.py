@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gathered
-from planner.calibration_bands import LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.measured import MeasuredRow, Quantity, load_rows
+from planner.evidence.bands import LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
+from planner.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.outcome import Prediction
 from planner.predict import predict
 from reports.accuracy import predicted_figure

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trace_vs_dryrun import GPU, config_of
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.around import between_steps_bytes, evaluation_bytes, logits_bytes
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config

@@ -23,11 +23,11 @@ from typing import Any
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.rollouts import Rollout
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_to_dict
 from planner.models.adapters import spec_from_config
 from planner.plan import NoPlan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS

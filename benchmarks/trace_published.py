@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.trace_result import TraceResult
 from planner.units import GIB
 from probes.phantom.card import card_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trace_vs_dryrun import GPU, SEQ_LEN, config_of, prepared
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config

@@ -13,10 +13,10 @@ import argparse
 import statistics
 from pathlib import Path
 
-from planner.gpus import find_gpu
-from planner.lengths import OverLengths, micro_batches, stated_lengths
-from planner.measured import MeasuredRow, load_rows, newest_versions
+from planner.evidence.measured import MeasuredRow, load_rows, newest_versions
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 from planner.units import gib
 
 GROUP = "ms_swift_benchmark"

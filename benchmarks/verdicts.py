@@ -13,7 +13,7 @@ from benchmarks import gathered
 from planner.check import Verdict, judge
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.measured import MeasuredRow, load_rows
+from planner.evidence.measured import MeasuredRow, load_rows
 from planner.predict import predict
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy" / "verdicts.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import EnvironmentProblem
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan

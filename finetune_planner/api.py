@@ -111,9 +111,9 @@ def estimate(
     """
     from planner.cli.estimate import candidate_of
     from planner.cli.options import Memory
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
+    from planner.hardware.kernels import default_attention
     from planner.interchange import asked_setup
-    from planner.kernels import default_attention
     from planner.models.resolve import resolve_model
 
     spec, card, wanted = resolve_model(model), find_gpu(gpu), asked_setup(setup)
@@ -164,7 +164,7 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
         EnvironmentProblem: it cannot be followed. UsageError: its own error.
     """
     from planner.cli.trace import answer_of, order_of
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.option_values import memory_and_headroom
     from probes.phantom.card import TraceOptions
 

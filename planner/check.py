@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.around import evaluation_bytes, logits_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python_argv(*words: str) -> tuple[str, ...]:
-    """The command of another Python: `python_argv("-m", "probes.worker")`."""
+    """The command of another Python: `python_argv("-m", "probes.gpu.worker")`."""
     return (sys.executable, "-P", *words)
 
 

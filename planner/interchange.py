@@ -12,10 +12,10 @@ from planner.choices.adapters import ADAPTERS
 from planner.choices.images import Images
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.rollouts import Rollout
+from planner.choices.stacks import DEFAULT as DEFAULT_STACK
+from planner.choices.stacks import STACKS
 from planner.errors import SetupError
 from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
-from planner.stacks import DEFAULT as DEFAULT_STACK
-from planner.stacks import STACKS
 
 SCHEMA_VERSION = 1
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner import setup_fields as fields
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.units import GIB, gib
 
 HEADROOM_FRACTION = 0.04

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from planner.calibration_bands import memory_band, of_a_plan, with_evidence
-from planner.gpu import GpuSpec
-from planner.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
+from planner.evidence.bands import memory_band, of_a_plan, with_evidence
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.optimizer import paged_bytes
@@ -22,7 +22,7 @@ from planner.speed import cluster_of, speed_profile
 from planner.units import gib, percent
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 
 def predict(

@@ -14,9 +14,9 @@ from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
 from planner.choices.rollouts import Rollout
+from planner.choices.stacks import DEFAULT as _DEFAULT_STACK
+from planner.choices.stacks import STACKS, Stack
 from planner.setup_fields import SHARDED, check
-from planner.stacks import DEFAULT as _DEFAULT_STACK
-from planner.stacks import STACKS, Stack
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `trusted_with` copies a dictionary, thousands of times a plan
@@ -57,7 +57,7 @@ class TrainSetup:
         modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
             type of their weights.
         trained_layers: so many of the last layers train, or carry the adapters, and nothing else; 0: all.
-        stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
+        stack: one of STACK_NAMES, whose training step it is (`planner.choices.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
         quantize_experts: stacked experts are stored in the base's 4 bits too and unpacked whole, a layer's at a time
             (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`).
@@ -143,7 +143,9 @@ class TrainSetup:
     def resolved_adapter_dtype(self) -> str:
         """Data type of the LoRA matrices, with "auto" resolved as the stack does it.
 
-        Source: `planner.stacks`; peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit adapters to fp32.
+        Source: `planner.choices.stacks`; peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit
+        adapters to fp32.
+
         Under fp16 autocast only fp32 adapters train: PyTorch's GradScaler refuses fp16 gradients and has no bf16 kernel
         (`torch/amp/grad_scaler.py` _unscale_grads_, `AmpKernels.cu`).
         """

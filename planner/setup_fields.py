@@ -12,8 +12,8 @@ from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.choices.rollouts import Rollout
+from planner.choices.stacks import STACKS as _STACKS
 from planner.errors import SetupError
-from planner.stacks import STACKS as _STACKS
 
 if TYPE_CHECKING:
     from planner.setup import TrainSetup
@@ -42,7 +42,7 @@ SAVED_HEADS = ("lm_head", "embed_out")
 SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
 """What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
 STACK_NAMES = tuple(_STACKS)
-"""Whose training step a setup is for (`planner.stacks`)."""
+"""Whose training step a setup is for (`planner.choices.stacks`)."""
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from planner.choices.kernels import LIGER_PARTS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
+from planner.choices.stacks import STACKS
 from planner.errors import SetupError
-from planner.gpu import GpuSpec
-from planner.kernels import missing_kernels
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import missing_kernels
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
+from planner.planning.space import PLANNED_CACHES
 from planner.setup import TrainSetup
-from planner.space import PLANNED_CACHES
-from planner.stacks import STACKS
 
 Predict = Callable[[TrainSetup], Prediction]
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput import StepTime, conditions_of, throughput_profile
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -66,6 +66,6 @@ def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "C
     """The cluster that is given, or, where it does not hold the setup's GPUs, the one that their number suggests."""
     if cluster is not None and cluster.num_gpus == setup.num_gpus:
         return cluster
-    from planner.cluster import make_cluster  # one GPU never needs it
+    from planner.hardware.cluster import make_cluster  # one GPU never needs it
 
     return make_cluster(gpu, setup.num_gpus)

@@ -6,21 +6,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from planner import setup_fields as fields
-from planner import steps
 from planner.choices.adapters import ADAPTERS
 from planner.choices.images import with_text
 from planner.choices.objectives import aim_of, seqs_per_sample
 from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
-from planner.lora_rank import rank_floor
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.option_values import between, choices, memory_and_headroom, positive
+from planner.planning.lora_rank import rank_floor
+from planner.samples import steps
 from planner.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 DEFAULT_SEQ_LEN = 2048
 
@@ -144,7 +144,7 @@ class Wish:
                     f"--price must be US dollars per GPU hour, got {self.price}", hint="for example --price 1.89"
                 )
             return self.price, PRICE_GIVEN
-        from planner.prices import price_per_hour
+        from planner.hardware.prices import price_per_hour
 
         known = price_per_hour(gpu.key)
         if known is None:

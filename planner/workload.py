@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from planner import steps
 from planner.choices.images import Images, with_text
 from planner.choices.objectives import Objective, aim_of, seqs_per_sample
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.samples import steps
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 MIN_RANK_GIVEN, PRICE_GIVEN = "given with --min-rank", "given with --price"
 

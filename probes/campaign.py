@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from planner.codec import Outcome
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
 from probes.campaign_spec import CampaignSpec, Chain
-from probes.evaluate import Prober, out_of_memory
-from probes.executors import Executor
+from probes.gpu.evaluate import Prober, out_of_memory
+from probes.gpu.executors import Executor
 from probes.store import Store
 
 ResolveModel = Callable[[Chain], ModelSpec]

@@ -12,7 +12,7 @@ from planner.interchange import setup_from_dict
 from planner.readers.loading import parse_yaml, read_bounded
 from planner.setup import TrainSetup
 from planner.units import GIB
-from probes.request import Limits
+from probes.gpu.request import Limits
 
 MAX_MICRO_BATCH = 1024
 MAX_COMBINATIONS = 100_000

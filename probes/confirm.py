@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from planner.codec import Outcome
 from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
-from probes.evaluate import Prober
+from probes.gpu.evaluate import Prober
 
 DEFAULT_MEMORY_BAND = 0.05
 DEFAULT_TIME_BAND = 0.05

@@ -13,15 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.amd import AmdSmi
 from planner.children import child_environment, python_argv
-from planner.driver import device_handle, nvml
-from planner.driver import text as text_of
+from planner.hardware.amd import AmdSmi
+from planner.hardware.driver import device_handle, nvml
+from planner.hardware.driver import text as text_of
 from planner.install import install_command
 from planner.units import GIB, gib
-from probes.environment import device_status, library_versions
-from probes.executors import local_devices
-from probes.topology import topology
+from probes.gpu.environment import device_status, library_versions
+from probes.gpu.executors import local_devices
+from probes.gpu.topology import topology
 
 Level = Literal["ok", "warning", "missing"]
 

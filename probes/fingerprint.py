@@ -7,8 +7,8 @@ from typing import Any
 
 from planner.interchange import setup_to_dict
 from planner.outcome import Environment
-from probes.environment import fingerprint_environment
-from probes.request import ProbeRequest
+from probes.gpu.environment import fingerprint_environment
+from probes.gpu.request import ProbeRequest
 
 # Keys of a config.json that change no tensor and no kernel of a training step.
 _NOT_SHAPE = frozenset(

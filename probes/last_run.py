@@ -17,15 +17,21 @@ LAST_RUN = ROOT / "benchmarks" / "data" / "contact" / "last_gpu_run.json"
 COMMIT_FILE = ROOT / ".whl" / "commit"
 """Written by tools/carry.sh: the machine gets files, not the repository."""
 TOUCHES = ("torch.cuda", "nvml", "amdsmi", "cuda:", '"cuda"')
-ALWAYS = ("probes/device.py", "probes/failures.py", "probes/doctor_kernel.py", "probes/worker.py")
+ALWAYS = ("probes/gpu/device.py", "probes/gpu/failures.py", "probes/doctor_kernel.py", "probes/gpu/worker.py")
 """Theirs it is too, although they name nothing of it."""
-_LEFT_OUT = ("probes/dryrun/", "probes/phantom/", "probes/last_run.py", "probes/played_cuda.py", "probes/recording.py")
+_LEFT_OUT = (
+    "probes/dryrun/",
+    "probes/phantom/",
+    "probes/last_run.py",
+    "probes/contact/played_cuda.py",
+    "probes/contact/recording.py",
+)
 """These never see a GPU."""
 
 
 def cuda_files(root: Path = ROOT) -> tuple[str, ...]:
     """Every file of ours that talks to a GPU or to its driver, relative to the repository."""
-    paths = [*sorted((root / "probes").rglob("*.py")), *sorted((root / "planner").glob("*.py"))]
+    paths = [*sorted((root / "probes").rglob("*.py")), *sorted((root / "planner" / "hardware").glob("*.py"))]
     names = [(path.relative_to(root).as_posix(), path) for path in paths]
     return tuple(
         name

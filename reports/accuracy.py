@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.errors import PlannerError
-from planner.gpu import GpuSpec
-from planner.measured import MeasuredRow, Quantity, version_noise
+from planner.evidence.measured import MeasuredRow, Quantity, version_noise
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, ProbeFailure
 from planner.setup import TrainSetup

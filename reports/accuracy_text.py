@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from planner.measured import Quantity
+from planner.evidence.measured import Quantity
 from planner.units import GIB
 from reports.accuracy import AccuracyCase, AccuracyTable, GroupStats
 

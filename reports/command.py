@@ -56,7 +56,7 @@ def cluster_flags(wish: Workload) -> list[str]:
     cluster = wish.cluster
     if cluster is None:
         return []
-    from planner.cluster import make_cluster
+    from planner.hardware.cluster import make_cluster
 
     words = ["--gpus", str(cluster.num_gpus)]
     plain = make_cluster(cluster.gpu, cluster.num_gpus, num_nodes=cluster.num_nodes)

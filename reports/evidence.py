@@ -15,7 +15,7 @@ from reports.plain import clean
 from reports.text import failure_words
 
 if TYPE_CHECKING:
-    from planner.lengths import OverLengths
+    from planner.samples.lengths import OverLengths
 
 MAX_TENSORS = 12
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.units import TERA, count, gib
 from reports.page import Page
 from reports.plain import clean

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from planner.cluster import Cluster
 from planner.codec import decode
 from planner.errors import ConfigError
-from planner.gpu import GpuSpec
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
 from planner.inputs import parse_object, read_bytes
 from planner.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
 from planner.memory.types import PHASES
@@ -23,7 +23,7 @@ from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
-    from planner.lengths import OverLengths
+    from planner.samples.lengths import OverLengths
 
 MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""

@@ -2,8 +2,8 @@
 
 from planner.choices.kernels import KERNELS
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.stacks import DEFAULT as DEFAULT_STACK
 from planner.setup import TrainSetup
-from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.units import count
 from planner.workload import Workload
 from reports.plain import clean, joined, plural

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
@@ -47,7 +47,7 @@ from reports.text import (
 )
 
 if TYPE_CHECKING:
-    from planner.lengths import OverLengths
+    from planner.samples.lengths import OverLengths
 from reports.command import default_next_command
 
 MAX_TERMS = 12

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.samples.useful import useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
-from planner.useful import useful_tokens_per_s
 from planner.workload import Workload
 from reports.plain import clean, joined, plural
 from reports.setup_text import setup_words, spread_words

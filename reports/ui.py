@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from planner.choices.kernels import KERNELS
 from planner.decision.grid import Grid
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from reports.brief import GROUPS, group_bytes

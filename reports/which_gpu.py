@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.decision.facts import NODE_NAMES
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.units import count, gib

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
 
-from planner.cluster import Cluster
 from planner.codec import decode
 from planner.errors import ConfigError
+from planner.hardware.cluster import Cluster
 from planner.inputs import parse_object, read_text
 from planner.interchange import to_jsonable
 from planner.locks import lock, open_lock

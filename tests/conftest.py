@@ -85,13 +85,13 @@ def warm_programs() -> Path:
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python processes that the planner starts itself are warm; tests/probes/test_children.py starts them cold."""
-    from probes import runner
-    from probes.executors import LocalExecutor
+    from probes.gpu import runner
+    from probes.gpu.executors import LocalExecutor
 
     monkeypatch.setattr(sys, "executable", str(WARM / "python"))
-    monkeypatch.setattr(runner, "AGENT_ARGV", python_argv("-m", "probes.agent"))
+    monkeypatch.setattr(runner, "AGENT_ARGV", python_argv("-m", "probes.gpu.agent"))
     for starts in (runner.run_probe, LocalExecutor.__init__):
-        monkeypatch.setitem(starts.__kwdefaults__, "argv", python_argv("-m", "probes.worker"))
+        monkeypatch.setitem(starts.__kwdefaults__, "argv", python_argv("-m", "probes.gpu.worker"))
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def test_names_are_collected_from_the_code(tmp_path: Path) -> None:
 def test_the_code_uses_what_it_measures_with() -> None:
     names = cuda_build.every_name()
     assert {"torch.cuda.max_memory_reserved", "torch.cuda.Event", "pynvml.nvmlDeviceGetMemoryInfo"} <= set(names)
-    assert "probes/measure_meters.py" in names["torch.cuda.max_memory_reserved"]
+    assert "probes/gpu/meters.py" in names["torch.cuda.max_memory_reserved"]
 
 
 def test_a_name_that_is_gone_is_told() -> None:

@@ -35,8 +35,8 @@ PROBE = """
 import json, sys
 from planner.outcome import ProbeFailure
 from planner.setup import TrainSetup
-from probes.request import ProbeRequest
-from probes.runner import run_probe
+from probes.gpu.request import ProbeRequest
+from probes.gpu.runner import run_probe
 config = json.loads(sys.argv[1])
 found = run_probe(ProbeRequest(model_id="tiny", config=config, setup=TrainSetup(seq_len_tokens=64), device="cuda:0"))
 print("OUTCOME", found.kind.value if isinstance(found, ProbeFailure) else "measured", getattr(found, "message", ""))
@@ -60,7 +60,7 @@ def every_name() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for file in cuda_files(ROOT):
-        if file != "planner/amd.py":
+        if file != "planner/hardware/amd.py":
             for name in names_used(ROOT / file):
                 found.setdefault(name, []).append(file)
     return found
@@ -101,8 +101,8 @@ def without_driver() -> Iterator[str]:
     """What happens where there is no GPU, held against what should."""
     import torch
 
-    from probes.contact_readings import TINY
-    from probes.failures import classify_exception
+    from probes.contact.readings import TINY
+    from probes.gpu.failures import classify_exception
 
     if torch.cuda.is_available():
         return

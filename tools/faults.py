@@ -5,7 +5,7 @@
     python tools/faults.py --record FILE --seconds 240      in slices: each study's outcome is a line of FILE and stands
 
 Every run is the command `plan tune` in a process of its own on a model of two layers; its probes are real children
-(`probes.worker`) that answer from a table instead of training, so that the undisturbed answer is known. Killed with
+(`probes.gpu.worker`) that answer from a table instead of training, so that the undisturbed answer is known. Killed with
 SIGKILL at start-up, in the middle of a probe and while a result is told, and called again until it ends.
 
 A measurement is lost when the undisturbed search has it and the resumed one does not; it is measured twice when the
@@ -85,7 +85,7 @@ def tune(words: list[str]) -> int:
     from functools import partial
 
     from planner.cli.app import run
-    from probes import executors
+    from probes.gpu import executors
     from search import run as search_run
     from search.liveness import Pulse
 
@@ -105,7 +105,7 @@ def fail_at(number: int, disk: Disk) -> None:
     from sqlalchemy import Engine, event
 
     import planner.outputs
-    import probes.request
+    import probes.gpu.request
     import probes.store
     import search.corrections
 
@@ -138,7 +138,7 @@ def fail_at(number: int, disk: Disk) -> None:
     JournalFileBackend.append_logs = torn  # type: ignore[method-assign]
     probes.store._append_bytes = guarded(probes.store._append_bytes)
     whole = guarded(planner.outputs.write_whole)
-    for module in (planner.outputs, probes.request, probes.store, search.corrections):
+    for module in (planner.outputs, probes.gpu.request, probes.store, search.corrections):
         module.write_whole = whole  # type: ignore[attr-defined]
 
     @event.listens_for(Engine, "do_execute")
@@ -153,9 +153,9 @@ def probe() -> int:
     from planner.codec import Outcome
     from planner.interchange import setup_to_dict
     from planner.outcome import Measurement
-    from probes import child, worker
-    from probes.environment import read_environment
-    from probes.request import ProbeRequest
+    from probes.gpu import child, worker
+    from probes.gpu.environment import read_environment
+    from probes.gpu.request import ProbeRequest
 
     def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
         setup = request.setup
@@ -395,7 +395,13 @@ def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
 @cache
 def imports() -> None:
     """What `Search.run`'s forks would import, each."""
-    for name in ("planner.cli.tune", "planner.app.tuning", "search.run", "search.optuna_samplers", "probes.executors"):
+    for name in (
+        "planner.cli.tune",
+        "planner.app.tuning",
+        "search.run",
+        "search.optuna_samplers",
+        "probes.gpu.executors",
+    ):
         importlib.import_module(name)
     for name in ("sqlalchemy.dialects.sqlite", "alembic.command", "optuna.storages._rdb.storage", "reports.terminal"):
         importlib.import_module(name)
@@ -680,7 +686,7 @@ if __name__ == "__main__":
         sys.exit(tune(sys.argv[2:]))
     if sys.argv[1:2] and (sys.argv[1] == "--probe"):
         del sys.argv[1]
-        from probes.worker import leave
+        from probes.gpu.worker import leave
 
         leave(probe())
     sys.exit(main())

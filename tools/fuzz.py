@@ -523,7 +523,7 @@ def dataset_case(folder: Path, dice: random.Random) -> Case:
     file = put(folder / f"train{suffix}", content, dice)
 
     def call() -> object:
-        from planner.dataset import choose_length, measure
+        from planner.samples.dataset import choose_length, measure
 
         return choose_length(measure(file))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.app.history import history_of, with_history
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.install import install_command
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Rung
@@ -19,7 +19,7 @@ from planner.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.lengths import OverLengths
+    from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
     from search.corrections import Observation
 
@@ -97,7 +97,7 @@ def over_samples(
     """
     if not isinstance(candidate.dry_run, Prediction):
         return None
-    from planner.lengths import micro_batches
+    from planner.samples.lengths import micro_batches
     from probes.dryrun.varying import over_lengths
 
     setup = candidate.setup
@@ -136,7 +136,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before;
     and which engine is faster than the planned one."""
     from planner.app.targets import with_engine_note
-    from planner.planning import plan_workload
+    from planner.planning.answer import plan_workload
 
     known = history_of(workload) if history else ()
     found = climb_dry_run(workload, known) if dry_run else with_history(plan_workload(workload), known)
@@ -144,10 +144,10 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
 
 
 def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:
-    """The plan on which formula and dry run agree (see `planner.refine`); `known`: what was measured on this GPU."""
+    """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
     from planner.decision.facts import Walks
-    from planner.planning import plan_workload
-    from planner.refine import refine
+    from planner.planning.answer import plan_workload
+    from planner.planning.refine import refine
 
     missing = dry_run_possible()
     if missing:

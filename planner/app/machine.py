@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import EnvironmentProblem, UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.install import install_command
 
 if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
-    from probes.evaluate import Prober
-    from probes.executors import Executor
+    from probes.gpu.evaluate import Prober
+    from probes.gpu.executors import Executor
     from probes.store import Store
 
 STORE_VARIABLE = "FINETUNE_PLANNER_STORE"
@@ -64,7 +64,7 @@ def pick_devices(device: str | None) -> tuple[str, ...]:
         if device != "cpu" and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):
             raise UsageError(f"--device must be cpu or cuda:N, got {device!r}", hint="for example --device cuda:0")
         return ("cuda:0" if device == "cuda" else device,)
-    from probes.executors import local_devices
+    from probes.gpu.executors import local_devices
 
     devices = local_devices()
     if not devices:
@@ -84,7 +84,7 @@ def job_devices(device: str | None, num_gpus: int) -> tuple[str, ...]:
     first = pick_devices(device)[0]
     if num_gpus == 1 or first == "cpu":
         return (first,)
-    from probes.executors import local_devices
+    from probes.gpu.executors import local_devices
 
     here = local_devices()
     start = int(first.partition(":")[2] or 0)
@@ -100,8 +100,8 @@ def job_devices(device: str | None, num_gpus: int) -> tuple[str, ...]:
 def local_link(num_gpus: int) -> str | None:
     """How the first GPUs of this machine talk, as `--interconnect` names it: "nvlink" where every two do so, "pcie"
     where some do not; None where the driver does not tell about all, or there are fewer."""
-    from probes.executors import local_devices
-    from probes.topology import topology
+    from probes.gpu.executors import local_devices
+    from probes.gpu.topology import topology
 
     devices = local_devices()[:num_gpus]
     pairs = topology(devices).pairs.values()
@@ -113,7 +113,7 @@ def local_link(num_gpus: int) -> str | None:
 def gpu_of(name: str | None, device: str) -> GpuSpec | None:
     """The table's row of the device: the one named, else the one the driver names; None on the CPU."""
     from planner.errors import UnknownGpuError
-    from planner.gpus import find_gpu, local_gpu
+    from planner.hardware.gpus import find_gpu, local_gpu
 
     if name is not None and name.lower() != "local":
         return find_gpu(name)
@@ -135,7 +135,7 @@ def executor_for(
     on_progress: Any = None,
 ) -> Iterator["Executor"]:
     """An executor that is stopped, children and jobs included, whatever ends the block."""
-    from probes.executors import LocalExecutor, SubmititExecutor
+    from probes.gpu.executors import LocalExecutor, SubmititExecutor
 
     executor: Executor
     if slurm is not None:
@@ -154,7 +154,7 @@ def prober_on(
     devices: tuple[str, ...], model: "ModelSpec", gpu: GpuSpec | None, *, store: Path | None, executor: Any, **how: Any
 ) -> Iterator["Prober"]:
     """A prober of one model on these devices; `executor`: what `executor_for` takes, `how`: what `Prober` takes."""
-    from probes.evaluate import Prober
+    from probes.gpu.evaluate import Prober
 
     with executor_for(devices, **executor) as runs:
         yield Prober(model=model, gpu=gpu, executor=runs, store=open_store(store), device=devices[0], **how)

@@ -8,7 +8,7 @@ from planner.outcome import Candidate
 from planner.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.walk import Point
+    from planner.planning.walk import Point
     from search.problem import Unprobed
 
 
@@ -66,8 +66,8 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
 
 def _walked(plan: Plan) -> "Iterable[Point]":
     """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
-    from planner.space import dimension_values
-    from planner.walk import walk
+    from planner.planning.space import dimension_values
+    from planner.planning.walk import walk
 
     wish = plan.workload
     if wish.num_gpus == 1:

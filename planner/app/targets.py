@@ -7,16 +7,16 @@ from typing import Any
 
 from planner.choices.kernels import KERNELS
 from planner.choices.packages import PACKAGED
+from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
 from planner.errors import SetupError, UsageError
-from planner.kernels import missing_kernels
+from planner.hardware.kernels import missing_kernels
 from planner.notes import risk
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
-from planner.planning import choose, plan_workload
-from planner.space import dimension_values
-from planner.stacks import TARGET_ROWS
+from planner.planning.answer import choose, plan_workload
+from planner.planning.space import dimension_values
 from planner.workload import Workload
 
 LAUNCHERS = ("accelerate", "deepspeed")

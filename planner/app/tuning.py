@@ -174,7 +174,7 @@ def study_name(wish: Workload) -> str:
 def _unprobed(wish: Workload) -> "Unprobed":
     if wish.num_gpus == 1:
         return lambda setup: ""
-    from probes.ranks import why_not_probed
+    from probes.gpu.ranks import why_not_probed
 
     return why_not_probed
 

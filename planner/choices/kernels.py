@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from planner.stacks import TARGET_ROWS, written_by
+from planner.choices.stacks import TARGET_ROWS, written_by
 
 
 @final

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from planner.choices.losses import LossChain, LossShape
-from planner.stacks import written_by
+from planner.choices.stacks import written_by
 
 DEFAULT = "sft"
 """The objective of a plan for which nobody names one."""
@@ -42,7 +42,7 @@ class Objective:
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
         trainer: TRL's class for it; "" where it has none of its own.
-        columns: what its data must have, for people; `data`: the kinds of it (`planner.dataset.columns_of`).
+        columns: what its data must have, for people; `data`: the kinds of it (`planner.samples.dataset.columns_of`).
         source: where all this was read.
     """
 

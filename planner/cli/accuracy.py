@@ -9,9 +9,9 @@ import typer
 
 from planner.cli.output import console, print_json, write_text
 from planner.errors import EnvironmentProblem, UsageError
-from planner.gpu import GpuSpec
+from planner.evidence.measured import MeasuredRow, Quantity
+from planner.hardware.gpu import GpuSpec
 from planner.install import install_command
-from planner.measured import MeasuredRow, Quantity
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, ProbeFailure
 from planner.setup import TrainSetup
@@ -102,7 +102,7 @@ def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Pa
 
 
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
-    from planner.measured import load_rows, newest_versions
+    from planner.evidence.measured import load_rows, newest_versions
 
     rows = load_rows()
     if group is not None:
@@ -154,7 +154,7 @@ def _model(name: str) -> ModelSpec:
 
 @cache
 def _cards() -> dict[str, GpuSpec]:
-    from planner.gpus import all_gpus
+    from planner.hardware.gpus import all_gpus
 
     return {card.key: card for card in all_gpus()}
 

@@ -12,13 +12,13 @@ from planner.choices.rollouts import Rollout
 from planner.cli.options import Lookup
 from planner.cli.wish_options import WishOptions
 from planner.errors import UsageError
-from planner.gpus import find_gpu
-from planner.kernels import packs_apart
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import packs_apart
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
-    from planner.dataset import LengthChoice
     from planner.models.spec import ModelSpec
+    from planner.samples.dataset import LengthChoice
 
 HERE = Lookup()
 """The catalogue and the cache before the hub."""
@@ -80,7 +80,7 @@ def _lengths(dataset: str, spec: "ModelSpec", aim: Objective, wish: WishOptions)
     Raises:
         UsageError: data of another objective, or a number of samples beside the file that has them.
     """
-    from planner.dataset import choose_length, measure, tokenizer_file
+    from planner.samples.dataset import choose_length, measure, tokenizer_file
 
     path = Path(dataset)
     if not path.exists():

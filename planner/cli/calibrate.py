@@ -87,7 +87,7 @@ def _calibrated(
 def _with_figures(
     start: "Calibration", file: Path | None, device: str, gpu: str | None
 ) -> tuple["Calibration", dict[str, Any], str]:
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench
 
     values = _read_json(file) if file is not None else _measure(device)
@@ -103,7 +103,7 @@ def _with_figures(
 
 def _measure(device: str) -> dict[str, Any]:
     try:
-        from probes.microbench import microbenchmark
+        from probes.gpu.microbench import microbenchmark
     except ImportError as error:
         raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
     return microbenchmark(device)
@@ -119,7 +119,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]:
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.models.catalogue import load
     from planner.models.spec import ModelSpec
     from planner.throughput.holdout import calibrate as fit

@@ -9,7 +9,7 @@ from planner.cli import cluster_options, options
 from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.errors import ConfigError, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.option_values import memory_and_headroom, positive
 
 if TYPE_CHECKING:

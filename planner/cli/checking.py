@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from planner.check import CheckResult, Improved
-    from planner.cluster import Cluster
-    from planner.gpu import GpuSpec
+    from planner.hardware.cluster import Cluster
+    from planner.hardware.gpu import GpuSpec
     from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
     from planner.setup import TrainSetup

@@ -8,11 +8,11 @@ import typer
 
 from planner import setup_fields as fields
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, positive
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 MAX_GPUS = 4096
 PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
@@ -86,7 +86,7 @@ def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: 
             if value is not None:
                 raise UsageError(f"--{name} needs more than one GPU", hint="give --gpus 2 or more")
         return None
-    from planner.cluster import make_cluster
+    from planner.hardware.cluster import make_cluster
 
     return make_cluster(gpu, num, num_nodes=positive("nodes", nodes, maximum=MAX_GPUS), interconnect=interconnect)
 

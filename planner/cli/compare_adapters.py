@@ -11,7 +11,7 @@ from planner.cli.flags import takes_options
 from planner.cli.output import show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
@@ -61,7 +61,7 @@ def compare_adapters(
 def _planned(wish: Workload, command: str) -> TrainSetup:
     """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
     from planner.plan import NoPlan
-    from planner.planning import plan_workload
+    from planner.planning.answer import plan_workload
 
     plan = plan_workload(wish)
     if isinstance(plan, NoPlan):

@@ -10,7 +10,7 @@ _LINE = "_TYPER_COMPLETE_ARGS"  # zsh, fish, PowerShell; bash says COMP_WORDS an
 
 def complete_gpu(incomplete: str) -> list[str]:
     """Keys of the GPU table that begin so, and "local"."""
-    from planner.gpus import LOCAL, all_gpus
+    from planner.hardware.gpus import LOCAL, all_gpus
 
     return [key for key in (LOCAL, *(gpu.key for gpu in all_gpus())) if key.startswith(incomplete.lower())]
 

@@ -14,19 +14,19 @@ from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
 from planner.cli.setups import AnySetupOptions
-from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
-from planner.gpu import GpuSpec
-from planner.gpus import find_gpu
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import default_attention
 from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import asked_setup
-from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
 
 if TYPE_CHECKING:
-    from planner.lengths import OverLengths
+    from planner.samples.lengths import OverLengths
 
 MAX_LINE_CHARS = 1_000_000
 
@@ -61,11 +61,11 @@ class DryRunOptions:
                 hint="give --dataset FILE or --lengths MEAN:SD, and leave --no-dry-run out",
             )
         if self.dataset is not None:
-            from planner.dataset import measure, tokenizer_file
+            from planner.samples.dataset import measure, tokenizer_file
 
             stats = measure(self.dataset, tokenizer=tokenizer_file(spec.model_id))
             return stats.lengths_tokens, f"{self.dataset.name}, {stats.counted_with}"
-        from planner.lengths import stated_lengths
+        from planner.samples.lengths import stated_lengths
 
         assert self.lengths is not None
         return stated_lengths(self.lengths), f"lognormal, {self.lengths}"
@@ -149,7 +149,7 @@ def _show(
 
     notes: tuple[str, ...] = ()
     if cluster is not None:
-        from planner.planning import cluster_notes
+        from planner.planning.answer import cluster_notes
 
         notes = cluster_notes(cluster)
     enough: tuple[str, ...] | None = None

@@ -59,7 +59,7 @@ def _model(answer: str) -> str:
 
 
 def _default_gpu() -> str:
-    from planner.gpus import local_gpu
+    from planner.hardware.gpus import local_gpu
 
     try:
         local_gpu()
@@ -69,7 +69,7 @@ def _default_gpu() -> str:
 
 
 def _gpu(answer: str) -> str:
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
 
     find_gpu(answer)
     return answer

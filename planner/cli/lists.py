@@ -8,7 +8,7 @@ from planner.errors import UsageError
 
 def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
     """The GPU table."""
-    from planner.gpus import all_gpus
+    from planner.hardware.gpus import all_gpus
     from planner.interchange import to_jsonable
 
     rows = all_gpus()

@@ -14,7 +14,7 @@ from planner.choices.packages import PACKAGED
 from planner.choices.rollouts import GENERATORS, Rollout
 from planner.cli.completion import complete_gpu, complete_model
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, memory_and_headroom, positive
 from planner.wish import DEFAULT_SEQ_LEN
 

@@ -64,7 +64,7 @@ def probe(
     downloaded."""
     setup = setup_from_dict(one.values())
 
-    from probes.request import Limits
+    from probes.gpu.request import Limits
 
     line = ProgressLine()
     line.say(f"reading the configuration of {model}")
@@ -104,7 +104,7 @@ def _memory_limit(memory_gib: float | None, device: str, card: Any) -> dict[str,
         raise UsageError(f"--memory-gib must be above 0, got {memory_gib}")
     if device == "cpu":
         return {"cpu_memory_bytes": int(memory_gib * GIB)}
-    from probes.environment import device_status
+    from probes.gpu.environment import device_status
 
     status = device_status(device)
     total = status.total_bytes if status is not None else (card.memory_bytes if card is not None else 0)
@@ -176,7 +176,7 @@ def confirm(
     from planner.models.resolve import resolve_model
     from probes.confirm import confirm as run
     from probes.confirm import promise_of
-    from probes.request import Limits
+    from probes.gpu.request import Limits
 
     line = ProgressLine()
     line.say("reading the plan")

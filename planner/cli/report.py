@@ -20,8 +20,8 @@ from planner.wish import Wish
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from planner.cluster import Cluster
-    from planner.gpu import GpuSpec
+    from planner.hardware.cluster import Cluster
+    from planner.hardware.gpu import GpuSpec
     from planner.plan import NoPlan, Plan
     from reports.html import Entry
 
@@ -92,7 +92,7 @@ class TableOptions:
         Raises:
             UsageError: no such order, or no such maker.
         """
-        from planner.gpus import all_gpus
+        from planner.hardware.gpus import all_gpus
         from reports.which_gpu import SORTS
 
         if self.sort not in SORTS:
@@ -166,8 +166,8 @@ def _plans(
         UsageError: on every card.
     """
     from planner.decision.facts import Walks
-    from planner.planning import NUM_RANKED, plan_workload
-    from planner.runs import Known
+    from planner.planning.answer import NUM_RANKED, plan_workload
+    from planner.planning.runs import Known
     from reports.progress import steps
 
     answers: list[Plan | NoPlan] = []

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from planner.errors import EnvironmentProblem
-from planner.gpu import GpuSpec
+from planner.evidence.measured import MeasuredRow, Quantity
+from planner.hardware.gpu import GpuSpec
 from planner.interchange import setup_to_dict
-from planner.measured import MeasuredRow, Quantity
 from planner.memory.model import predict_memory
 from planner.memory.types import MemoryBreakdown
 from planner.models.spec import ModelSpec

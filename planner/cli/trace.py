@@ -14,13 +14,13 @@ from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import print_json, print_lines, write_text
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.option_values import positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.gpu import GpuSpec
+    from planner.hardware.gpu import GpuSpec
     from planner.trace_result import TraceResult
     from probes.phantom.card import TraceOptions
     from probes.phantom.runner import Ended, TraceOrder

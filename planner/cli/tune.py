@@ -14,7 +14,7 @@ from planner.cli import options, probing
 from planner.cli.flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import NoPlan, Plan
@@ -73,7 +73,7 @@ def tune(
     Call it again to go on where it stopped.
     """
     needs_search()
-    from planner.planning import plan_workload
+    from planner.planning.answer import plan_workload
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)

@@ -18,13 +18,13 @@ import typer
 from planner.cli import options
 from planner.cli.output import console, write_text
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.option_values import positive
 from planner.wish import Wish
 
 if TYPE_CHECKING:
     from planner.decision.grid import Grid
-    from planner.gpu import GpuSpec
+    from planner.hardware.gpu import GpuSpec
     from planner.models.spec import ModelSpec
     from planner.setup import TrainSetup
     from planner.workload import Workload
@@ -94,7 +94,7 @@ class Shelf:
         headroom_gib: float | None = None,
         all_gpus: bool = True,
     ) -> None:
-        from planner import gpus as table
+        from planner.hardware import gpus as table
         from planner.models import catalogue
         from planner.models.resolve import resolve_model
 
@@ -154,7 +154,7 @@ def launch_zip(grid: "Grid", at: int) -> bytes:
     """
     from planner.cli.writing import write_out
     from planner.plan import Plan
-    from planner.planning import plan_workload
+    from planner.planning.answer import plan_workload
 
     cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
     if cell is None or not cell.fits:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.app.progress import say
+from planner.choices.stacks import TARGET_ROWS
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
-from planner.expressed import as_run
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Plan
-from planner.stacks import TARGET_ROWS
+from planner.planning.expressed import as_run
 from planner.units import gib
 
 BAND_FRACTION = 0.03

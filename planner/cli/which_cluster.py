@@ -15,15 +15,15 @@ from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.option_values import positive
-from planner.steps import DEFAULT_GLOBAL_BATCH
+from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data
 
 if TYPE_CHECKING:
     from planner.decision.clusters import ClusterOption
-    from planner.gpu import GpuSpec
+    from planner.hardware.gpu import GpuSpec
     from planner.models.spec import ModelSpec
 
 DEFAULT_MAX_GPUS = 64
@@ -164,8 +164,8 @@ def _cards(names: Sequence[str] | None) -> "list[GpuSpec]":
     """The cards asked for, or every card with a known price, each once."""
     if names:
         return list({card.key: card for card in map(find_gpu, names)}.values())
-    from planner.gpus import all_gpus
-    from planner.prices import all_prices
+    from planner.hardware.gpus import all_gpus
+    from planner.hardware.prices import all_prices
 
     priced = {price.gpu_key for price in all_prices()}
     return [card for card in all_gpus() if card.key in priced]
@@ -184,8 +184,8 @@ def _options(
     Raises:
         UsageError: on every card.
     """
-    from planner.cluster import GPUS_PER_NODE, make_cluster
     from planner.decision.clusters import options_of
+    from planner.hardware.cluster import GPUS_PER_NODE, make_cluster
     from reports.progress import steps
 
     found: list[ClusterOption] = []
@@ -209,7 +209,7 @@ def _options(
 
 
 def _known_links(interconnect: str | None) -> None:
-    from planner.cluster import links
+    from planner.hardware.cluster import links
 
     known = ("nvlink", "pcie", *links())
     for part in interconnect.lower().split("+") if interconnect is not None else ():
@@ -219,7 +219,7 @@ def _known_links(interconnect: str | None) -> None:
 
 def _links(interconnect: str | None, number: int) -> str | None:
     """The links that a cluster of this size has: none between nodes where there is one node."""
-    from planner.cluster import GPUS_PER_NODE, links
+    from planner.hardware.cluster import GPUS_PER_NODE, links
 
     if interconnect is None or number > GPUS_PER_NODE:
         return interconnect

@@ -10,11 +10,11 @@ from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.wish import Wish
 
 if TYPE_CHECKING:
-    from planner.gpu import GpuSpec
+    from planner.hardware.gpu import GpuSpec
     from planner.workload import Workload
     from reports.which_model import ModelChoice
 
@@ -66,7 +66,7 @@ def _rows(asked: Wish, card: "GpuSpec", match: str) -> "tuple[list[ModelChoice],
     """
     from planner.decision.reach import longest_tokens
     from planner.models import catalogue
-    from planner.planning import plan_workload
+    from planner.planning.answer import plan_workload
     from reports.progress import steps
     from reports.which_model import ModelChoice
 

@@ -8,13 +8,13 @@ import typer
 
 from planner.cli import cluster_options, options
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, parse_targets, positive
 from planner.wish import Wish
 from planner.workload import Data
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ def launch_files(
     """
     from planner.exporters import Launch
     from planner.exporters.folder import folder_files
-    from planner.expressed import as_run
+    from planner.planning.expressed import as_run
 
     chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
     request = _request(plan.workload, chosen, dataset, folder)
@@ -171,7 +171,7 @@ def launch_files(
 def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
     """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
     one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
-    from planner.expressed import as_run
+    from planner.planning.expressed import as_run
 
     runs = as_run(target, setup, workload.model)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
@@ -291,7 +291,7 @@ def dataset_choice(dataset: str | None, folder: Path) -> "DatasetChoice | None":
 
     path = Path(dataset)
     if path.exists():
-        from planner.dataset import sample_columns
+        from planner.samples.dataset import sample_columns
 
         return DatasetChoice(path=_from_folder(dataset, folder), columns=sample_columns(path), local=True)
     if path.suffix in (".json", ".jsonl", ".parquet", ".csv") or dataset.startswith(("/", "./", "../", "~")):

@@ -9,5 +9,5 @@
 | `alternatives`, `remedies` | what stands beside a plan; what would make something fit where nothing does |
 | `clusters` | which GPUs, and how many, for a piece of work |
 
-`planner.planning` puts them together.
+`planner.planning.answer` puts them together.
 """

@@ -10,13 +10,13 @@ from typing import Any
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS
-from planner.cluster import Cluster
 from planner.decision.candidates import candidate
 from planner.decision.facts import NODES, Facts, add_spreads, best_spread
 from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads
+from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
-from planner.space import dimension_values
-from planner.walk import Point
+from planner.planning.space import dimension_values
+from planner.planning.walk import Point
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {

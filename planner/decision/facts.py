@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any
 
-from planner.calibration_bands import dry_run_band, memory_band
 from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
+from planner.evidence.bands import dry_run_band, memory_band
 from planner.models.spec import ModelSpec
-from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
-from planner.runs import Known
+from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
+from planner.planning.runs import Known
+from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
+from planner.planning.space import branches
+from planner.planning.walk import Point, walk
 from planner.setup import TrainSetup
-from planner.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
-from planner.space import branches
 from planner.units import gib
-from planner.walk import Point, walk
 from planner.workload import Workload
 
 NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")

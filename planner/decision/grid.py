@@ -8,10 +8,10 @@ from typing import Any
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate
 from planner.errors import SetupError
-from planner.kernels import missing_kernels
+from planner.hardware.kernels import missing_kernels
 from planner.outcome import Candidate
+from planner.planning.space import branches, dimension_values
 from planner.setup import TrainSetup
-from planner.space import branches, dimension_values
 from planner.workload import Workload
 
 RANKS = (8, 16, 32, 64, 128)

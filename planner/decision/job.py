@@ -8,8 +8,8 @@ from planner.memory.optimizer import paged_bytes, state_bytes
 from planner.memory.trained import trained_parameters
 from planner.notes import risk, usual
 from planner.outcome import Candidate
+from planner.samples.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
 from planner.setup import TrainSetup
-from planner.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
 from planner.units import gib
 from planner.workload import Workload
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import product
 
 from planner.errors import SetupError, UsageError
+from planner.planning.space import branches, dimension_values, offloading_matters, own_layers
 from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS
-from planner.space import branches, dimension_values, offloading_matters, own_layers
 from planner.workload import Workload
 
 STEP_TOKENS = 256

@@ -4,13 +4,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from planner.cluster import make_cluster
 from planner.decision.candidates import candidate
 from planner.decision.clusters import best_points
 from planner.decision.facts import NODE_NAMES, Facts
 from planner.decision.spreads import FIELDS
 from planner.errors import PlannerError
-from planner.gpus import all_gpus
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Answer, NoPlan, Remedy, SpaceCount

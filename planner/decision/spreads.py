@@ -1,6 +1,6 @@
 """The spreads a plan chooses from: every way of putting the job on its GPUs, in the order in which they are tried.
 
-Stages, each tried only where the ones before leave something open (see `planner.planning`):
+Stages, each tried only where the ones before leave something open (see `planner.planning.answer`):
 
     replicate   DDP: every GPU holds everything
     shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent

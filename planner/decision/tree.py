@@ -8,24 +8,24 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 
 from collections.abc import Iterator, Mapping
 
-from planner.calibration_bands import ON_THE_TRAINER
 from planner.choices.kernels import COMPILE_BAND, COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.choices.packages import PACKAGED
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
 from planner.decision.spreads import spread_key
 from planner.errors import SetupError
+from planner.evidence.bands import ON_THE_TRAINER
+from planner.hardware.kernels import missing_kernels
 from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
-from planner.kernels import missing_kernels
-from planner.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
+from planner.planning.walk import Point
 from planner.predict import attention_kernels
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.units import gib, percent
-from planner.walk import Point
 from planner.workload import Workload
 
 METHOD_BAND = 0.10
@@ -78,7 +78,7 @@ def wants_full(workload: Workload) -> bool:
 
 
 def data_needs_full(workload: Workload) -> bool:
-    """Whether the data is more than an adapter of the largest rank can hold (`planner.lora_rank`'s capacity rule)."""
+    """Whether the data is more than an adapter of the largest rank can hold (rule: `planner.planning.lora_rank`)."""
     tokens = workload.data.epoch_tokens
     return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
         workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from planner.choices.images import IMAGE_TARGETS
+from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import rollouts
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
@@ -22,7 +23,6 @@ from planner.exporters.types import (
 )
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.stacks import TARGET_ROWS
 
 T = TypeVar("T")
 

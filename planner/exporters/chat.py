@@ -53,7 +53,7 @@ def lacks_template(model_id: str) -> bool | None:
 
 def _tokenizer_files(model_id: str) -> list[bool] | None:
     """Whether each of the files that may hold a template does; None where no tokenizer is on this machine."""
-    from planner.dataset import tokenizer_file
+    from planner.samples.dataset import tokenizer_file
 
     tokenizer = tokenizer_file(model_id)
     folder = Path(model_id) if Path(model_id).is_dir() else tokenizer.parent if tokenizer is not None else None

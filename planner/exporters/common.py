@@ -1,16 +1,16 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
+from planner.choices.stacks import TARGET_ROWS
 from planner.exporters.text import Line, said, was_absolute
 from planner.exporters.types import Difference, ExportRequest
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import attention_refusal, experts_refusal, left_unnamed
 from planner.hyperparameters import Hyperparameters
-from planner.kernels import attention_refusal, experts_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.setup import TrainSetup
-from planner.stacks import TARGET_ROWS
 from planner.tools import Tool
 from planner.tools.transformers import ATTENTIONS
 

@@ -19,7 +19,7 @@ from planner.exporters.common import (
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
-from planner.kernels import flash_refusal, left_unnamed
+from planner.hardware.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.targets import (
     adapts_expert_stacks,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from planner.errors import UsageError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -173,7 +173,7 @@ class Target:
     """One launch target: what it makes of a setup, and its files.
 
     Attributes:
-        name: a stack's where it runs by its own code (`planner.stacks`).
+        name: a stack's where it runs by its own code (`planner.choices.stacks`).
         refusal: why it cannot run a setup.
         differences: what it runs otherwise than a setup says; nothing for the setup that it makes of another.
         export: its files for one request.

@@ -6,7 +6,7 @@ follow the data types of `Flow`; one walk over a layer's modules, no closed-form
 
 from collections.abc import Mapping, Sequence
 
-from planner.kernels import masked
+from planner.hardware.kernels import masked
 from planner.memory.dtypes import SIZE_BYTES, promote
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.linear_attention import linear_attention_saved

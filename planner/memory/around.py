@@ -9,7 +9,7 @@ Measured: benchmarks/trace_evaluation.py, on a GPU that computes nothing.
 
 from dataclasses import dataclass
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
 from planner.memory.trained import trained_parameters

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.kernels import Kernel
+from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import Flow
 from planner.memory.traits import Traits
 from planner.setup import TrainSetup

@@ -7,8 +7,8 @@ is any checkpointing: a walk over the space works it out once for all of those (
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.gpu import GpuSpec
-from planner.kernels import Kernel, attention_kernel, masked
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import Kernel, attention_kernel, masked
 from planner.memory.activations import attention_held, keeps_stream, layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.layer_context import LayerContext

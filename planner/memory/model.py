@@ -1,7 +1,7 @@
 """The formula rung's memory model: the memory of every distinct rank of a setup. One GPU is a spread of one."""
 
 from planner.engines import engine_of
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.rank_part import followers, rank_parts
 from planner.memory.step import breakdown
 from planner.memory.types import MemoryBreakdown, RankMemory

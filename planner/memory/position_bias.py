@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.kernels import Kernel
+from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

@@ -3,7 +3,7 @@ temporaries, or vLLM's share of the card."""
 
 from functools import lru_cache
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.memory.transient import mlp_width
 from planner.memory.types import Category

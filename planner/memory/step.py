@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from planner.choices.losses import LossChain
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.layer_costs import LayerCosts
@@ -48,7 +48,7 @@ _PART_NAMES = {
 
 HOOKED = "layer inputs and gradients that FSDP 1's hooks hold"
 KEPT_OUTPUTS = "logits in the outputs that the loop holds"
-"""From one forward's end to the next one's: of the stacks that keep them (`planner.stacks`)."""
+"""From one forward's end to the next one's: of the stacks that keep them (`planner.choices.stacks`)."""
 
 Term = tuple[Category, str, int]
 """(category, name, bytes) of one part of memory at one moment."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.kernels import masks_packed
+from planner.hardware.kernels import masks_packed
 from planner.models.spec import ModelSpec
 
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]

@@ -1,6 +1,6 @@
 """Memory that belongs to no tensor of the model: cuBLAS workspaces, dequantized weights, the CUDA context."""
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LinearSpec
 from planner.setup import TrainSetup

@@ -11,7 +11,7 @@ binary trees, NCCL's tree).
 from dataclasses import dataclass
 from math import ceil, log2
 
-from planner.cluster import Cluster, Link
+from planner.hardware.cluster import Cluster, Link
 from planner.throughput.calibration import SpreadConstants
 
 

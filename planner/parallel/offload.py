@@ -5,7 +5,7 @@ PyTorch's own CPU Adam 5.7 times slower). `cpu_adam_bytes_per_s` states that rat
 """
 
 from planner.choices.optimizers import OPTIMIZERS
-from planner.cluster import Cluster, host_link
+from planner.hardware.cluster import Cluster, host_link
 from planner.setup import TrainSetup
 from planner.throughput.calibration import SpreadConstants
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from planner.choices.kernels import speed_band
-from planner.cluster import Cluster
-from planner.gpu import GpuSpec
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
 from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.parallel import offload

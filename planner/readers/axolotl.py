@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ConfigError, NotPlanned
-from planner.kernels import default_attention, has_expert_stacks
+from planner.hardware.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
 from planner.readers.fields import adapter_kind, config, said

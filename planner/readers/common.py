@@ -10,7 +10,7 @@ from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.choices.precisions import PRECISIONS as PRECISION_ROWS
 from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
-from planner.kernels import default_attention
+from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining, NotPlanned
-from planner.kernels import default_attention
+from planner.hardware.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
 from planner.readers.fields import adapter_kind, config, said

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.choices.stacks import STACKS
 from planner.errors import ConfigError, NotATraining
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers import (
     evaluating,
@@ -40,7 +41,6 @@ from planner.readers.program.source import of_cells, of_notebook, of_requirement
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
-from planner.stacks import STACKS
 from planner.tools import TOOLS
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)

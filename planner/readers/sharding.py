@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError, NotPlanned, Undetermined
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.program import Outside
 from planner.readers.values import Settings

@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
+from planner.choices.stacks import TARGET_ROWS
 from planner.errors import NotATraining
 from planner.readers.shell_branches import Branches, with_ifs
-from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)

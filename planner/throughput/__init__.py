@@ -4,7 +4,7 @@
 ranks whole spaces. Pure Python, no numpy.
 """
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.inputs import parse_object, read_text
 
 DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
@@ -96,7 +96,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpreadConstants:
-    """Fitted or stated numbers of several GPUs' speed; the links' rates and latencies are facts of `planner.cluster`.
+    """Fitted or stated numbers of several GPUs' speed; the links' rates are facts of `planner.hardware.cluster`.
 
     Attributes:
         nvlink_share, pcie_share, network_share: of a link's nominal one-directional rate that NCCL's collectives reach.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
+from planner.choices.stacks import STACKS
 from planner.setup import TrainSetup
-from planner.stacks import STACKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ CURRENT = Conditions(cudnn_attention=True)
 
 
 def conditions_of(setup: TrainSetup) -> Conditions:
-    """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
+    """The conditions of a setup's stack (`planner.choices.stacks`): CURRENT for trainers on transformers."""
     return _conditions_of(setup.stack, setup.reentrant_checkpointing, setup.compiled, setup.fsdp_version)
 
 

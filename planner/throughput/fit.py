@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log, sqrt
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants

@@ -1,6 +1,6 @@
 """A local micro-benchmark's figures as calibration: for a card whose rates nobody measured, or not in the table.
 
-The figures come as plain data (`probes.microbench` measures them); nothing here touches a device.
+The figures come as plain data (`probes.gpu.microbench` measures them); nothing here touches a device.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.throughput.calibration import Calibration, Constants
 
 REFERENCE_COPY_SHARE = 0.90

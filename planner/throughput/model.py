@@ -10,8 +10,8 @@ from typing import NamedTuple
 from planner.choices.kernels import parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
-from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel, handed_mask, takes_cudnn
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import attention_kernel, handed_mask, takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.traits import traits_of
 from planner.models.earlier import built_by_transformers_4
@@ -112,7 +112,7 @@ class SpeedModel:
     @property
     def host_rate(self) -> float:
         """Bytes per second of pinned copies between the GPU and its host, one direction."""
-        from planner.cluster import host_link  # late: only offloading needs it
+        from planner.hardware.cluster import host_link  # late: only offloading needs it
 
         return host_link(self.gpu).bytes_per_s * self.calibration.spread_constants.host_copy_share
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from planner.errors import ConfigError, PlannerError
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.inputs import parse_json
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.throughput.calibration import Calibration, Constants
 
 TENSOR_TILE, SIMT_TILE = 128 * 256, 128 * 32

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from planner.choices.stacks import TARGET_ROWS
 from planner.setup import TrainSetup
-from planner.stacks import TARGET_ROWS
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
 

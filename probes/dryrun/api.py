@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.calibration_bands import with_evidence
-from planner.gpu import GpuSpec
+from planner.evidence.bands import with_evidence
+from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung

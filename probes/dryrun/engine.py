@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from planner.calibration_bands import DRY_RUN_BAND
+from planner.evidence.bands import DRY_RUN_BAND
 from planner.memory.types import PHASES, MemoryTerm
 from planner.notes import risk
 from planner.outcome import Prediction, Rung

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from planner.gpu import GpuSpec
-from planner.lengths import OverLengths
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
 from probes.allocator.stretches import flat

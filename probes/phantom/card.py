@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 
 

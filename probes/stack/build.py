@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from planner.choices.objectives import Head
-from planner.kernels import left_unnamed
+from planner.hardware.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import load_config, truncated_config

@@ -1,5 +1,5 @@
-"""One optimizer step as the setup's stack does it (`planner.stacks`), phase by phase: `transformers.Trainer`'s by
-default."""
+"""One optimizer step as the setup's stack does it (`planner.choices.stacks`), phase by phase;
+`transformers.Trainer`'s by default."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import make_cluster
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.outcome import Rung
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.units import GIB, gib
 from planner.workload import Data
 from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase

@@ -228,7 +228,7 @@ def test_what_the_launch_files_cannot_have_is_said_before_planning(
     more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("planner.planning.plan_workload", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr("planner.planning.answer.plan_workload", lambda *_: pytest.fail("planned"))
     assert run(["gpt2", "--gpu", "t4", *FAST, *more]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -11,12 +11,12 @@ from planner.app.tuning import Tuning, tune_plan
 from planner.cli.app import run
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from probes.evaluate import record_of
-from probes.request import ProbeRequest
+from probes.gpu.evaluate import record_of
+from probes.gpu.request import ProbeRequest
 from probes.store import Store
 from search.corrections import Observation, as_elsewhere
 from search.problem import Elsewhere

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.choices.stacks import written_by
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.exporters.folder import folder_files
 from planner.exporters.gated import gate_of, gates
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from planner.stacks import written_by
 from planner.units import gib
 from tests.planner.launch_sweep import request, setups
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from planner.cli.writing import launch_files, launch_sentences, write_out
 from planner.exporters import TARGETS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import device_peak_bytes
 from planner.units import gib
 from planner.wish import Wish

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from planner.cli.app import run
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB

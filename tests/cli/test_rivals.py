@@ -7,7 +7,7 @@ import pytest
 from planner.cli.accuracy import _lookup
 from planner.cli.rivals import compare, markdown
 from planner.errors import EnvironmentProblem
-from planner.measured import load_rows
+from planner.evidence.measured import load_rows
 
 ROWS = [row for row in load_rows() if row.group == "canifinetune"]
 ANSWER = '[{"name": "fake 1.0", "figure": "reserved", "gib": 5.0, "why": ""}]'

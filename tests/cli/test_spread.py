@@ -23,14 +23,14 @@ from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.tune import tune
 from planner.cli.which_cluster import parse_deadline
 from planner.cli.wish_options import SpaceOptions, WishOptions
-from planner.cluster import links
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.cluster import links
+from planner.hardware.gpus import find_gpu
 from planner.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup_fields import PARALLELS as FIELD_VALUES
 from probes.dryrun.cache import default_directory
-from probes.topology import Topology
+from probes.gpu.topology import Topology
 from tests.whole import WHOLE
 
 FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
@@ -382,8 +382,8 @@ def test_this_machines_links_are_those_that_the_driver_tells(
     devices = ("cuda:0", "cuda:1", "cuda:2")
     names = [(devices[0], devices[1]), (devices[0], devices[2]), (devices[1], devices[2])]
     found = Topology(devices=devices, nvlinks=(None,) * 3, pairs=dict(zip(names, pairs, strict=False)))
-    monkeypatch.setattr("probes.executors.local_devices", lambda: devices)
-    monkeypatch.setattr("probes.topology.topology", lambda asked: found)
+    monkeypatch.setattr("probes.gpu.executors.local_devices", lambda: devices)
+    monkeypatch.setattr("probes.gpu.topology.topology", lambda asked: found)
     assert local_link(3) == link
     assert local_link(4) is None
     wish = WishOptions(gpus=3)

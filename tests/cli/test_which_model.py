@@ -7,9 +7,9 @@ import pytest
 
 from planner.cli.app import run
 from planner.decision.reach import STEP_TOKENS, longest_tokens
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.choices.losses import LOSSES, LossChain, LossShape
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models import catalogue
 from planner.wish import Wish

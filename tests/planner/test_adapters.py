@@ -5,7 +5,7 @@ import pytest
 from planner.choices.adapters import ADAPTERS
 from planner.errors import SetupError
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
 from planner.predict import predict

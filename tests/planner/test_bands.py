@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, fitted, left_out, page
-from planner.calibration_bands import (
+from planner.decision.facts import Limits
+from planner.evidence.bands import (
     LEAST_SIDE,
     NOBODY,
     UNSEEN_CARD,
@@ -16,12 +17,11 @@ from planner.calibration_bands import (
     fit_cell,
     pooled_cell,
 )
-from planner.decision.facts import Limits
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import asked_setup
 from planner.models import catalogue
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.wish import Wish

@@ -12,7 +12,7 @@ import pytest
 
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, Optimizer
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory

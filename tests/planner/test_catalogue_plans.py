@@ -8,7 +8,7 @@ import pytest
 
 from planner.models import catalogue
 from planner.plan import NoPlan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from tests.planner.helpers import wish
 from tests.whole import these
 

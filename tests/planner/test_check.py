@@ -11,7 +11,7 @@ import yaml
 from planner.check import Verdict, check, improve, including, judge, table_bytes
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Prediction, Rung
 from planner.predict import predict

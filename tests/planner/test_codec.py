@@ -15,7 +15,7 @@ from planner.codec import (
     outcome_from_dict,
 )
 from planner.errors import ConfigError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import to_jsonable
 from planner.memory.types import MemoryTerm
 from planner.models import catalogue

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from planner.dataset import DatasetStats, choose_length, measure, sample_columns, token_counter
 from planner.errors import ConfigError
+from planner.samples.dataset import DatasetStats, choose_length, measure, sample_columns, token_counter
 
 
 def stats(*lengths: int) -> DatasetStats:
@@ -121,7 +121,7 @@ def test_a_wished_length_and_packing_are_what_is_counted() -> None:
 
 
 def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.dataset.MAX_SAMPLES", 50)
+    monkeypatch.setattr("planner.samples.dataset.MAX_SAMPLES", 50)
     found = measure(write(tmp_path / "a.jsonl", [{"text": "a" * 40}] * 200))
     assert found.num_samples == 200
     assert len(found.lengths_tokens) == 50

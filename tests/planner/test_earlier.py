@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.experts_of_transformers_4 import CONFIG, setups
 from planner.cli.checking import corrected, load, predictor
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import built_by_transformers_4, of_transformers_4

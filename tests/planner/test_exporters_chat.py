@@ -45,7 +45,7 @@ def test_without_files_the_name_says_whether_a_tokenizer_has_a_template(
     name: str, lacks: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("planner.dataset.tokenizer_file", lambda model_id: None)
+    monkeypatch.setattr("planner.samples.dataset.tokenizer_file", lambda model_id: None)
     assert chat.lacks_template(name) is lacks
 
 

@@ -14,8 +14,8 @@ import yaml
 
 from planner.errors import ConfigError
 from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch
-from planner.gpus import find_gpu
-from planner.kernels import supported_attentions
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears

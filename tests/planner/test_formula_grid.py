@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models import catalogue

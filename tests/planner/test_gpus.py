@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import planner.gpus as gpus
+import planner.hardware.gpus as gpus
 from planner.errors import EnvironmentProblem, UnknownGpuError
-from planner.gpu import GpuSpec
-from planner.prices import all_prices, price_per_hour
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.prices import all_prices, price_per_hour
 from planner.units import GIB, MIB
 from tests.fake_nvml import Card, nvml_module
 
-TABLE = list(csv.DictReader((Path(gpus.__file__).parent / "data" / "gpus.csv").read_text().splitlines()))
+TABLE = list(csv.DictReader((Path(gpus.__file__).parents[1] / "data" / "gpus.csv").read_text().splitlines()))
 
 KNOWN_NAMES = [
     ("rtx-4090", "rtx-4090"),

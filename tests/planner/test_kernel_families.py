@@ -22,21 +22,21 @@ from planner.choices.packages import TESTED
 from planner.cli.app import run
 from planner.errors import SetupError, UsageError
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import missing_kernels
 from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
-from planner.kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.planning.space import dimension_values
+from planner.planning.walk import walk
 from planner.readers import read_text
 from planner.setup import TrainSetup
-from planner.space import dimension_values
 from planner.speed import speed_profile
-from planner.walk import walk
 from tests.planner.helpers import wish
 from tests.planner.launch_sweep import request
 
@@ -308,7 +308,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
     asked = wish(LLAMA, "h200", fixed=narrow)
     assert {point.shared.kernels for point in walk(asked)} == {"liger"}
-    for room in ("planner.walk", "planner.decision.facts"):
+    for room in ("planner.planning.walk", "planner.decision.facts"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)

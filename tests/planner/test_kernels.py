@@ -6,12 +6,19 @@ import pytest
 
 from planner.errors import UsageError
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
-from planner.kernels import FLASH, attention_kernel, flash_refusal, masked, missing_kernels, supported_attentions
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import (
+    FLASH,
+    attention_kernel,
+    flash_refusal,
+    masked,
+    missing_kernels,
+    supported_attentions,
+)
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from planner.space import dimension_values
 from planner.wish import Wish
 from tests.planner.launch_sweep import request
 

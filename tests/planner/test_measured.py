@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from benchmarks import gathered
-from planner.gpus import all_gpus
-from planner.measured import MeasuredRow, load_rows, newest_versions, version_noise
+from planner.evidence.measured import MeasuredRow, load_rows, newest_versions, version_noise
+from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.units import GIB
 

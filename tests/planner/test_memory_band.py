@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.spread_formula_vs_dryrun import formula, rows_of
-from planner.calibration_bands import SMALL_MODEL_BAND, SPREAD_BAND, SPREAD_BANDS, USUAL_BAND, WIDE_BAND, memory_band
+from planner.evidence.bands import SMALL_MODEL_BAND, SPREAD_BAND, SPREAD_BANDS, USUAL_BAND, WIDE_BAND, memory_band
 from planner.interchange import setup_from_dict
 from planner.models import catalogue
 from planner.setup import TrainSetup

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.gpus import find_gpu
-from planner.kernels import attention_kernel
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import attention_kernel
 from planner.memory.dtypes import Flow, flow_of
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow

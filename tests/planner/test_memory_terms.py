@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import SetupError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.loss import loss_parts

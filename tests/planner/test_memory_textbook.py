@@ -3,7 +3,7 @@
 import pytest
 
 from planner.errors import UnknownModelError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
@@ -12,7 +12,7 @@ from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.outcome import Prediction
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GB, GIB

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.monotone_plans import PAIRS, rising, slower
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, node_of_setup
-from planner.planning import choose
-from planner.space import dimension_values
+from planner.planning.answer import choose
+from planner.planning.space import dimension_values
 from tests.planner.helpers import wish
 
 NUM_BUDGETS = 20

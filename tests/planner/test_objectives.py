@@ -9,14 +9,14 @@ from planner.choices.objectives import DEFAULT, OBJECTIVES
 from planner.choices.rollouts import Rollout
 from planner.errors import NotPlanned, SetupError, UsageError
 from planner.exporters import TARGETS, ExportRequest
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import predict_memory
 from planner.memory.weights import weight_bytes
 from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.readers import Sharding
 from planner.readers.read import read_text

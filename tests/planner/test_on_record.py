@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import rank_memories
 from planner.models import catalogue

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import make_cluster
 from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, Walks, collect_into
 from planner.decision.spreads import ONE_GPU
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.planning.runs import Known
+from planner.planning.space import dimension_values
+from planner.planning.walk import Point, walk
 from planner.predict import predict
-from planner.runs import Known
 from planner.setup import TrainSetup
-from planner.space import dimension_values
 from planner.units import GIB
-from planner.walk import Point, walk
 from planner.workload import Data
 from tests.planner.helpers import wish
 

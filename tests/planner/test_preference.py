@@ -8,13 +8,13 @@ import pytest
 from benchmarks.speed_accuracy import JSON_FILE
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into, node_of_setup
 from planner.decision.tree import METHOD_BAND
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
-from planner.planning import choose, plan_workload
-from planner.refine import correction_key
-from planner.space import dimension_values
-from planner.walk import walk
+from planner.planning.answer import choose, plan_workload
+from planner.planning.refine import correction_key
+from planner.planning.space import dimension_values
+from planner.planning.walk import walk
 from planner.wish import Wish
 from planner.workload import Data, Workload
 from reports.text import memory_sentence

@@ -6,15 +6,15 @@ import pytest
 
 from planner.errors import SetupError
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import missing_kernels
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.memory.weights import weight_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile

@@ -7,7 +7,7 @@ import pytest
 from planner.check import EVALUATION_BAND_FRACTION, Verdict, check, improve
 from planner.cli.checking import edits_of, predictor
 from planner.errors import NotPlanned
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
 from planner.readers import Sharding, read_text

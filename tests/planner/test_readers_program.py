@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import ConfigError, Undetermined, UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.readers import Sharding, hydra, read_config, read_text
 from planner.readers.supply import determined, parse_sets, parse_versions, supply
 from planner.readers.types import ReadConfig

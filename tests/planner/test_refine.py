@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.planning.refine import MAX_DRY_RUNS, refine
 from planner.predict import predict
-from planner.refine import MAX_DRY_RUNS, refine
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.runs import Known
-from planner.space import dimension_values
-from planner.walk import walk
+from planner.planning.runs import Known
+from planner.planning.space import dimension_values
+from planner.planning.walk import walk
 from planner.workload import Workload
 from tests.planner.helpers import wish
 

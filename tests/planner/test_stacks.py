@@ -4,17 +4,17 @@ from statistics import median
 
 import pytest
 
+from planner.choices.stacks import STACKS
 from planner.errors import SetupError
-from planner.gpus import all_gpus, find_gpu
+from planner.evidence.measured import MeasuredRow, load_rows
+from planner.hardware.gpus import all_gpus, find_gpu
 from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
-from planner.measured import MeasuredRow, load_rows
 from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
 from planner.memory.step import HOOKED, KEPT_OUTPUTS
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.setup_fields import STACK_NAMES
-from planner.stacks import STACKS
 from planner.throughput import CURRENT, conditions_of
 from planner.units import GIB
 

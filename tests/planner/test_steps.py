@@ -9,20 +9,27 @@ import pytest
 
 from planner.cli.answer import workload_for
 from planner.cli.wish_options import WishOptions
-from planner.dataset import choose_length, measure
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.job import checkpoint_bytes
 from planner.errors import UsageError
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import rate_batch
 from planner.memory.around import evaluation_bytes, logits_bytes, occasions
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.samples.dataset import choose_length, measure
+from planner.samples.steps import (
+    LEAST_GLOBAL_BATCH,
+    MIN_STEPS,
+    global_batch,
+    num_epochs,
+    small_data_note,
+    steps_per_epoch,
+)
+from planner.samples.useful import useful_speeds, useful_tokens_per_s
 from planner.setup import TrainSetup
-from planner.steps import LEAST_GLOBAL_BATCH, MIN_STEPS, global_batch, num_epochs, small_data_note, steps_per_epoch
-from planner.useful import useful_speeds, useful_tokens_per_s
 from planner.wish import Wish
 from planner.workload import Data
 from reports.command import default_next_command

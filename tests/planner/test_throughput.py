@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -242,7 +242,7 @@ def test_throughput_needs_no_numpy() -> None:
     """The formula path stays light: a fresh process predicts without numpy, scipy or anything heavier."""
     code = (
         "import sys; from planner.throughput import step_time; from planner.models.catalogue import load;"
-        "from planner.gpus import find_gpu; from planner.setup import TrainSetup;"
+        "from planner.hardware.gpus import find_gpu; from planner.setup import TrainSetup;"
         "print(step_time(load('meta-llama/Llama-3.2-1B'), find_gpu('rtx-4090'), TrainSetup()).tokens_per_s);"
         "assert not {'numpy', 'scipy', 'torch', 'sklearn'} & set(sys.modules)"
     )

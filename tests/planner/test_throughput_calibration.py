@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import ConfigError
-from planner.gpus import all_gpus, find_gpu
+from planner.hardware.gpus import all_gpus, find_gpu
 from planner.throughput import Calibration, Constants, load_calibration
 from planner.throughput.calibration import (
     DATA_FILE,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from planner.cli import calibrate as command
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

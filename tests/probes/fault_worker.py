@@ -1,5 +1,5 @@
-"""A worker that imports no torch and misbehaves as its request says (`config["fault"]`): the real `probes.worker` main
-with another measuring function, run by the real runner in a real child process."""
+"""A worker that imports no torch and misbehaves as its request says (`config["fault"]`): the real
+`probes.gpu.worker` main with another measuring function, run by the real runner in a real child process."""
 
 import ctypes
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from planner.codec import Outcome
 from planner.outcome import Environment, Measurement
-from probes import child, worker
-from probes.child import StatusPipe
-from probes.failures import MachineFault
-from probes.request import ProbeRequest
+from probes.gpu import child, worker
+from probes.gpu.child import StatusPipe
+from probes.gpu.failures import MachineFault
+from probes.gpu.request import ProbeRequest
 
 
 def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:

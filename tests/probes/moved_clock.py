@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from probes import watch
+from probes.gpu import watch
 
 PATIENCE_S = 600.0
 """What takes this long hangs; alone a job of stand-in workers takes a second."""

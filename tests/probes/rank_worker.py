@@ -1,5 +1,5 @@
-"""One rank of a job that misbehaves as its request says (`config["faults"]`, by rank): the real `probes.worker` main
-under the real torchrun agent. No torch but where ranks truly meet ("meets-...")."""
+"""One rank of a job that misbehaves as its request says (`config["faults"]`, by rank): the real
+`probes.gpu.worker` main under the real torchrun agent. No torch but where ranks truly meet ("meets-...")."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither
 from fault_worker import measured
 
 from planner.codec import Outcome
-from probes import child, worker
-from probes.child import StatusPipe
-from probes.ranks import seat_of
-from probes.request import ProbeRequest
+from probes.gpu import child, worker
+from probes.gpu.child import StatusPipe
+from probes.gpu.ranks import seat_of
+from probes.gpu.request import ProbeRequest
 
 
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
@@ -57,7 +57,7 @@ def meet(request: ProbeRequest, fault: str) -> Outcome:
 
     import torch.distributed as dist
 
-    from probes.crew import Crew, crew_of
+    from probes.gpu.crew import Crew, crew_of
 
     seat = seat_of()
     with crew_of(seat, "cpu", request.limits.time_s) as crew:

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from planner import amd
-from planner.driver import nvml, visible_handles
 from planner.errors import EnvironmentProblem
-from planner.gpus import local_gpu
+from planner.hardware import amd
+from planner.hardware.driver import nvml, visible_handles
+from planner.hardware.gpus import local_gpu
 from planner.outcome import FailureKind
 from planner.units import GIB, MIB
 from probes import doctor
-from probes.device import clean_turn
-from probes.environment import device_status, read_environment
-from probes.executors import local_devices
-from probes.failures import classify_exception
-from probes.measure_kernels import attention_backend
-from probes.measure_meters import CudaMeter
-from probes.topology import topology
+from probes.gpu.device import clean_turn
+from probes.gpu.environment import device_status, read_environment
+from probes.gpu.executors import local_devices
+from probes.gpu.failures import classify_exception
+from probes.gpu.kernels import attention_backend
+from probes.gpu.meters import CudaMeter
+from probes.gpu.topology import topology
 from tests.fake_amdsmi import Card, amdsmi_module
 
 SERIALS = ("0x4B2C1A9F8D3E6F7A", "0x00000000DEADBEEF", "0x1111222233334444")

@@ -17,10 +17,10 @@ from planner.setup import TrainSetup
 from probes.campaign import CampaignReport, Step, export_for_commit, run_campaign
 from probes.campaign_spec import CampaignSpec, Chain, parse_spec, read_spec
 from probes.confirm import Promise, compare, confirm
-from probes.evaluate import ProbeEvent, Prober, mfu_fraction
-from probes.executors import LocalExecutor, SubmititExecutor
-from probes.request import Limits
-from probes.runner import ProbeStopped
+from probes.gpu.evaluate import ProbeEvent, Prober, mfu_fraction
+from probes.gpu.executors import LocalExecutor, SubmititExecutor
+from probes.gpu.request import Limits
+from probes.gpu.runner import ProbeStopped
 from probes.store import Store
 
 pytestmark = pytest.mark.processes
@@ -92,7 +92,7 @@ def test_prober_many_answers_all_and_stores_failures(tmp_path: Path) -> None:
 def test_mfu_counts_needed_operations_over_the_data_sheet() -> None:
     """Llama-3.2-1B, full fine-tuning, 2048 tokens: 6 x 1.236 B matmul weights x tokens (the tied head counts, the
     lookup does not) plus attention, over time and 989 TFLOP/s."""
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.models.resolve import resolve_model
 
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", seq_len_tokens=2048)
@@ -248,7 +248,7 @@ def test_two_runners_share_one_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["h200", "rehearsal"])
 def test_shipped_campaigns_read_and_name_known_models(name: str) -> None:
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.models.catalogue import find
 
     spec = read_spec(ROOT / "campaigns" / f"{name}.yaml")

@@ -127,7 +127,7 @@ def test_children_of_children_keep_the_current_folder_out(folder: Path) -> None:
 
 def test_submitted_job_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("submitit")
-    from probes.executors import SubmititExecutor
+    from probes.gpu.executors import SubmititExecutor
 
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -13,10 +13,13 @@ import torch
 
 from planner.outcome import FailureKind
 from planner.units import GIB, MIB
-from probes import contact, contact_compile, contact_plan, contact_readings
 from probes.campaign_spec import read_spec
-from probes.contact import Job, Kept, deliver, jobs_of, run_call
-from probes.request import Limits
+from probes.contact import calls as contact
+from probes.contact import compile as contact_compile
+from probes.contact import plan as contact_plan
+from probes.contact import readings as contact_readings
+from probes.contact.calls import Job, Kept, deliver, jobs_of, run_call
+from probes.gpu.request import Limits
 from tests.fake_nvml import Card, nvml_module
 
 CALLS = (1, 2, 3, 4)
@@ -92,7 +95,7 @@ def test_readings_that_ended_well_are_not_taken_again(tmp_path: Path) -> None:
 
 FORKS = """
 import os, sys, time
-from probes.contact_forks import run_each
+from probes.contact.forks import run_each
 
 def good():
     yield {"step": "here", "parent": os.getppid()}

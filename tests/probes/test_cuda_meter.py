@@ -11,8 +11,9 @@ import torch
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
-from probes import device, environment, measure_meters
-from probes.measure_meters import CpuMeter, CudaMeter
+from probes.gpu import device, environment
+from probes.gpu import meters as measure_meters
+from probes.gpu.meters import CpuMeter, CudaMeter
 from tests.fake_nvml import Card, nvml_module
 
 CONTEXT = 560 * MIB
@@ -143,8 +144,8 @@ def test_managed_states_are_no_context(cuda: FakeCuda) -> None:
 
 
 def test_paged_optimizer_never_asks_for_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from probes.failures import UnsupportedProbe
-    from probes.measure_run import _only_what_is_free
+    from probes.gpu.failures import UnsupportedProbe
+    from probes.gpu.run import _only_what_is_free
 
     parameter = torch.empty(GIB, device="meta")
     optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}])

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.types import PHASES
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

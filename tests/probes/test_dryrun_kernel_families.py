@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.gpus import find_gpu  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.outcome import FailureKind, Prediction  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
-from probes.failures import classify_exception  # noqa: E402
+from probes.gpu.failures import classify_exception  # noqa: E402
 from probes.stack.build import build_model  # noqa: E402
 from probes.stack.kernels import KernelsMissing  # noqa: E402
 from tests.probes.dryrun_small import small_config  # noqa: E402

@@ -4,8 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.gpus import find_gpu  # noqa: E402
-from planner.measured import load_rows  # noqa: E402
+from planner.evidence.measured import load_rows  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402

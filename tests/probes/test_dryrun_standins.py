@@ -13,7 +13,7 @@ from tests.whole import WHOLE
 
 _SCRIPT = """
 import json, sys
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.dryrun import dry_run_report

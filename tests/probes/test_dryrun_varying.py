@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 from planner.cli.app import run
 from planner.errors import UsageError
-from planner.gpus import find_gpu
-from planner.lengths import OverLengths, micro_batches, stated_lengths
+from planner.hardware.gpus import find_gpu
 from planner.models.adapters import spec_from_config
+from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc
 from probes.dryrun import DryRunReport, report_for_config

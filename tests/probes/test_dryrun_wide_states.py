@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from dryrun_small import small_config  # noqa: E402
 
-from planner.gpus import find_gpu  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from planner.outcome import FailureKind
-from probes import failures
-from probes.failures import building, classify_exception, classify_exit, oom_kill_count
+from probes.gpu import failures
+from probes.gpu.failures import building, classify_exception, classify_exit, oom_kill_count
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.gpus import find_gpu  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.outcome import Prediction  # noqa: E402

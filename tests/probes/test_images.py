@@ -14,14 +14,14 @@ from benchmarks.image_models import LISTED, configs
 from benchmarks.images import METHODS, setup_of, spec_of
 from planner.choices.images import Images
 from planner.errors import SetupError, UnknownModelError
-from planner.gpus import find_gpu
-from planner.kernels import missing_kernels
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.towers import image_tokens, tower_of, with_eyes
-from planner.peaks import Family, Rank, SharedLayers, distinct_parts
+from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport

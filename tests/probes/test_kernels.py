@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.gpus import find_gpu  # noqa: E402
-from planner.kernels import attention_kernel  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
+from planner.hardware.kernels import attention_kernel  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -16,9 +16,9 @@ def project(tmp_path: Path) -> Path:
     for name, text in {
         "probes/meter.py": "torch.cuda.synchronize()",
         "probes/plain.py": "x = 1",
-        "planner/driver.py": "nvml()",
+        "planner/hardware/driver.py": "nvml()",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -37,14 +37,14 @@ def test_what_changed_since_the_run_is_named(project: Path) -> None:
     said = last_run.words(path, project)
     assert said.startswith("replayed, not run since NVIDIA H100, driver 580")
     assert said.endswith("probes/meter.py changed")
-    (project / "planner" / "driver.py").unlink()
-    assert "planner/driver.py, probes/meter.py changed" in last_run.words(path, project)
+    (project / "planner" / "hardware" / "driver.py").unlink()
+    assert "planner/hardware/driver.py, probes/meter.py changed" in last_run.words(path, project)
 
 
 def test_every_file_that_measures_a_gpu_is_watched() -> None:
     """Named by what they say; the few that say nothing of it are listed by hand and exist."""
     found = set(last_run.cuda_files())
-    assert {"probes/measure.py", "probes/measure_meters.py", "planner/driver.py", *last_run.ALWAYS} <= found
+    assert {"probes/gpu/measure.py", "probes/gpu/meters.py", "planner/hardware/driver.py", *last_run.ALWAYS} <= found
     assert not any(name.startswith(("probes/phantom", "probes/dryrun")) for name in found)
     assert all((ROOT / name).exists() for name in found)
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from planner.memory.types import PHASES
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes.child import StatusPipe
-from probes.measure import measure
-from probes.measure_depth import choose_depths
-from probes.measure_meters import BENCH_BYTES, CpuMeter, copy_bandwidth
-from probes.measure_timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
-from probes.request import Limits, ProbeRequest
-from probes.runner import run_probe
+from probes.gpu.child import StatusPipe
+from probes.gpu.depth import choose_depths
+from probes.gpu.measure import measure
+from probes.gpu.meters import BENCH_BYTES, CpuMeter, copy_bandwidth
+from probes.gpu.request import Limits, ProbeRequest
+from probes.gpu.runner import run_probe
+from probes.gpu.timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
 
 LLAMA = {
     "model_type": "llama",

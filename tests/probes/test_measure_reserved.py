@@ -10,17 +10,17 @@ import torch
 from planner.outcome import SPEED_SPOILING_FLAGS, Prediction
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
-from probes import measure as measuring
-from probes import measure_run
-from probes.child import StatusPipe
-from probes.crew import crew_of
-from probes.device import Turn
 from probes.dryrun.api import report_for_config
-from probes.measure_depth import Depths
-from probes.measure_reserved import reserved_gap, segments_grow
-from probes.measure_timing import DepthRun, extend
-from probes.ranks import Seat
-from probes.request import ProbeRequest
+from probes.gpu import measure as measuring
+from probes.gpu import run as measure_run
+from probes.gpu.child import StatusPipe
+from probes.gpu.crew import crew_of
+from probes.gpu.depth import Depths
+from probes.gpu.device import Turn
+from probes.gpu.ranks import Seat
+from probes.gpu.request import ProbeRequest
+from probes.gpu.reserved import reserved_gap, segments_grow
+from probes.gpu.timing import DepthRun, extend
 from probes.stack import load_config, truncated_config
 
 LAYERS = 16

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 import torch
 
-from planner.calibration_bands import ENCODER_BAND
 from planner.errors import ConfigError, UnknownModelError
+from planner.evidence.bands import ENCODER_BAND
 from planner.exporters import EXPORTERS
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.install import install_command
 from planner.models import catalogue, module_tree
 from planner.models.adapters import model_types, spec_from_config

@@ -16,8 +16,8 @@ from planner import locks
 from planner.children import ROOT, child_environment
 from planner.interchange import setup_to_dict
 from planner.setup import TrainSetup
+from probes.gpu.request import ProbeRequest
 from probes.records import Record
-from probes.request import ProbeRequest
 
 HIDDEN = """
 import os, signal, sys
@@ -32,7 +32,7 @@ PROGRAM = (
 from planner.cli.app import run
 assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run"]) == 0
 assert run(["store", "show", "--store", sys.argv[1]]) == 0
-import probes.device, search.storage, search.corrections
+import probes.gpu.device, search.storage, search.corrections
 sys.exit(run(["probe", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--store", sys.argv[1]]))
 """
 )

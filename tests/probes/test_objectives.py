@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.trace_vs_dryrun import config_of
 from planner.choices.objectives import OBJECTIVES
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models.adapters import spec_from_config
 from planner.predict import predict

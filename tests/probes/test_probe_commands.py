@@ -11,7 +11,7 @@ from planner.cli.app import run
 from planner.cli.campaign import parse_budget
 from planner.errors import UsageError
 from planner.outcome import FailureKind, ProbeFailure
-from probes.request import ProbeRequest
+from probes.gpu.request import ProbeRequest
 from probes.store import Store
 
 TINY = {
@@ -168,7 +168,7 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
         asked.append(request)
         return ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message="torch finds no usable driver")
 
-    monkeypatch.setattr("probes.executors.run_probe", no_driver)
+    monkeypatch.setattr("probes.gpu.executors.run_probe", no_driver)
     store = tmp_path / "s.jsonl"
     wish = [tiny, "--gpu", "rtx-4090", "--seq-len", "32", "--global-batch", "4", "--method", "lora"]
     assert run(["tune", *wish, "--device", "cpu", "--no-dry-run", "--store", str(store)]) == 3

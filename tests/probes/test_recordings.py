@@ -16,11 +16,19 @@ import torch
 
 from planner.children import ROOT
 from planner.units import GIB, MIB
-from probes import launched, recording
 from probes.allocator.events import Alloc, Free
-from probes.contact_traces import SETUPS, TapedMeter, setup_of
-from probes.measure_meters import CudaMeter
-from probes.recording import REHEARSAL, Recording, decode, encode, events_of_trace, read_recordings, replay_problems
+from probes.contact import launched, recording
+from probes.contact.recording import (
+    REHEARSAL,
+    Recording,
+    decode,
+    encode,
+    events_of_trace,
+    read_recordings,
+    replay_problems,
+)
+from probes.contact.traces import SETUPS, TapedMeter, setup_of
+from probes.gpu.meters import CudaMeter
 
 DATA = ROOT / "benchmarks" / "data"
 FILES = sorted([*(DATA / "gpu_recordings").glob("*.jsonl"), *(DATA / "contact").glob("readings.jsonl")])
@@ -152,7 +160,7 @@ def test_pytorchs_history_becomes_events() -> None:
 
 def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names and arguments are PyTorch's; in what order they are asked is what counts here."""
-    from probes import contact_traces
+    from probes.contact import traces as contact_traces
 
     asked: list[tuple[str, Any]] = []
     memory = torch.cuda.memory
@@ -178,8 +186,8 @@ def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monk
 def test_the_taped_meter_measures_as_the_meter_does() -> None:
     from contextlib import ExitStack
 
+    from probes.contact.played_cuda import MODELLED_CONTEXT_BYTES, Modelled
     from probes.dryrun.tracker import Tracker
-    from probes.played_cuda import MODELLED_CONTEXT_BYTES, Modelled
 
     answers = []
     for kind in (CudaMeter, TapedMeter):

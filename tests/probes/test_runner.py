@@ -21,10 +21,10 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.exporters.common import environment
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes import device, runner, watch
-from probes.environment import DeviceStatus, read_environment
-from probes.evaluate import record_of
-from probes.request import Limits, ProbeRequest
+from probes.gpu import device, runner, watch
+from probes.gpu.environment import DeviceStatus, read_environment
+from probes.gpu.evaluate import record_of
+from probes.gpu.request import Limits, ProbeRequest
 from probes.store import Store
 
 pytestmark = pytest.mark.processes
@@ -201,8 +201,8 @@ def runner_process(tmp_path: Path, pid_file: Path) -> "subprocess.Popen[bytes]":
         from pathlib import Path
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignore"
         from planner.setup import TrainSetup
-        from probes.request import Limits, ProbeRequest
-        from probes.runner import run_probe
+        from probes.gpu.request import Limits, ProbeRequest
+        from probes.gpu.runner import run_probe
         request = ProbeRequest(
             model_id="tiny",
             config={{"fault": "hang", "pid_file": {str(pid_file)!r}}},
@@ -299,7 +299,7 @@ def status(used_bytes: int) -> DeviceStatus:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replaces the clock of `probes.device`: only sleeping moves it. The moments at which it slept."""
+    """Replaces the clock of `probes.gpu.device`: only sleeping moves it. The moments at which it slept."""
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:

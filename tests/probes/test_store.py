@@ -25,11 +25,11 @@ from planner.interchange import setup_to_dict
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes import store as store_module
-from probes.environment import read_environment
-from probes.evaluate import record_of
 from probes.fingerprint import fingerprint
+from probes.gpu.environment import read_environment
+from probes.gpu.evaluate import record_of
+from probes.gpu.request import Limits, ProbeRequest
 from probes.records import Record, decode_line, encode_line
-from probes.request import Limits, ProbeRequest
 from probes.store import Store, StoreWarning
 
 TESTS = Path(__file__).parent

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from probes import doctor, topology
+from probes import doctor
+from probes.gpu import topology
 
 
 class NoAnswer(Exception):

@@ -16,12 +16,12 @@ from planner.cli.app import run
 from planner.codec import evidence_to_dict, outcome_from_dict
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
-from probes import runner, watch
-from probes.child import StatusPipe
-from probes.crew import collective_timeout_s, merge
-from probes.failures import UnsupportedProbe
-from probes.measure import measure
-from probes.request import Limits, ProbeRequest
+from probes.gpu import runner, watch
+from probes.gpu.child import StatusPipe
+from probes.gpu.crew import collective_timeout_s, merge
+from probes.gpu.failures import UnsupportedProbe
+from probes.gpu.measure import measure
+from probes.gpu.request import Limits, ProbeRequest
 from probes.stack.zero import num_trained, zero_config
 
 pytestmark = pytest.mark.processes

@@ -8,15 +8,15 @@ import pytest
 
 from planner.app import machine
 from planner.errors import EnvironmentProblem
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.outcome import FailureKind, ProbeFailure
 from planner.setup import TrainSetup
-from probes.evaluate import Prober, mfu_fraction, one_copy
-from probes.executors import DevicePool, LocalExecutor
-from probes.failures import UnsupportedProbe
 from probes.fingerprint import fingerprint
-from probes.request import ProbeRequest
+from probes.gpu.evaluate import Prober, mfu_fraction, one_copy
+from probes.gpu.executors import DevicePool, LocalExecutor
+from probes.gpu.failures import UnsupportedProbe
+from probes.gpu.request import ProbeRequest
 from probes.store import Store
 
 PATIENCE_S = 600.0
@@ -102,7 +102,7 @@ def test_utilisation_of_a_job_is_that_of_one_copy() -> None:
 def test_key_of_a_job_knows_the_library_that_wraps_it() -> None:
     from dataclasses import replace
 
-    from probes.environment import read_environment
+    from probes.gpu.environment import read_environment
 
     here = read_environment("cpu", None)
     other = replace(here, libraries={**here.libraries, "accelerate": "0.0"})
@@ -114,7 +114,7 @@ def test_key_of_a_job_knows_the_library_that_wraps_it() -> None:
 
 
 def test_devices_of_a_job_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("probes.executors.local_devices", lambda: FOUR)
+    monkeypatch.setattr("probes.gpu.executors.local_devices", lambda: FOUR)
     assert machine.job_devices("cpu", 2) == ("cpu",)
     assert machine.job_devices(None, 1) == ("cuda:0",)
     assert machine.job_devices(None, 4) == FOUR

@@ -14,10 +14,10 @@ from moved_clock import PATIENCE_S, Clock, clock
 
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes import device, runner, watch
-from probes.environment import DeviceStatus
-from probes.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
-from probes.request import Limits, ProbeRequest
+from probes.gpu import device, runner, watch
+from probes.gpu.environment import DeviceStatus
+from probes.gpu.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
+from probes.gpu.request import Limits, ProbeRequest
 
 pytestmark = pytest.mark.processes
 
@@ -160,8 +160,8 @@ def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import json
         from pathlib import Path
-        from probes.request import ProbeRequest
-        from probes.runner import run_probe
+        from probes.gpu.request import ProbeRequest
+        from probes.gpu.runner import run_probe
         request = ProbeRequest.from_dict(json.loads(Path({str(asked)!r}).read_text()))
         run_probe(request, work_dir=Path({str(tmp_path / "work")!r}), argv={ARGV!r})
     """)

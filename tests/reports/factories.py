@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.gpu import GpuSpec
+from planner.hardware.gpu import GpuSpec
 from planner.memory.types import PHASES, MemoryTerm
 from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 from planner.outcome import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.gpu import GpuSpec
-from planner.gpus import all_gpus
-from planner.measured import MeasuredRow, load_rows
+from planner.evidence.measured import MeasuredRow, load_rows
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec

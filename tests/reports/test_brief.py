@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.cluster import make_cluster
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.notes import found
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
 from planner.workload import Data
 from reports.brief import MAX_LINES

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from planner.decision.candidates import candidate
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
 from reports.extras import Extras
 from reports.plan_json import plan_from_dict

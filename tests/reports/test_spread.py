@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.cluster import make_cluster
 from planner.decision.candidates import candidate
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from planner.workload import Data, Workload
 from reports.command import default_next_command

@@ -1,7 +1,7 @@
 """`plan tune` with real torchrun jobs whose ranks import no torch, and those ranks: for `test_tune_ranks.py`.
 
     light_ranks.py tune MODEL FOLDER     the command, as a person gives it; its study is FOLDER/study
-    light_ranks.py REQUEST RESULT ...    one rank, as `probes.agent` starts it
+    light_ranks.py REQUEST RESULT ...    one rank, as `probes.gpu.agent` starts it
 
 Rank 0 adds "start PID KEY" to FOLDER/log in one write. The n-th start waits as long as FOLDER/hold-n is there. Rank 1
 kills itself under DDP, when rank 0 has started and before it has an answer.
@@ -24,7 +24,7 @@ MAX_PROBES = 3
 def tune(model: str, folder: str) -> int:
     """The command with these ranks in place of the real ones."""
     from planner.cli.app import run
-    from probes import executors
+    from probes.gpu import executors
 
     os.environ[FOLDER] = folder
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=(sys.executable, __file__))  # type: ignore[assignment, misc]
@@ -39,9 +39,9 @@ def rank() -> int:
     from search_cases import measurement
 
     from planner.codec import Outcome
-    from probes import child, worker
-    from probes.ranks import seat_of
-    from probes.request import ProbeRequest
+    from probes.gpu import child, worker
+    from probes.gpu.ranks import seat_of
+    from probes.gpu.request import ProbeRequest
     from search.dimensions import key_of
 
     def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
@@ -68,6 +68,6 @@ def rank() -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "tune":
         sys.exit(tune(*sys.argv[2:]))
-    from probes.worker import leave
+    from probes.gpu.worker import leave
 
     leave(rank())

@@ -9,9 +9,9 @@ import pytest
 from search_cases import BY_NAME, exact, problem, scenario, small_candidates
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.cluster import make_cluster
 from planner.errors import ConfigError
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.outcome import Measurement
 from search.corrections import (
     MAX_PER_GPU,

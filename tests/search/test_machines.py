@@ -9,7 +9,7 @@ from search_cases import all_candidates, problem, scenario, small_candidates
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
 from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu, perturbed
-from planner.measured import load_rows
+from planner.evidence.measured import load_rows
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.problem import Problem, Result
@@ -184,7 +184,7 @@ def test_recorded_grids_are_real_and_answer_with_recorded_figures() -> None:
 
 
 def test_search_on_a_recorded_grid_finds_the_best_recorded_setup_within_four_probes() -> None:
-    from planner.gpus import find_gpu
+    from planner.hardware.gpus import find_gpu
     from planner.models import catalogue
     from planner.predict import predict
     from planner.units import GIB

@@ -11,11 +11,11 @@ from search_cases import measurement
 
 from planner.app.search_space import search_candidates
 from planner.app.tuning import Tuning, trial_line, tune_plan
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.wish import Wish

@@ -15,13 +15,13 @@ from search_cases import measurement
 from planner.app import climb
 from planner.app.search_space import search_candidates
 from planner.app.tuning import Tuning, climb_probe, on_this_machine, study_name, trial_line, tune_plan
-from planner.cluster import make_cluster
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.wish import Wish
@@ -199,7 +199,7 @@ def test_a_search_on_several_nodes_is_refused_and_a_plan_goes_on_without(capsys:
 def test_a_plan_for_more_gpus_than_here_goes_on_without_probes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("probes.executors.local_devices", lambda: ("cuda:0",))
+    monkeypatch.setattr("probes.gpu.executors.local_devices", lambda: ("cuda:0",))
     assert climb_probe(made_plan()) == made_plan()
     assert "no probes: --gpus 4: this machine has 1 GPU" in capsys.readouterr().err
 

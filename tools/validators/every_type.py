@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from planner.exporters import EXPORTERS  # noqa: E402
-from planner.gpus import find_gpu  # noqa: E402
-from planner.kernels import supported_attentions  # noqa: E402
+from planner.hardware.gpus import find_gpu  # noqa: E402
+from planner.hardware.kernels import supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import Cluster, make_cluster
-from planner.gpus import find_gpu
+from planner.hardware.cluster import Cluster, make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.parallel.collectives import Collectives, Group, gather_volume, group_of, link_rate, reduce_volume
 from planner.throughput.calibration import SpreadConstants
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner.engines import engine_of
 from planner.errors import SetupError
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import flow_of
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue

@@ -8,7 +8,7 @@ import pytest
 from planner.engines import engine_of
 from planner.engines.host import host_bytes
 from planner.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.memory.state import MOMENTS, RankState

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import make_cluster
 from planner.decision.facts import SPREAD_GAIN_FRACTION
 from planner.decision.spreads import FIELDS, spread_key
 from planner.engines import why_not
 from planner.engines.host import assumed_host_bytes, host_bytes_per_node
 from planner.errors import UsageError
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.outcome import Prediction, Rung
 from planner.plan import Answer, NoPlan, Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
+from planner.planning.refine import correction_key, refine
 from planner.predict import device_peak_bytes, predict
-from planner.refine import correction_key, refine
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import activation_parts
 from planner.memory.rank_part import in_flight, rank_parts, tensor_shard
 from planner.models import catalogue

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import Cluster, make_cluster
-from planner.gpus import find_gpu
+from planner.hardware.cluster import Cluster, make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, group_of

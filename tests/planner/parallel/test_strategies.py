@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import make_cluster
 from planner.decision.spreads import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_order, spreads
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish

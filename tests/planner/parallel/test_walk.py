@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from planner.cluster import make_cluster
 from planner.decision.spreads import STAGES, all_spreads
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.parallel.speed import spread_step_time
-from planner.space import dimension_values
-from planner.walk import walk
+from planner.planning.space import dimension_values
+from planner.planning.walk import walk
 from planner.workload import Workload
 from tests.whole import WHOLE, some
 
@@ -93,7 +93,7 @@ def test_walk_leaves_out_what_no_engine_runs() -> None:
 def test_one_gpu_loads_no_engine_of_several() -> None:
     rooms = "('planner.parallel', 'planner.engines.')"
     code = (
-        "import sys; from tests.planner.helpers import wish; from planner.walk import walk;"
+        "import sys; from tests.planner.helpers import wish; from planner.planning.walk import walk;"
         f"assert list(walk(wish())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

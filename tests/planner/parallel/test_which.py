@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import make_cluster
 from planner.decision.clusters import ClusterOption, best_of, cheapest, counts, fastest, nearest, options_of, smallest
 from planner.decision.facts import SPREAD_GAIN_FRACTION
 from planner.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
-from planner.gpus import find_gpu
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.plan import Plan
-from planner.planning import plan_workload
+from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish

@@ -8,7 +8,7 @@ little, which earlier figures had in them).
 import pytest
 
 from planner.engines import zero
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue

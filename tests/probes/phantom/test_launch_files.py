@@ -48,7 +48,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaConfig
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.session import phantom_gpu
 from probes.phantom.steps import Done

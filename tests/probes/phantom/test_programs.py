@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.trace_published import RUNS, traced
 from planner.cli.app import run
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from planner.gpus import find_gpu
+from planner.hardware.gpus import find_gpu
 from planner.units import MIB
 from probes.phantom.card import card_of
 from probes.phantom.compiled import EAGER

@@ -1,0 +1,1 @@
+"""What predictions are held against, and the bands that came of it."""

@@ -1,0 +1,271 @@
+"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which.
+
+Two kinds meet here: how far the formula is from the dry run by what a setup is (`memory_band`), and how far published
+runs of a stack lie from either rung (`evidence_bands`, docs/accuracy/bands.md).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from planner.hardware.gpu import GpuSpec
+from planner.memory.traits import ENCODERS, traits_of
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction
+from planner.setup import TrainSetup
+
+DRY_RUN_BAND = 0.02
+"""What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
+USUAL_BAND = 0.04
+"""One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
+and about 1 % between dry run and card."""
+SMALL_MODEL_BAND = 0.09
+"""Below a billion parameters little tensors and rounding weigh more: 90th percentile 9 %."""
+WIDE_BAND = 0.10
+"""Dropouts, int8 with checkpointing, the math kernel's scores: formula and dry run differ most there."""
+ENCODER_DECODER_BAND = 0.12
+"""T5's position biases, dropouts and fp16 clamps: up to 9 % seen, at the first decoder layer on the math kernel."""
+TREE_BAND = 0.16
+"""Architectures without an adapter: their matrices are exact, what their layers keep is assumed to be as in others. The
+worst of 45 points (nine types, five setups each) against the dry run (docs/accuracy/formula-vs-dry-run.md)."""
+TREE_MIXTURE_BAND = 0.50
+"""Mixtures among them: how the experts are called decides what they keep. The worst of 10 points, two types."""
+ENCODER_BAND = 0.06
+"""Encoders of BERT's layer and ModernBERT, read off their trees too: the worst of 38 setups of four models was 4.8 %
+(XLM-R with checkpointing), the others were within 2.2 % (docs/objectives.md)."""
+SMALL_PARAMS = 1_000_000_000
+SPREAD_BAND = 0.10
+"""Added with several GPUs where no dry run followed the engine often: ZeRO (253 setups in a model of its engine: worst
+11 %; -7 % of two published ZeRO-2 runs), tensor and pipeline parallelism, offloading, one process for all GPUs. With
+one GPU's band it makes 14 %, the 90th percentile against 106 published configurations, nearly all of them FSDP 1."""
+SPREAD_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
+"""The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 1.1 % (DDP), 1.2 % (FSDP2,
+kept gathered), 4.4 % (FSDP2), 5.8 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
+over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back before it runs out of memory. The published
+runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
+fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
+
+ENGINE_BANDS = {"unsloth": 0.10}
+"""The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
+ours (benchmarks/longest_context.py)."""
+
+
+def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
+    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
+
+    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
+    """
+    own = _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
+    return max(own, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def dry_run_band(setup: TrainSetup) -> float:
+    """The same of a dry run."""
+    return max(DRY_RUN_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def _spread_band(setup: TrainSetup) -> float:
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+        return SPREAD_BAND
+    return SPREAD_BANDS.get(setup.parallel, SPREAD_BAND)
+
+
+def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
+    if model.is_encoder_decoder:
+        return ENCODER_DECODER_BAND
+    if model.model_type in (*ENCODERS, "modernbert"):
+        return ENCODER_BAND
+    if model.from_tree:
+        experts = any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds)
+        return TREE_MIXTURE_BAND if experts else TREE_BAND
+    traits = traits_of(model)
+    if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout or setup.quantization == "int8":
+        return WIDE_BAND
+    if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
+        return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
+    return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
+
+
+TRAINERS = ("trl", "hf", "sentence-transformers")
+"""Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
+another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
+ON_THE_TRAINER = (*TRAINERS, "axolotl", "llamafactory")
+"""Those whose training is transformers' Trainer on the same libraries."""
+MEMORY = ("allocated", "reserved", "device")
+LEAST_ROWS = 10
+"""Published rows from which a stack has a band of its own."""
+COVERAGE = 0.9
+LEAST_SIDE = 0.005
+"""No side of a band is narrower: what versions of the libraries alone move."""
+UNSEEN_CARD = 1.5
+"""How much wider reserved and device memory and speed are on a card that no published run of the stack was on: a
+judgement, dated November 2026."""
+UNSEEN_STACK = 1.5
+"""How much wider than the other stacks' rows the band of a stack is that nobody measured. With every stack left out in
+turn the mean coverage of its rows is 67 % (memory) and 79 % (speed) at 1, 71 and 94 % at 1.5, 75 and 98 % at 2
+(November 2026, benchmarks/stack_bands.py)."""
+NOBODY = "no run like this has been compared"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The band of published runs of one kind: measured lies from predicted x (1 - below) to predicted x (1 + above).
+
+    Attributes:
+        cards: keys of the GPUs that they were measured on; empty for a pool of stacks.
+    """
+
+    below: float
+    above: float
+    num_rows: int
+    num_sources: int = 0
+    cards: tuple[str, ...] = ()
+
+    def holds(self, ratio: float) -> bool:
+        """Whether measured over predicted lies inside."""
+        return 1 - self.below <= ratio <= 1 + self.above
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the data file, rounded to a tenth of a percent."""
+        return asdict(self) | {"below": round(self.below, 3), "above": round(self.above, 3)}
+
+
+def fit_cell(ratios: Sequence[float], *, num_sources: int = 0, cards: Sequence[str] = ()) -> Cell:
+    """The central 90 % of measured over predicted, each end with room for the next row.
+
+    Each end is the quantile that a new row of the same kind exceeds with 5 %: the k-th of n rows is exceeded with
+    k / (n + 1), and between two of them lies a straight line; with fewer than 19 rows it is the outermost one. Where
+    one side is as narrow as it may be (a prediction that errs to the other), what of its 5 % no row uses is the
+    other's.
+
+    Source: Hyndman and Fan 1996, Sample quantiles in statistical packages, definition 6 (Weibull's plotting position).
+    """
+    ordered = sorted(ratios)
+    tail = (len(ordered) + 1) * (1 - COVERAGE) / 2
+    low, high = _between(ordered, tail), _between(ordered[::-1], tail)
+    if 1 - low <= LEAST_SIDE:
+        high = _between(ordered[::-1], 2 * tail - sum(one < 1 - LEAST_SIDE for one in ordered))
+    elif high - 1 <= LEAST_SIDE:
+        low = _between(ordered, 2 * tail - sum(one > 1 + LEAST_SIDE for one in ordered))
+    return Cell(
+        below=max(LEAST_SIDE, 1 - low),
+        above=max(LEAST_SIDE, high - 1),
+        num_rows=len(ordered),
+        num_sources=num_sources,
+        cards=tuple(cards),
+    )
+
+
+def _between(ordered: Sequence[float], place: float) -> float:
+    """The value at a place counted from 1, on the line between its neighbours."""
+    place = min(max(1.0, place), float(len(ordered)))
+    before = math.floor(place)
+    after = min(before, len(ordered) - 1)
+    return ordered[before - 1] + (place - before) * (ordered[after] - ordered[before - 1])
+
+
+def pooled_cell(groups: Sequence[Sequence[float]]) -> Cell:
+    """The band for a stack that nobody measured: the central 90 % of all others' rows, each stack weighing alike, and
+    UNSEEN_STACK times as wide."""
+    weighed = sorted((ratio, 1 / len(group)) for group in groups for ratio in group)
+    total = sum(weight for _, weight in weighed)
+    ends = []
+    for rows in (weighed, weighed[::-1]):
+        passed = 0.0
+        for ratio, weight in rows:
+            passed += weight
+            if passed >= total * (1 - COVERAGE) / 2:
+                ends.append(ratio)
+                break
+    below, above = max(LEAST_SIDE, 1 - ends[0]), max(LEAST_SIDE, ends[1] - 1)
+    return Cell(below=min(0.95, UNSEEN_STACK * below), above=UNSEEN_STACK * above, num_rows=len(weighed))
+
+
+def metric_of(setup: TrainSetup) -> str:
+    """ "one", "one, eager" or "several" GPUs: bands of these are never shared. Eager attention's tokens x tokens scores
+    are a risk of their own."""
+    if setup.num_gpus > 1:
+        return "several"
+    return "one, eager" if setup.attention == "eager" else "one"
+
+
+@lru_cache(maxsize=1)
+def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
+    text = (resources.files("planner") / "data" / "bands.json").read_text(encoding="utf-8")
+    found = {}
+    for values in json.loads(text):
+        key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))
+        found[key] = Cell(**values | {"cards": tuple(values["cards"])})
+    return found
+
+
+def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str, tuple[float, float]], str]:
+    """({metric: (below, above)} of published runs of this stack, what a person must know or "").
+
+    A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
+    its runs was. A memory figure that nobody compared is as uncertain as the widest that somebody did, of the stack or
+    else of all. Several GPUs have no compared dry runs: theirs are the formula's.
+    """
+    cells, gpus = _cells(), metric_of(setup)
+    stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
+    rung = "formula" if gpus == "several" else rung
+    owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in (*MEMORY, "tokens_per_s")}
+    cards = {card for own in owns.values() if own is not None for card in own.cards}
+    pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}
+    known = [one for one in map(owns.get, MEMORY) if one is not None] or [one for one in map(pools.get, MEMORY) if one]
+    bands = {}
+    for metric, own in owns.items():
+        if own is None and metric in MEMORY:
+            bands[metric] = (max(one.below for one in known), max(one.above for one in known))
+        elif own is not None or pools[metric] is not None:
+            cell = own or pools[metric]
+            assert cell is not None
+            wider = UNSEEN_CARD if own is not None and gpu.key not in cards and metric != "allocated" else 1.0
+            bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
+    if not setup.aim.supervised:
+        return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
+    if not any(owns.values()):
+        return bands, f"{NOBODY}: {setup.by.title} has no published run here, the band is that of other stacks"
+    if gpu.key not in cards:
+        return bands, f"{NOBODY}: none of {setup.by.title}'s published runs was on a {gpu.name}"
+    return bands, ""
+
+
+def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, planned: bool = False) -> Prediction:
+    """The prediction with the bands of published runs like it.
+
+    Args:
+        planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
+            allocator as launch files set it, and transformers' Trainer or an engine of `ENGINE_BANDS`. The speed of an
+            engine of its own code stays as uncertain as others' runs are, and so does the memory of one that has no
+            band here (torchtitan).
+    """
+    if of_a_plan(setup):
+        return prediction
+    if planned and setup.stack in ON_THE_TRAINER:
+        same = f"{NOBODY}: {setup.by.title} has no published run here, the band is that of its libraries under TRL"
+        return prediction if setup.stack in TRAINERS else _noted(prediction, same)
+    bands, note = evidence_bands(prediction.rung.value, gpu, setup)
+    time = prediction.time_band_fraction
+    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
+    if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
+        below, above = bands["tokens_per_s"]
+        time = max(time, above, 1 / (1 - below) - 1)
+    found = _noted(replace(prediction, time_band_fraction=time), note)
+    memory = max(bands.get("device") or bands["reserved"])
+    if planned and setup.stack in ENGINE_BANDS:
+        return replace(found, memory_band_fraction=max(found.memory_band_fraction, ENGINE_BANDS[setup.stack]))
+    return replace(found, memory_band_fraction=max(found.memory_band_fraction, memory), bands=bands)
+
+
+def _noted(prediction: Prediction, note: str) -> Prediction:
+    return replace(prediction, notes=(*prediction.notes, note)) if note else prediction
+
+
+def of_a_plan(setup: TrainSetup) -> bool:
+    """Whether a setup is one that a plan makes and starts: current versions, the allocator as launch files set it."""
+    return setup.expandable_segments and setup.stack in TRAINERS

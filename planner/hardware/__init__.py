@@ -1,0 +1,1 @@
+"""What a job runs on: GPUs, links, prices, what a driver tells, and which kernels a card has."""

@@ -1,0 +1,157 @@
+"""`Cluster`: so many GPUs of one kind, in nodes, and the links between them. Facts only; fitted shares of them live in
+`planner/data/calibration.json`.
+
+The latencies of the table are typical figures from memory, the rates are nominal and one-directional.
+"""
+
+import csv
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from planner.errors import UsageError
+from planner.hardware.gpu import GpuSpec
+
+_PATH = Path(__file__).parents[1] / "data" / "links.csv"
+GPUS_PER_NODE = 8
+"""Most that one node is taken to hold when the user does not say."""
+NVLINK_LATENCY_S = 3e-6
+DEFAULT_NETWORK = "ib-1600"
+"""Between nodes when the user does not say: what an eight-GPU A100 node has; stated in the plan's notes."""
+_NVLINK_PAIRS = ("a30", "a40", "rtx-a6000", "rtx-a5000", "rtx-3090", "rtx-3090-ti", "rtx-2080-ti")
+_NVLINK_PAIRS_PCIE = ("a100-pcie-40gb", "a100-80gb-pcie", "h100-pcie", "h100-nvl")
+"""Cards whose NVLink is a bridge between two of them: beyond a pair, traffic goes over PCIe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One kind of connection.
+
+    Attributes:
+        kind: "nvlink", "pcie" (within a node) or "network" (between nodes).
+        bytes_per_s: nominal, one direction: of one GPU within a node, of one whole node between nodes.
+        latency_s: of one message.
+    """
+
+    key: str
+    name: str
+    kind: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The GPUs of one job.
+
+    Attributes:
+        within: between the GPUs of a node.
+        between: between nodes; None with one node.
+    """
+
+    gpu: GpuSpec
+    num_gpus: int
+    num_nodes: int
+    within: Link
+    between: Link | None
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of one node."""
+        return self.num_gpus // self.num_nodes
+
+
+@lru_cache(maxsize=1)
+def links() -> dict[str, Link]:
+    """Every named link of the table by its key."""
+    with open(_PATH, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        row["key"]: Link(
+            key=row["key"],
+            name=row["name"],
+            kind=row["kind"],
+            bytes_per_s=float(row["gb_per_s"]) * 1e9,
+            latency_s=float(row["latency_us"]) * 1e-6,
+            source=row["source"],
+        )
+        for row in rows
+    }
+
+
+def host_link(gpu: GpuSpec) -> Link:
+    """The link between a GPU and its host: PCIe of the generation in the GPU table."""
+    found = links().get("pcie-" + gpu.pcie.replace(" ", "-"))
+    return found if found is not None else links()["pcie-gen4-x16"]
+
+
+def nvlink(gpu: GpuSpec) -> Link:
+    """NVLink (or Infinity Fabric) of a GPU, one direction: half of the total that vendors print."""
+    return Link(
+        key="nvlink",
+        name="NVLink" if gpu.vendor == "NVIDIA" else "Infinity Fabric",
+        kind="nvlink",
+        bytes_per_s=gpu.nvlink_bytes_per_s / 2,
+        latency_s=NVLINK_LATENCY_S,
+        source=gpu.source,
+    )
+
+
+def make_cluster(
+    gpu: GpuSpec, num_gpus: int, *, num_nodes: int | None = None, interconnect: str | None = None
+) -> Cluster:
+    """The cluster that flags describe.
+
+    Args:
+        num_gpus: of the whole job.
+        num_nodes: default: as few as hold the GPUs, at most eight in each.
+        interconnect: "nvlink" or "pcie" (within a node), a key of the table (between nodes), or two joined by "+"
+            ("pcie+ethernet-25"). Default: NVLink where the card has it and more than a pair is connected, else PCIe;
+            between nodes `DEFAULT_NETWORK`.
+
+    Raises:
+        UsageError: counts that do not divide, an unknown link, or NVLink on a card without.
+    """
+    if num_gpus < 1:
+        raise UsageError(f"--gpus must be at least 1, got {num_gpus}", hint="give --gpus a positive whole number")
+    nodes = num_nodes if num_nodes is not None else max(1, -(-num_gpus // GPUS_PER_NODE))
+    if nodes < 1 or num_gpus % nodes:
+        raise UsageError(
+            f"{num_gpus} GPUs cannot be spread evenly over {nodes} nodes",
+            hint="--gpus counts all GPUs of the job, over all nodes: give a multiple of --nodes",
+        )
+    within = _default_within(gpu, num_gpus // nodes)
+    between: Link | None = links()[DEFAULT_NETWORK] if nodes > 1 else None
+    for part in interconnect.lower().split("+") if interconnect else ():
+        link = _named(gpu, part.strip())
+        if link.kind != "network":
+            within = link
+        elif nodes == 1:
+            raise UsageError(
+                f"--interconnect {part}: one node has no network between nodes", hint="give --nodes, or nvlink or pcie"
+            )
+        else:
+            between = link
+    return Cluster(gpu=gpu, num_gpus=num_gpus, num_nodes=nodes, within=within, between=between)
+
+
+def _default_within(gpu: GpuSpec, per_node: int) -> Link:
+    bridged = gpu.key in _NVLINK_PAIRS or gpu.key in _NVLINK_PAIRS_PCIE
+    if gpu.nvlink_bytes_per_s > 0 and not (bridged and per_node > 2):
+        return nvlink(gpu)
+    return host_link(gpu)
+
+
+def _named(gpu: GpuSpec, key: str) -> Link:
+    if key == "nvlink":
+        if not gpu.nvlink_bytes_per_s:
+            raise UsageError(f"{gpu.name} has no NVLink", hint="--interconnect pcie")
+        return nvlink(gpu)
+    if key == "pcie":
+        return host_link(gpu)
+    found = links().get(key)
+    if found is None:
+        known = ", ".join(("nvlink", "pcie", *links()))
+        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {known}")
+    return found

@@ -1,0 +1,176 @@
+"""Which of the machine's GPUs this process sees, as the driver (NVML, or AMD's) tells it: no torch, no CUDA context.
+
+CUDA_VISIBLE_DEVICES renumbers CUDA's devices and never NVML's. It names them by number, by UUID or its beginning, or
+names MIG slices. The order is that of the PCI bus, which every probe's child sets.
+
+Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from planner.hardware.amd import AmdSmi, connect
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """The initialised NVML module, AMD's driver under its names (`amd`), or None where neither answers."""
+    module: Any = _nvidia() or connect()
+    if module is None:
+        yield None
+        return
+    try:
+        yield module
+    finally:
+        module.nvmlShutdown()
+
+
+def _nvidia() -> ModuleType | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    found: ModuleType = pynvml
+    return found
+
+
+def text(value: str | bytes) -> str:
+    """NVML's names: bytes in its older releases."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_names() -> tuple[str, ...] | None:
+    """The entries of CUDA_VISIBLE_DEVICES up to the first that names nothing, as CUDA reads them; None: all GPUs."""
+    given = os.environ.get(VISIBLE)
+    if given is None:
+        return None
+    names = []
+    for part in (one.strip() for one in given.split(",")):
+        if not (part.isdecimal() or part.startswith(("GPU-", "MIG-"))):
+            break
+        names.append(part)
+    return tuple(names)
+
+
+def visible_handles(module: Any) -> tuple[Any, ...]:
+    """NVML's handle of every device that CUDA would show this process, in CUDA's numbering; of a GPU in MIG mode its
+    first slice, of which CUDA uses one. An entry that no device answers to ends the list, as in CUDA."""
+    if isinstance(module, AmdSmi):
+        return module.visible_handles()
+    whole = [module.nvmlDeviceGetHandleByIndex(index) for index in range(int(module.nvmlDeviceGetCount()))]
+    names = visible_names()
+    if names is None:
+        return tuple(_first_slice(module, one) for one in whole)
+    found = []
+    for name in names:
+        if name.isdecimal():
+            handle = _first_slice(module, whole[int(name)]) if int(name) < len(whole) else None
+        else:
+            slices = [one for gpu in whole for one in _slices(module, gpu)]
+            handle = _named(module, name, slices if name.startswith("MIG-") else whole)
+            handle = _first_slice(module, handle) if handle is not None else None
+        if handle is None:
+            break
+        found.append(handle)
+    return tuple(found)
+
+
+def _named(module: ModuleType, name: str, handles: list[Any]) -> Any:
+    """The one device whose UUID begins so; None for none and for several."""
+    matching = [one for one in handles if text(module.nvmlDeviceGetUUID(one)).startswith(name)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _slices(module: ModuleType, gpu: Any) -> list[Any]:
+    """The MIG slices of one GPU; none where it is whole, or cannot be sliced."""
+    try:
+        if not module.nvmlDeviceGetMigMode(gpu)[0]:
+            return []
+        most = int(module.nvmlDeviceGetMaxMigDeviceCount(gpu))
+    except module.NVMLError:
+        return []
+    found = []
+    for index in range(most):
+        with contextlib.suppress(module.NVMLError):  # not every place holds a slice
+            found.append(module.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
+    return found
+
+
+def _first_slice(module: ModuleType, gpu: Any) -> Any:
+    return next(iter(_slices(module, gpu)), gpu)
+
+
+def device_index(device: str) -> int:
+    """The N of "cuda:N" (0 for "cuda")."""
+    return int(device.partition(":")[2] or 0)
+
+
+def device_handle(module: ModuleType, device: str) -> Any:
+    """NVML's handle of "cuda:N".
+
+    Raises:
+        LookupError: this process sees fewer devices.
+    """
+    handles = visible_handles(module)
+    index = device_index(device)
+    if index >= len(handles):
+        raise LookupError(f"{device} does not exist: the driver shows this process {len(handles)} GPU(s)")
+    return handles[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGpu:
+    """One device as the driver shows it.
+
+    Attributes:
+        held_bytes: what others hold of it now; the driver's own reserve is not counted.
+        num_sms: multiprocessors of a MIG slice, None of a whole GPU.
+        share: of the GPU's memory that a MIG slice has.
+    """
+
+    name: str
+    total_bytes: int
+    held_bytes: int
+    num_sms: int | None = None
+    share: float = 1.0
+
+
+def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
+    """The driver's view of "cuda:N".
+
+    Raises:
+        LookupError: this process sees fewer devices.
+        module.NVMLError: the driver does not tell.
+    """
+    handle = device_handle(module, device)
+    name, _, slice_name = text(module.nvmlDeviceGetName(handle)).partition(" MIG ")
+    total = int(module.nvmlDeviceGetMemoryInfo(handle).total)
+    num_sms, share = None, 1.0
+    if slice_name:
+        whole = module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        share = total / int(module.nvmlDeviceGetMemoryInfo(whole).total)
+        with contextlib.suppress(module.NVMLError):
+            num_sms = int(module.nvmlDeviceGetAttributes(handle).multiprocessorCount)
+    return SeenGpu(name=name, total_bytes=total, held_bytes=_held_bytes(module, handle), num_sms=num_sms, share=share)
+
+
+def _held_bytes(module: ModuleType, handle: Any) -> int:
+    """NVML's second form of the memory question counts the driver's reserve apart; 0 where only the first answers."""
+    version = getattr(module, "nvmlMemory_v2", None)
+    if version is None:
+        return 0
+    try:
+        return int(module.nvmlDeviceGetMemoryInfo(handle, version=version).used)
+    except (module.NVMLError, TypeError):
+        return 0

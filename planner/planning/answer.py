@@ -1,0 +1,370 @@
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the spreads stage by stage, ask the tree, explain.
+
+One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
+parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
+offloading to the host only where nothing else fits, because its speed hangs on a slow link and its room on memory that
+the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits without offloading.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from planner.choices.kernels import KERNELS
+from planner.choices.packages import packages_of, requirement
+from planner.choices.precisions import PRECISIONS
+from planner.decision.alternatives import alternatives
+from planner.decision.candidates import candidate, communication_share
+from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
+from planner.decision.job import job_notes
+from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
+from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
+from planner.engines import engine_of
+from planner.errors import SetupError, UsageError
+from planner.hardware.kernels import has_expert_stacks
+from planner.memory.micro_batch import checkpointed_inputs_bytes
+from planner.models.stored import dequantizing_class, plain_copy, stored_method
+from planner.notes import found, risk, usual
+from planner.outcome import Candidate
+from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.planning.expressed import check_something_expressed, target_notes
+from planner.planning.refine import CorrectionKey
+from planner.planning.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
+from planner.planning.walk import Point
+from planner.setup import TrainSetup
+from planner.units import gib
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
+
+NUM_RANKED = 24
+COMMUNICATION_LIMIT = 0.25
+"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
+_FIRST = ("replicate", "shard", "other")
+
+
+def plan_workload(
+    workload: Workload,
+    corrections: Mapping[CorrectionKey, float] | None = None,
+    walks: Walks | None = None,
+    *,
+    num_ranked: int = NUM_RANKED,
+) -> Plan | NoPlan:
+    """The formula rung's whole answer.
+
+    Args:
+        corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.
+        walks: kept by whoever plans the same workload again.
+        num_ranked: how many of the fastest points the plan lists, the chosen one first.
+
+    Raises:
+        UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
+            the job suits the number of GPUs, the global batch and the options given.
+    """
+    if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
+        workload = replace(workload, targets=("axolotl",))  # the one target that has it
+    values = dimension_values(workload)
+    facts = Facts(walks=walks if walks is not None else Walks(once=corrections is None))
+    node, best = choose(workload, values, facts, corrections)
+    space = _space_count(workload, values, facts)
+    if not space.walked:
+        spreads = facts.walked if workload.num_gpus > 1 else ()
+        check_something_expressed(workload, kinds(workload, values, spreads))
+        raise _nothing_to_walk(workload, facts)
+    alone = _one_gpu(workload) if workload.num_gpus > 1 else None
+    chosen = candidate(workload, best.setup) if best is not None else None
+    installed = _with_packages(workload, chosen)
+    walked = tuple(answers(workload, facts, node, best, chosen, alone))
+    if node is None or best is None or chosen is None:
+        packed = _with_packed_experts(workload, corrections, facts.walks) or _of_plain_copy(workload, corrections)
+        notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
+        return packed if packed is not None else _refused(workload, facts, walked, space, notes)
+    fastest = merged(facts.of_node(node).values()).ranked()
+    ranked = [best, *(point for point in fastest if point is not best)][:num_ranked]
+    return Plan(
+        workload=workload,
+        chosen=chosen,
+        alternatives=(*installed, *alternatives(workload, chosen, node, facts, alone)),
+        ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
+        tree=walked,
+        space=space,
+        notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
+    )
+
+
+def _refused(
+    workload: Workload, facts: Facts, walked: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
+) -> NoPlan:
+    """The answer where nothing fits: by how much, and what would help."""
+    from planner.decision.remedies import refusal  # a plan needs none
+
+    refused = refusal(workload, facts, walked, space, notes)
+    return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
+
+
+def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts) -> SpaceCount:
+    nodes = facts.nodes().values()
+    walked = sum(known.walked for known in nodes)
+    num_spreads = len({one.name for one in facts.walked})
+    return SpaceCount(
+        walked=walked,
+        infeasible=sum(known.infeasible for known in nodes),
+        impossible=max(0, _num_combinations(workload, values) * num_spreads - walked),
+    )
+
+
+def choose(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    corrections: Mapping[CorrectionKey, float] | None = None,
+) -> tuple[str | None, Point | None]:
+    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
+    node = _walk(workload, values, facts, corrections)
+    return node, best_spread(facts.of_node(node)) if node is not None else None
+
+
+def _walk(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    corrections: Mapping[CorrectionKey, float] | None,
+) -> str | None:
+    """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
+    if workload.num_gpus == 1:
+        add_spreads(workload, values, facts, [ONE_GPU], corrections)
+        nodes = facts.nodes()
+        return choose_node(nodes, workload)
+    walk_stages(workload, values, facts, _FIRST, corrections)
+    nodes = facts.nodes()
+    node = choose_node(nodes, workload)
+    slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
+    left_out = _better_left_out(workload, facts, node)
+    if node is None or slow:
+        walk_stages(workload, values, facts, ("split",), corrections)
+    elif left_out:
+        walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
+    nodes = facts.nodes()
+    node = choose_node(nodes, workload)
+    if node is None:
+        walk_stages(workload, values, facts, ("offload",), corrections)
+        nodes = facts.nodes()
+        # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
+        node = choose_node(nodes, workload, from_host=True)
+    return node
+
+
+def _only(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], methods: tuple[str, ...]
+) -> dict[str, tuple[Any, ...]]:
+    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
+    meant for who asks for it."""
+    narrowed = {**values, "method": methods}
+    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
+        narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
+    return narrowed
+
+
+def _better_left_out(workload: Workload, facts: Facts, node: str | None) -> tuple[str, ...]:
+    """Methods that the tree prefers to `node` and that do not fit so far."""
+    if node is None:
+        return ()
+    order = preferred_nodes(workload)
+    better = order[: order.index(node)]
+    nodes = facts.nodes()
+    missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
+    return tuple(dict.fromkeys(one.partition("-")[0] for one in missing))
+
+
+def _communication_share(workload: Workload, facts: Facts, node: str) -> float:
+    best = facts.nodes()[node].best()
+    return communication_share(candidate(workload, best.setup)) if best is not None else 0.0
+
+
+def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
+    """The error with the reasons of the spreads that were left out."""
+    contradicted = _contradiction(dimension_values(workload))
+    if workload.num_gpus == 1:
+        return UsageError(
+            f"no setup can satisfy all the options given{contradicted}",
+            hint="options contradict each other: leave one out",
+        )
+    left_out = [one for one in all_spreads(workload) if one.reason]
+    reasons = [*facts.refused.values(), *(one.reason for one in left_out)]
+    num, batch = workload.num_gpus, workload.global_batch_seqs
+    if contradicted or not reasons:
+        return UsageError(
+            f"no setup on {num} GPUs satisfies all the options given{contradicted}",
+            hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
+        )
+    hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
+    uneven = [one.reason for one in left_out if batch % one.data_degree]
+    if uneven:
+        hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
+    return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
+
+
+def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
+    """Why most combinations cannot exist, as the end of a sentence; "" where one can (then it is something else)."""
+    names = ("method", "quantization", "precision", "attention")
+    kind = {name: values[name][0] for name in ("objective", "adapter") if name in values}
+    kind |= {"loss": values["loss"][0]} if "objective" in kind else {}
+    reasons: Counter[str] = Counter()
+    for combination in product(*(values[name] for name in names)):
+        setup = kind | dict(zip(names, combination, strict=True))
+        try:
+            TrainSetup(**setup, lora_rank=0 if setup["method"] == "full" else values["lora_rank"][0])
+        except SetupError as error:
+            reasons[error.message] += 1
+        else:
+            return ""
+    return ": " + max(reasons, key=lambda reason: reasons[reason]) if reasons else ""
+
+
+def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
+    """Size of the plain product of all dimensions, impossible combinations included."""
+    batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
+    layers = ("attention", "checkpointing", "selective_checkpointing", "loss", "kernels", "activation_offload")
+    dimensions = (*BRANCH_FIELDS, *layers, "optimizer")
+    return batches * prod(len(values[name]) for name in dimensions)
+
+
+def _one_gpu(workload: Workload) -> OneGpu:
+    """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
+    fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
+    wish = replace(workload, cluster=None, fixed=fixed)
+    try:
+        return plan_workload(wish)
+    except UsageError:
+        return None
+
+
+def _packed(workload: Workload) -> Workload | None:
+    """The same work with a mixture's experts in 4 bits too, which Axolotl alone trains; None where that is no way."""
+    if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or workload.targets not in ((), ("axolotl",)):
+        return None
+    if not has_expert_stacks(workload.model):
+        return None
+    return replace(workload, targets=("axolotl",), fixed={**workload.fixed, "quantize_experts": (True,)})
+
+
+def _with_packed_experts(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, walks: Walks
+) -> Plan | None:
+    """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
+    wish = _packed(workload)
+    try:
+        if wish is None or choose(wish, dimension_values(wish), Facts(walks=walks), corrections)[1] is None:
+            return None
+        plan = plan_workload(wish, corrections, walks)
+    except UsageError:
+        return None
+    if not isinstance(plan, Plan):
+        return None
+    note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
+    return replace(plan, notes=(risk(note), *plan.notes))
+
+
+def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
+    """The plan of the 16-bit copy of weights that nothing here trains as they are published; None where none fits."""
+    copy = plain_copy(workload.model)
+    try:
+        plan = plan_workload(replace(workload, model=copy), corrections) if copy is not None else None
+    except UsageError:
+        return None
+    if copy is None or not isinstance(plan, Plan):
+        return None
+    published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
+    note = f"{published}, which trains only unpacked and does not fit so: planned for its 16-bit copy {copy.model_id}"
+    return replace(plan, notes=(found(note), *plan.notes))
+
+
+def _chosen(workload: Workload) -> Candidate | None:
+    """What the plan of this work would choose, without the rest of it; None where nothing fits."""
+    try:
+        _, best = choose(workload, dimension_values(workload), Facts())
+    except UsageError:
+        return None
+    if best is not None:
+        return candidate(workload, best.setup)
+    packed = _packed(workload)
+    return _chosen(packed) if packed is not None else None
+
+
+def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
+    """A 16-bit copy of weights that are published in a type that is not quantized again."""
+    if not dequantizing_class(workload.model):
+        return ()
+    config = {key: value for key, value in workload.model.config.items() if key != "quantization_config"}
+    chosen = _chosen(replace(workload, model=replace(workload.model, config=config)))
+    if chosen is None:
+        return ()
+    experts = ", experts too, in Axolotl" if chosen.setup.quantize_experts else ""
+    words = f"name a 16-bit copy of it: it trains in {chosen.setup.quantization}{experts}"
+    saved = nearest.formula.peak_device_bytes - chosen.formula.peak_device_bytes
+    return (Remedy(action=words, saves_bytes=saved, fits=True),)
+
+
+def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Alternative, ...]:
+    """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
+    if not workload.absent_packages:
+        return ()
+    wish = replace(workload, absent_packages=())
+    values = dimension_values(wish)
+    _, best = choose(wish, values, Facts())
+    if best is None or (chosen is not None and best.setup == chosen.setup):
+        return ()
+    other = candidate(wish, best.setup)
+    words = trade(chosen, other) if chosen is not None else "fits"
+    return (Alternative(label=f"with {' and '.join(packages_of(other.setup))}", candidate=other, trade=words),)
+
+
+def _package_notes(workload: Workload, chosen: Candidate | None, installed: tuple[Alternative, ...]) -> tuple[str, ...]:
+    """What kernels beside the plain stack's buy and need, and what more is to be had by installing a package here."""
+    notes: list[str] = []
+    if chosen is not None and chosen.setup.kernels != "eager" and "kernels" not in workload.fixed:
+        words = f"{KERNELS[chosen.setup.kernels].words}: {kernels_words(workload, chosen.setup)}"
+        notes.append(f"{words} (--no-extra-packages plans without)")
+    for one in installed:
+        missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
+        command = f"pip install {' '.join(map(requirement, missing))}"
+        words = f"not installed here: {' and '.join(missing)}; with that, {one.trade}: {command}, and plan again"
+        notes.append(risk(words))
+    return tuple(notes)
+
+
+def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+    """The stated assumptions of a plan, one sentence each."""
+    notes = [*target_notes(workload, chosen.setup)]
+    if chosen.setup.activation_offload:
+        held = checkpointed_inputs_bytes(workload.model, chosen.setup)
+        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU"))
+    if not chosen.setup.packing:
+        long = f"{workload.seq_len_tokens} tokens long (the worst batch)"
+        notes.append(usual(f"every sequence is taken to be {long}; shorter ones need less memory"))
+    notes += job_notes(workload, chosen)
+    masters = engine_of(chosen.setup).keeps_fp32_masters
+    if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
+        words = "bf16 weights take the updates without an fp32 copy: small ones round to nothing"
+        notes.append(risk(f"{words}; --precision bf16-mixed keeps one"))
+    return (*notes, *cluster_notes(workload.cluster))
+
+
+def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
+    """What is assumed about the cluster, one sentence each; nothing on one GPU."""
+    if cluster is None:
+        return ()
+    within = f"{cluster.within.name}, {cluster.within.bytes_per_s / 1e9:,.0f} GB/s each way for one GPU"
+    notes = []
+    if cluster.gpus_per_node > 1:
+        notes.append(f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)")
+    if cluster.between is not None:
+        notes.append(
+            f"{cluster.num_nodes} nodes talk over {cluster.between.name}, "
+            f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
+        )
+    return tuple(map(usual, notes))

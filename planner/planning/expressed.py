@@ -1,0 +1,109 @@
+"""The launch targets that the user named, as a constraint of planning: which walked setups they can express.
+
+A target may run a setup otherwise than it says (its loss, its adapters' data type). What is planned for it is what it
+really runs, so that the prediction of a plan and that of its file are one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from planner.choices.stacks import written_by
+from planner.errors import UsageError
+from planner.models.spec import ModelSpec
+from planner.notes import found
+from planner.setup import TrainSetup
+from planner.workload import Workload
+
+CONFIGS = ("accelerate", "deepspeed")
+"""Targets whose file starts the plain script: they run no model that it refuses."""
+NOT_PLANNED = ("adapter_dtype", "packing", "compile")
+"""Fields that are no dimension of the space: a target that sets them itself gets its own value."""
+
+
+def as_run(target: str, setup: TrainSetup, model: ModelSpec) -> TrainSetup | str:
+    """The setup that a launch target really runs, or why it runs none."""
+    from planner.exporters import TARGETS  # late: a plan for no target in particular needs none
+
+    return TARGETS[target].as_run(setup, model)
+
+
+def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSetup]:
+    """The branch with what the first target makes of the fields that no plan chooses, under one GPU or any spread."""
+    from planner.exporters import TARGETS
+
+    spreads: list[dict[str, Any]] = [{}]
+    if workload.num_gpus > 1:  # ZeRO-3 is the one engine under which a target gives the adapters another type
+        spreads.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
+    found: dict[TrainSetup, None] = {}
+    for spread in spreads:
+        differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread))
+        changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
+        changes = {name: value for name, value in changes.items() if name not in workload.fixed}
+        found[branch.with_(**changes).run_by(workload.targets[0])] = None
+    yield from found
+
+
+def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] | None:
+    """What the targets after the first make of a setup, where it is another; None where one of them runs none, or the
+    first runs it otherwise."""
+    from planner.exporters import TARGETS
+
+    first, *others = workload.targets
+    if not TARGETS[first].expresses(family, workload.model):
+        return None
+    found = dict.fromkeys(as_run(target, family, workload.model) for target in others)
+    if any(isinstance(one, str) for one in found):
+        return None
+    return [one for one in found if isinstance(one, TrainSetup) and one != family]
+
+
+def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) -> None:
+    """Refuses targets that express none of these setups, the kinds that the options allow.
+
+    Raises:
+        UsageError: with what stands most often in the way; not where no target was named, or no setup is left anyway.
+    """
+    from planner.exporters import TARGETS
+
+    setups = list(setups) if workload.targets else []
+    for place, target in enumerate(workload.targets):
+        refused: Counter[str] = Counter()
+        otherwise: Counter[str] = Counter()
+        for setup in setups:
+            runs = as_run(target, setup, workload.model)
+            if isinstance(runs, str):
+                refused[runs] += 1
+            elif runs != setup and not place:
+                otherwise.update(one.sentence() for one in TARGETS[target].differences(setup))
+        reasons = otherwise or refused  # what it does run is nearer
+        if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
+            raise UsageError(
+                f"--target {target} cannot express any setup that the options allow: {reasons.most_common(1)[0][0]}",
+                hint="leave out the option that it cannot keep, or name another --target",
+            )
+    if setups:
+        named = " and ".join(workload.targets)
+        raise UsageError(f"no setup can be expressed by all of --target {named}", hint="name one --target, or fewer")
+
+
+def _refused_by_all(setup: TrainSetup, workload: Workload) -> list[str]:
+    """Why each target that has a file for the objective runs no such setup; nothing where one does."""
+    reasons = []
+    for target in written_by(workload.aim.name).keys() - set(CONFIGS):
+        runs = as_run(target, setup, workload.model)
+        if not isinstance(runs, str):
+            return []
+        reasons.append(runs)
+    return reasons
+
+
+def target_notes(workload: Workload, chosen: TrainSetup) -> tuple[str, ...]:
+    """What planning for named targets means, one sentence; where none was named, that none has a file for what was
+    chosen, if so."""
+    if not workload.targets:
+        reasons = _refused_by_all(chosen, workload)
+        return (found(f"no launch file can be written: {Counter(reasons).most_common(1)[0][0]}"),) if reasons else ()
+    first, *others = workload.targets
+    note = f"planned as {first} runs it (--target): setups that it would run otherwise are left out"
+    return (note + (f"; {', '.join(others)} must run and fit as well" if others else ""),)

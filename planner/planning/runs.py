@@ -1,0 +1,221 @@
+"""The runs of a walk: the space under every spread, cut into parts in which only loss, optimizer and micro-batch are
+open; and what walks of one model know of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from planner.engines import why_not
+from planner.errors import SetupError
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import attention_generation, attention_kernel, takes_cudnn
+from planner.memory.dtypes import flow_of
+from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.planning.expressed import variants_as_run
+from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
+from planner.planning.space import branches, micro_batches, own_layers
+from planner.setup import TrainSetup
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.decision.spreads import Spread
+
+
+Choices = Mapping[str, tuple[str, ...]]
+"""Loss -> the optimizers that can be had with it."""
+
+UNFUSED = frozenset({"eager", "math"})
+"""Attention kernels that keep a matrix of tokens x tokens: more memory than any fused one, at less speed."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A branch under one spread with its attention kernels and layers: only loss, optimizer and micro-batch are open.
+
+    Attributes:
+        attentions: implementations that run the same `kernels` in every layer, and share all figures.
+        choices: loss -> the optimizers that can be had with it; `wholes`: loss -> the setup with the first of them.
+        pairs: (micro-batch, accumulation).
+        rivals: the setup at the first loss and optimizer, and the same with the first kernel family and fused
+            attention; None where this has both, or all are asked for.
+        ranks: shared by all runs of the branch and spread, made when the first of them asks.
+        families: one of each rank, made when the first loss asks.
+        peaks: by loss.
+    """
+
+    setup: TrainSetup
+    shared: TrainSetup
+    attentions: tuple[str, ...]
+    kernels: tuple[str, ...]
+    choices: Choices
+    wholes: Mapping[str, TrainSetup]
+    pairs: tuple[tuple[int, int], ...]
+    rivals: tuple[TrainSetup, TrainSetup] | None
+    ranks: list[Rank]
+    families: list[Family] = field(default_factory=list)
+    peaks: dict[str, Peaks] = field(default_factory=dict)
+
+
+class Known:
+    """What walks of one model computed: the runs and their memory, for cards that run the same kernels."""
+
+    def __init__(self) -> None:
+        self._model: ModelSpec | None = None
+        self._runs: dict[Any, tuple[Run, ...]] = {}
+        self._peaks: dict[Any, Peaks] = {}
+        self._layers = SharedLayers()
+
+    def runs(
+        self, workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]"
+    ) -> Iterable[Run]:
+        """The runs of a workload; where launch targets were named not kept, as those may ask what card it is."""
+        if self._model is not workload.model:
+            self.__init__()  # type: ignore[misc]
+            self._model = workload.model
+        if workload.targets:
+            return _runs(workload, values, spreads)
+        wish = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
+        spread = tuple(tuple(one.fields.items()) for one in spreads)
+        key = (_memory_kind(workload), wish, tuple(values.items()), spread)
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs[key] = tuple(_runs(workload, values, spreads))
+        return found
+
+    def peaks(self, workload: Workload, run: Run, loss: str) -> Peaks:
+        """The peaks of a run with one loss, of the fullest rank."""
+        found = run.peaks.get(loss)
+        if found is None:
+            optimizers = run.choices[loss]
+            key = (_memory_kind(workload), run.kernels, run.shared, loss, optimizers, run.pairs)
+            found = self._peaks.get(key)
+            if found is None:
+                if not run.ranks:
+                    parts = distinct_parts(workload.model, run.setup)
+                    run.ranks.extend(Rank(part, workload.gpu, run.setup, self._layers) for part in parts)
+                if not run.families:
+                    run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
+                found = self._peaks[key] = Peaks.of(worst_peaks(run.families, loss, optimizers, run.pairs))
+            run.peaks[loss] = found
+        return found
+
+
+def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Run]:
+    """The runs of a workload, in the order in which they are walked."""
+    model, gpu = workload.model, workload.gpu
+    open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
+    for branch in branches(workload, values):
+        groups = same_kernels(model, gpu, branch, values["attention"])
+        for fields in [one.fields for one in spreads] or [{}]:
+            try:
+                setup = branch.with_(**fields)
+            except SetupError:
+                continue
+            choices = _choices(model, setup, values)
+            own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
+            if rest or not choices:
+                continue
+            batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
+            least = setup.aim.least(own_batch)
+            pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least])
+            if branch.rollout is not None and (made := branch.rollout.generation_batch_seqs):
+                pairs = tuple([one for one in pairs if made % one[0] == 0])
+            if not pairs:
+                continue
+            ranks: list[Rank] = []
+            layers_of = own_layers(setup, values)
+            fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
+            for kernels, attentions in groups.items():
+                rival = {"kernels": values["kernels"][0]} if "kernels" in open_ones else {}
+                if fused is not None and "attention" in open_ones and UNFUSED & set(kernels):
+                    rival |= {"attention": fused, "selective_checkpointing": False}
+                for layers in layers_of:
+                    shared = setup.trusted_with(attention=attentions[0], **layers)
+                    if shared.compile and not shared.compiled:
+                        continue
+                    rivals = _rivals(shared, rival, layers_of, values)
+                    wholes = {
+                        loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()
+                    }
+                    for alike, own in _expressed(workload, shared, attentions, choices):
+                        yield Run(setup, shared, alike, kernels, own, wholes, pairs, rivals, ranks)
+
+
+def _expressed(
+    workload: Workload, shared: TrainSetup, attentions: Sequence[str], choices: Choices
+) -> Iterable[tuple[tuple[str, ...], Choices]]:
+    """Attentions and the choices that the named launch targets run with each of them; all where none was named."""
+    if not workload.targets:
+        return [(tuple(attentions), choices)]
+    found: list[tuple[tuple[str, ...], Choices]] = []
+    for attention in attentions:
+        own = {}
+        for loss, optimizers in choices.items():
+            families = [shared.trusted_with(attention=attention, loss=loss, optimizer=one) for one in optimizers]
+            fitting = tuple([one.optimizer for one in families if variants_as_run(one, workload) is not None])
+            if fitting:
+                own[loss] = fitting
+        if found and found[-1][1] == own:
+            found[-1] = ((*found[-1][0], attention), own)
+        elif own:
+            found.append(((attention,), own))
+    return found
+
+
+def _rivals(
+    shared: TrainSetup, rival: Mapping[str, Any], layers_of: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> tuple[TrainSetup, TrainSetup] | None:
+    """The setup with its rival's fields beside it; None where they are its own, or cannot be had with its layers."""
+    if all(getattr(shared, name) == value for name, value in rival.items()):
+        return None
+    whole = shared.trusted_with(loss=values["loss"][0], optimizer=values["optimizer"][0])
+    best = whole.trusted_with(**rival)
+    return (whole, best) if {name: getattr(best, name) for name in layers_of[0]} in layers_of else None
+
+
+def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
+    """The optimizers that the engines run with each loss; losses without any are left out."""
+    if setup.num_gpus == 1:
+        return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
+    found = {}
+    for loss in values["loss"]:
+        fitting = tuple(
+            optimizer
+            for optimizer in values["optimizer"]
+            if not why_not(model, setup.trusted_with(loss=loss, optimizer=optimizer))
+        )
+        if fitting:
+            found[loss] = fitting
+    return found
+
+
+def same_kernels(
+    model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]
+) -> dict[tuple[str, ...], list[str]]:
+    """The attention implementations that can exist here, by the kernels that they run in every layer."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    flow = flow_of(branch)
+    dtype = flow.attention_input
+    for attention in attentions:
+        try:
+            attended = branch.with_(attention=attention)
+        except SetupError:
+            continue
+        kernels = tuple(
+            attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
+            for layer in model.layer_kinds
+        )
+        alike = groups.setdefault(kernels, [])
+        if not (alike and takes_cudnn(gpu, alike[0])):  # the same bytes at a lower rate are not walked
+            alike.append(attention)
+    return groups
+
+
+def _memory_kind(workload: Workload) -> tuple[Any, ...]:
+    """What of a card decides how much memory a setup takes there."""
+    gpu = workload.gpu
+    linked = workload.num_gpus > 1 and gpu.nvlink_bytes_per_s > 0
+    shared = gpu.memory_bytes if "rollout" in workload.fixed else 0  # of which vLLM takes its share
+    apple = gpu.vendor == "Apple"
+    return attention_generation(gpu), cublas_workspace_bytes(gpu), context_bytes(gpu), apple, linked, shared

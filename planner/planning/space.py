@@ -1,0 +1,318 @@
+"""The space: every combination of the dimensions that a workload leaves open; `walk` walks it completely.
+
+A branch (method, precision, quantization, rank) decides what is resident; attention, checkpointing and the micro-batch
+decide activations; loss and optimizer add their own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from planner.choices.images import WITH_IMAGES
+from planner.choices.kernels import COMPILES_NOTHING, planned_kernels
+from planner.choices.losses import PLANNED_LOSSES
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES, Objective
+from planner.choices.optimizers import PLANNED_OPTIMIZERS
+from planner.choices.packages import PACKAGED
+from planner.choices.precisions import PRECISIONS, precision_of
+from planner.choices.rollouts import GENERATORS, Rollout
+from planner.choices.stacks import DEFAULT as DEFAULT_STACK
+from planner.errors import SetupError, UsageError
+from planner.hardware.kernels import missing_kernels, supported_attentions
+from planner.models.stored import stored_bits, stored_refusal
+from planner.planning.expressed import branches_as_run
+from planner.setup import TrainSetup
+from planner.setup_fields import METHODS
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.decision.spreads import Spread
+
+BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
+PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
+"""None, every n-th layer, every layer: what transformers' `every_n_layers` says (TRL, Axolotl, the plain script)."""
+FINER_CHECKPOINTING = (0, 32, 24, 16, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1)
+"""The same for who asks for speed: up to 2 % of it lies between, for twice the walk."""
+PLANNED_CACHES = (32, 16, 8, 4, 2, 1)
+"""Sequences at once under a gradient cache, which costs one more forward: taken where the whole batch does not fit."""
+PREFERENCE_FRACTION = 0.03
+"""So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
+the formula errs, then what is simpler (`decision.facts`), then the smaller peak."""
+
+
+def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:
+    """The divisors of the global batch that are walked: all of them, at most 64 (the smallest), in rising order."""
+    small = [n for n in range(1, min(global_batch_seqs, 4096) + 1) if global_batch_seqs % n == 0]
+    return tuple(small[:64])
+
+
+Values = dict[str, tuple[Any, ...]]
+
+
+def dimension_values(workload: Workload) -> Values:
+    """The values each dimension takes in this workload: the user's where given, else what a plan chooses from; only
+    those with kernels on the GPU.
+
+    Raises:
+        UsageError: the GPU has no kernel for anything that the user asked for.
+    """
+    values = _open_values(workload)
+    for name, allowed in workload.fixed.items():
+        values[name] = tuple(allowed)
+    if workload.images is not None:
+        _keep_for_images(values, workload)
+    if "objective" in workload.fixed:
+        _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
+    _keep_as_stored(values, workload)
+    if values["quantize_experts"] == (True,):
+        _keep_for_experts(values, workload)
+    if True in values.get("compile", ()) and 0 not in values["checkpointing"]:
+        values["attention"] = tuple(one for one in values["attention"] if one != "flash-attention-2")
+        if not values["attention"]:
+            raise UsageError(COMPILES_NOTHING, hint="use --attention sdpa, or leave --compile out")
+    for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
+        _keep_what_runs(values, workload, name)
+    return values
+
+
+def _open_values(workload: Workload) -> Values:
+    """What a plan chooses from where nothing is fixed, with the packages that are there."""
+    gpu, floor = workload.gpu, workload.min_rank
+    half = "bf16" if gpu.bf16 else "fp16"
+    pairs = ((half, half), (half, None), ("fp32", half))
+    values: Values = {
+        "method": METHODS,
+        "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
+        "quantization": ("none", "int8", "nf4", "nf4-double"),
+        "kbit_fp32_cast": (False, True),
+        "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
+        "lora_targets": ("all-linear",),
+        "optimizer": PLANNED_OPTIMIZERS,
+        "attention": supported_attentions(workload.model, gpu),
+        "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
+        "loss": PLANNED_LOSSES,
+        "kernels": planned_kernels(workload.targets, workload.aim.name),
+        "activation_offload": (False, True) if offloading_matters(workload) else (False,),
+        "quantize_experts": (False,),
+        "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),
+    }
+    for name, needs in PACKAGED.items():
+        values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
+    return values
+
+
+def _keep_for_images(values: Values, workload: Workload) -> None:
+    for name, allowed in WITH_IMAGES.items():
+        if name in values:
+            values[name] = tuple(value for value in values[name] if value in allowed)
+            if not values[name]:
+                raise UsageError(
+                    f"images are not planned with {name} {', '.join(map(str, workload.fixed[name]))}",
+                    hint=f"planned: {', '.join(map(str, allowed))}",
+                )
+
+
+def _keep_for_objective(values: Values, workload: Workload, objective: Objective) -> None:
+    """What its trainers have, and the dimensions that it alone opens."""
+    fixed = workload.fixed
+    any_trainer = objective.supervised or bool(workload.targets or "loss" in fixed)
+    values["loss"] = _losses_of(objective, values["loss"], any_trainer=any_trainer)
+    if workload.global_batch_seqs < objective.least_samples:
+        raise UsageError(
+            f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
+            f"--global-batch is {workload.global_batch_seqs}",
+            hint=f"give --global-batch {objective.least_samples} or more",
+        )
+    if objective.rolls_out:
+        values["rollout"] = planned_rollouts(workload)
+    if objective.whole_batch:
+        if max(fixed.get("cached_seqs", (0,))) > workload.global_batch_seqs:
+            raise UsageError("--cached-seqs is more than --global-batch", hint="give fewer, or 0 for no cache")
+        caches = (0, *(size for size in PLANNED_CACHES if size < workload.global_batch_seqs))
+        values["cached_seqs"] = fixed.get("cached_seqs", caches)
+
+
+def _keep_as_stored(values: Values, workload: Workload) -> None:
+    """Of methods and quantizations those in which the published weights train."""
+    model, quantized = workload.model, TrainSetup(method="qlora", quantization="nf4")
+    if bits := stored_bits(model):
+        values["method"] = tuple(one for one in values["method"] if one == "qlora")
+        values["quantization"] = tuple(one for one in values["quantization"] if one == bits)
+        reason = f"{model.model_id} is published in {bits} by bitsandbytes and loads as that"
+        hint = f"use --method qlora --quantization {bits}, or name a 16-bit copy of it"
+    elif refused := stored_refusal(quantized, model):
+        values["method"] = tuple(one for one in values["method"] if one != "qlora")
+        values["quantization"] = tuple(one for one in values["quantization"] if one == "none")
+        reason, hint = f"a quantized base cannot be kept: {refused}", "use --method lora or full"
+    else:
+        return
+    if not values["method"] or not values["quantization"]:
+        raise UsageError(reason, hint=hint)
+
+
+def _keep_for_experts(values: Values, workload: Workload) -> None:
+    if "lora_targets" not in workload.fixed:
+        values["lora_targets"] = ("attention",)
+    attention = supported_attentions(workload.model, workload.gpu)[0]
+    fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
+    packed = TrainSetup(method="qlora", attention=attention, **fields)
+    if reason := missing_kernels(workload.model, workload.gpu, packed):
+        raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
+
+
+def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
+    """Of one dimension the values that have kernels for this model on this GPU."""
+    usual = {"attention": supported_attentions(workload.model, workload.gpu)[0], "images": workload.images}
+    tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
+    missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}
+    values[name] = tuple(value for value in values[name] if not missing[value])
+    if not values[name]:
+        reason = next(iter(missing.values()))
+        raise UsageError(f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU or model")
+
+
+def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bool) -> tuple[str, ...]:
+    """Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
+
+    Raises:
+        UsageError: none of them.
+    """
+    found = tuple(one for one in losses if one in objective.losses[: None if any_trainer else 1])
+    if not found:
+        raise UsageError(
+            f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",
+            hint=f"leave --loss out, or use --loss {objective.losses[0]}",
+        )
+    return found
+
+
+def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
+    """The rollouts of a plan: all completions of a step at once, as TRL has it, or half of them, a quarter, and so on
+    in whole groups of a prompt's completions, where what was asked for leaves that open.
+
+    Raises:
+        UsageError: an optimizer step does not hold whole groups.
+    """
+    asked = workload.fixed.get("rollout", (Rollout.usual(workload.seq_len_tokens),))[0]
+    step, group = workload.global_batch_seqs, asked.num_generations
+    if step % group or step % asked.at_once(step):
+        made = f" and whole generations of {asked.generation_batch_seqs}" if asked.generation_batch_seqs else ""
+        raise UsageError(
+            f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
+            hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
+        )
+    found = [asked]
+    part = step // 2
+    while asked.generator == GENERATORS[0] and not asked.generation_batch_seqs and part >= group:
+        if step % part == 0 and part % group == 0:
+            found.append(replace(asked, generation_batch_seqs=part))
+        part //= 2
+    return tuple(found)
+
+
+def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[TrainSetup]:
+    """One setup for every branch that can exist (method, precision, quantization, cast, rank, targets).
+
+    Full fine-tuning is planned with fp32 master weights under autocast; 16-bit master weights lose small updates and
+    are taken only when the user fixes the method to full or the precision. Adapters over fp32 weights (the "-mixed"
+    precisions) are walked only when asked for: they cost twice the memory and buy nothing. peft's fp32 cast is walked
+    at the rank floor only: it never wins, and is there so that the tree can say what it would cost.
+    """
+    for method in values["method"]:
+        adapted, shared = method != "full", _common_fields(workload, values, method)
+        precisions = [one for one in values["precision"] if _precision_planned(workload, values, method, one)]
+        quantizations = [one for one in values["quantization"] if (one != "none") == (method == "qlora")]
+        casts = values["kbit_fp32_cast"] if method == "qlora" else (False,)
+        ranks = values["lora_rank"] if adapted else (0,)
+        targets = values["lora_targets"] if adapted else ("all-linear",)
+        opened = (targets, values.get("rollout", (None,)), values.get("cached_seqs", (0,)))
+        for precision, quantization, cast in product(precisions, quantizations, casts):
+            kind = {"precision": precision, "quantization": quantization, "kbit_fp32_cast": cast}
+            for one in product(ranks[:1] if cast else ranks, *opened):  # the cast is there to be compared
+                own = zip(("lora_rank", "lora_targets", "rollout", "cached_seqs"), one, strict=True)
+                try:
+                    branch = TrainSetup(method=method, **kind, **dict(own), **shared)
+                except SetupError:
+                    continue
+                yield from branches_as_run(branch, workload) if workload.targets else (branch,)
+
+
+def _precision_planned(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str, precision: str) -> bool:
+    """Whether a method is walked in a precision that nobody asked for, see `branches`."""
+    if "precision" in workload.fixed:
+        return True
+    row, only_full = PRECISIONS[precision], tuple(values["method"]) == ("full",)
+    return row.wide_weights or (only_full and row.trains_weights) if method == "full" else not row.wide_weights
+
+
+def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str) -> dict[str, Any]:
+    """What all branches of a method share."""
+    name = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
+    objective = OBJECTIVES[name]
+    usual = {"lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False}
+    return {
+        **{one: values.get(one, (default,))[0] for one, default in usual.items()},
+        "seq_len_tokens": workload.seq_len_tokens,
+        "packing": bool(values.get("packing", (objective.packed,))[0]),
+        "objective": name,
+        "stack": objective.stack(DEFAULT_STACK),
+        "loss": "full" if objective.supervised else values["loss"][0],
+        "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
+        "checkpointing": 0 if values["checkpointing"] == (0,) else 1,
+        "quantize_experts": values["quantize_experts"][0],
+    }
+
+
+def kinds(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]" = ()
+) -> Iterator[TrainSetup]:
+    """A setup for every branch, spread, loss, attention and kernel family that the options allow, whatever runs it."""
+    fields = [dict(spread.fields) for spread in spreads] or [{}]
+    for branch in branches(replace(workload, targets=()), values):
+        for spread, *three in product(fields, values["loss"], values["attention"], values["kernels"]):
+            choice = dict(zip(("loss", "attention", "kernels"), three, strict=True))
+            try:
+                yield branch.with_(**spread, **choice, optimizer=values["optimizer"][0])
+            except SetupError:
+                continue
+
+
+def offloading_matters(workload: Workload) -> bool:
+    """Whether one sequence's checkpoints would take so much of the card that moving them can change the plan; of the
+    card, not of the budget, because more memory must not take a choice away."""
+    model = workload.model
+    held = model.num_layers * model.hidden_size * 2 * workload.seq_len_tokens
+    return held > OFFLOAD_FROM_FRACTION * workload.gpu.memory_bytes
+
+
+OFFLOAD_FROM_FRACTION = 0.05
+OFFLOADED_CHECKPOINTING = 1
+"""Checkpoints go to the host only where every layer has one: what else a walk keeps would be larger than they are."""
+
+
+def selecting_matters(workload: Workload) -> bool:
+    """Whether sequences are so long that recomputing attention takes more than about 8 % of a forward: longer than the
+    stream is wide (causal scores of s tokens against 12 products of the stream's width)."""
+    return workload.seq_len_tokens > workload.model.hidden_size
+
+
+def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
+    branch and a spread decide."""
+    found = []
+    asked = False not in values["activation_offload"]
+    names = ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
+    chosen = False not in values["selective_checkpointing"]
+    for kernels, every, offload, selective in product(*(values[name] for name in names)):
+        if ((offload and not asked) or (selective and not chosen)) and every != OFFLOADED_CHECKPOINTING:
+            continue
+        if selective and not chosen and setup.parallel not in ("none", "ddp"):
+            continue  # no dry run of it there
+        layers = dict(zip(names, (kernels, every, offload, selective), strict=True))
+        with suppress(SetupError):
+            setup.with_(**layers)
+            found.append(layers)
+    return found

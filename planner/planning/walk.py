@@ -1,0 +1,158 @@
+"""The walk over the whole space: every setup's peak on its fullest GPU and its tokens/s."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from planner.memory.model import predict_memory
+from planner.planning.expressed import variants_as_run
+from planner.planning.peaks import Peaks
+from planner.planning.runs import Known, Run
+from planner.planning.space import PREFERENCE_FRACTION, dimension_values
+from planner.samples.useful import useful_speeds
+from planner.setup import TrainSetup
+from planner.speed import family_speeds
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.decision.spreads import Spread
+
+
+class Point(NamedTuple):
+    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
+
+    Attributes:
+        beyond, slower: how many setups beside it are counted here and not listed, because they do not fit or are slower
+            than what is looked at.
+    """
+
+    shared: TrainSetup
+    attention: str
+    loss: str
+    optimizer: str
+    micro_batch_seqs: int
+    accumulation_steps: int
+    peak_device_bytes: int
+    tokens_per_s: float
+    beyond: int = 0
+    slower: int = 0
+
+    @property
+    def family(self) -> TrainSetup:
+        """The setup at micro-batch 1 without accumulation."""
+        return self.shared.trusted_with(attention=self.attention, loss=self.loss, optimizer=self.optimizer)
+
+    @property
+    def setup(self) -> TrainSetup:
+        """The complete setup, validated."""
+        return self.family.with_(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
+
+
+def walk(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]] | None = None,
+    spreads: "Sequence[Spread]" = (),
+    known: Known | None = None,
+    limit_bytes: int | None = None,
+    floor: Callable[[TrainSetup], float] | None = None,
+) -> Iterator[Point]:
+    """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
+    device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
+    express.
+
+    Args:
+        known: what walks of the same model on other cards computed.
+        limit_bytes: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
+        floor: tokens/s up to which points that fit are only counted, asked anew all along; only with a limit.
+    """
+    values = values if values is not None else dimension_values(workload)
+    several = len(workload.targets) > 1
+    limit_bytes = None if several else limit_bytes
+    points = _walk(workload, values, spreads, known if known is not None else Known(), limit_bytes, floor)
+    return _for_all(points, workload) if several else points
+
+
+def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
+    """The points of several targets: one that another runs otherwise has the larger of both peaks, each file has to
+    fit."""
+    shared: TrainSetup | None = None
+    variants: dict[tuple[str, ...], list[TrainSetup]] = {}
+    for point in points:
+        if point.shared is not shared:  # points come in runs that share their branch
+            shared, variants = point.shared, {}
+        key = (point.attention, point.loss, point.optimizer)
+        if key not in variants:
+            variants[key] = variants_as_run(point.family, workload) or []
+        peak = point.peak_device_bytes
+        for other in variants[key]:
+            if peak <= workload.budget_bytes:
+                steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
+                peak = max(peak, predict_memory(workload.model, workload.gpu, other.with_(**steps)).peak_device_bytes)
+        yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
+
+
+def _walk(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    spreads: "Sequence[Spread]",
+    known: Known,
+    limit_bytes: int | None,
+    floor: Callable[[TrainSetup], float] | None,
+) -> Iterator[Point]:
+    """Attention implementations that run the same kernels in every layer share their figures."""
+    for run in known.runs(workload, values, spreads):
+        if run.rivals is not None and _outrun(workload, run):
+            continue
+        shared, pairs = run.shared, run.pairs
+        for loss, optimizers in run.choices.items():
+            peaks, speeds_of = known.peaks(workload, run, loss), None
+            if limit_bytes is not None:
+                if peaks.ordered[0] > limit_bytes:
+                    yield _counted(run, loss, peaks, limit_bytes)
+                    continue
+                speeds_of = useful_speeds(workload, run.wholes[loss])
+                least = floor(shared) if floor is not None else -1.0
+                most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
+                if least > 0 and max(speeds_of(None, most)) <= least:
+                    yield _counted(run, loss, peaks, limit_bytes)
+                    continue
+            speeds_of = speeds_of or useful_speeds(workload, run.wholes[loss])
+            for optimizer, own in zip(optimizers, peaks.by_optimizer, strict=True):
+                listed = _num_listed(own, limit_bytes)
+                speeds = speeds_of(optimizer, pairs[:listed])
+                for attention in run.attentions:
+                    left = len(pairs)
+                    for (micro, steps), peak, speed in zip(pairs, own, speeds, strict=False):
+                        left -= 1
+                        beyond = left if left + listed == len(pairs) else 0
+                        yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed, beyond)
+
+
+def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
+    """The smallest of a run's points with one loss, without a speed, for all of them: none can be kept."""
+    optimizer, own = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first]
+    fitting = bisect_right(peaks.ordered, limit_bytes) * len(run.attentions)
+    others = len(peaks.ordered) * len(run.attentions) - fitting
+    mine = own[0] <= limit_bytes
+    micro, steps = run.pairs[0]
+    return Point(
+        run.shared, run.attentions[0], loss, optimizer, micro, steps, own[0], 0.0, others - (not mine), fitting - mine
+    )
+
+
+def _outrun(workload: Workload, run: Run) -> bool:
+    """Whether the first kernel family and fused attention beat these, at the smallest and the largest micro-batch, by
+    more than simpler setups are preferred for: they are never larger, so that no point with these can be taken."""
+    assert run.rivals is not None
+    ends = (run.pairs[0], run.pairs[-1])
+    mine, first = (
+        family_speeds(workload.model, workload.gpu, one, workload.cluster)(one.optimizer, ends) for one in run.rivals
+    )
+    return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
+
+
+def _num_listed(peaks: Sequence[int], limit_bytes: int | None) -> int:
+    """How many micro-batches are worth a point: up to the largest that fits, at least one."""
+    if limit_bytes is None:
+        return len(peaks)
+    return next((num for num in range(len(peaks), 1, -1) if peaks[num - 1] <= limit_bytes), min(1, len(peaks)))

@@ -1,0 +1,96 @@
+"""Readings in forks of one process that has imported what they import: that takes fifteen seconds once, not ten times.
+
+The process itself never touches a GPU, so every fork begins with none of its own, as a process of its own would.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from probes.gpu.worker import die_with_parent
+
+LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft", "trl", "probes.contact.traces", "probes.gpu.microbench")
+Lines = Iterable[Mapping[str, Any]]
+
+
+def warm_up() -> None:
+    """Imports what is here of the libraries that readings use; none of them touches the GPU when it is imported."""
+    for name in LIBRARIES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a reading that needs it says so itself
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def begin(name: str, lines: Callable[[], Lines]) -> int:
+    """Starts a fork that prints the lines of one reading, each at once; its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        die_with_parent(parent)
+        for one in lines():
+            write({"reading": name, **one})
+        status = 0
+    except BaseException:  # the log has it, the status says it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # as a probe's child: tearing a full device down may hang
+    raise AssertionError("unreachable")
+
+
+def end(child: int, limit_s: float) -> int:
+    """The fork's status, once it has ended; it is killed at its limit, 124 then."""
+    watched = os.pidfd_open(child)
+    try:
+        late = not select.select([watched], [], [], max(0.0, limit_s))[0]
+        if late:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(watched)
+    return 124 if late else status
+
+
+def run_each(
+    readings: Mapping[str, Callable[[], Lines]], limits_s: Mapping[str, float], beside: frozenset[str] = frozenset()
+) -> int:
+    """Every reading in a fork, one after another, a line for how each ended; 0 where all ended well.
+
+    Args:
+        limits_s: by name; what ends late is killed, with what it started.
+        beside: names that need no GPU and run while the others do.
+    """
+    started = time.monotonic()
+    aside = {name: begin(name, readings[name]) for name in readings if name in beside}
+    found = {}
+    for name, lines in readings.items():
+        if name not in aside:
+            began = time.monotonic()
+            found[name] = end(begin(name, lines), limits_s[name])
+            _ended(name, found[name], time.monotonic() - began)
+    for name, child in aside.items():
+        found[name] = end(child, limits_s[name] - (time.monotonic() - started))
+        _ended(name, found[name], time.monotonic() - started)
+    return int(any(found.values()))
+
+
+def write(line: Mapping[str, Any]) -> None:
+    """One JSON line in one write: forks that run beside each other share the file."""
+    os.write(sys.stdout.fileno(), (json.dumps(line) + "\n").encode())
+
+
+def _ended(name: str, status: int, seconds: float) -> None:
+    write({"reading": name, "ended": status, "seconds": round(seconds, 1)})

@@ -1,0 +1,335 @@
+"""Raw readings of a GPU that was never seen: `python -m probes.contact.readings NAME,NAME`, one JSON line per reading.
+
+What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations
+of known size, how long a killed process's memory stays, every library's words for a refused allocation, which SDPA
+backend runs. Recorded once, they can be replayed for ever.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from planner.hardware.driver import device_handle, nvml
+from planner.units import GIB, MIB
+from probes.contact.forks import begin, end, run_each, warm_up
+from probes.gpu.failures import classify_exception
+from probes.gpu.kernels import attention_backend, kernels_of_step
+
+DEVICE = "cuda:0"
+TEARDOWN_S = 6.0
+SAMPLE_S = 0.01
+ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
+"""[seqs, heads, tokens, head size]."""
+LEFT_FREE_BYTES = 2 * MIB
+REFUSAL_S = 15.0
+
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 10,
+    "vocab_size": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+"""What a rehearsal on the CPU runs instead of a real model."""
+
+Reading = dict[str, Any]
+
+
+def driver_view() -> Reading:
+    """Both of NVML's forms of memory in use, and the processes that it lists."""
+    with nvml() as module:
+        if module is None:
+            return {}
+        handle = device_handle(module, DEVICE)
+        first = module.nvmlDeviceGetMemoryInfo(handle)
+        found: Reading = {"used_bytes": int(first.used), "total_bytes": int(first.total)}
+        try:
+            second = module.nvmlDeviceGetMemoryInfo(handle, version=module.nvmlMemory_v2)
+            found |= {"v2_used_bytes": int(second.used), "v2_reserved_bytes": int(second.reserved)}
+            listed = module.nvmlDeviceGetComputeRunningProcesses(handle)
+            found["processes"] = [[int(one.pid), int(one.usedGpuMemory or 0)] for one in listed]
+        except (module.NVMLError, TypeError, AttributeError):
+            pass
+        return found
+
+
+def torch_view() -> Reading:
+    """What PyTorch says of the device."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "free_bytes": free,
+        "torch_total_bytes": total,
+    }
+
+
+def known() -> Iterator[Reading]:
+    """Allocations of known size against the driver's view: before CUDA, with a context, with libraries, and grown."""
+    yield {"step": "before torch", **driver_view()}
+    import torch
+
+    torch.cuda.init()
+    torch.zeros(1, device=DEVICE)
+    yield {"step": "context", **driver_view(), **torch_view()}
+    left = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
+    (left @ left).sum().item()
+    yield {"step": "cublas", **driver_view(), **torch_view()}
+    held = []
+    for size in (64 * MIB, GIB, 5 * GIB):
+        held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        torch.cuda.synchronize()
+        yield {"step": "allocated", "asked_bytes": size, **driver_view(), **torch_view()}
+    held.clear()
+    torch.cuda.empty_cache()
+    yield {"step": "given back", **driver_view(), **torch_view()}
+
+
+def hold() -> Iterator[Reading]:
+    """Takes 4 GiB, says so and waits to be killed: whoever asks for more than the first line waits for ever."""
+    import torch
+
+    kept = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    yield {"step": "holding", "bytes": kept.numel()}
+    signal.pause()
+
+
+def teardown() -> Iterator[Reading]:
+    """The driver's view every 10 ms after a process that held 4 GiB was killed."""
+    rest = driver_view()
+    told, says = os.pipe()
+
+    def holding() -> Iterator[Reading]:
+        for one in hold():
+            os.write(says, b"x")
+            yield one
+
+    child = begin("hold", holding)
+    os.close(says)
+    try:
+        os.read(told, 1)  # nothing where it has died
+        full = driver_view()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+    killed = time.perf_counter()
+    samples = []
+    while time.perf_counter() - killed < TEARDOWN_S:
+        samples.append([round(time.perf_counter() - killed, 4), driver_view().get("used_bytes")])
+        time.sleep(SAMPLE_S)
+    os.waitpid(child, 0)
+    yield {"step": "teardown", "rest": rest, "full": full, "samples": changes(samples)}
+
+
+def changes(samples: list[list[Any]]) -> list[list[Any]]:
+    """The samples at which the value changed, and the last."""
+    kept = [one for index, one in enumerate(samples) if index == 0 or one[1] != samples[index - 1][1]]
+    return kept if not samples or kept[-1] is samples[-1] else [*kept, samples[-1]]
+
+
+def _fill() -> list[Any]:
+    """Takes nearly all that is free, in blocks that halve."""
+    import torch
+
+    held, size = [], 8 * GIB
+    while size >= LEFT_FREE_BYTES:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return held
+
+
+def _oom_torch() -> None:
+    import torch
+
+    torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE)
+
+
+def _oom_cublas() -> None:
+    import torch
+
+    left = torch.ones(512, 512, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    (left @ left).sum().item()
+    del held
+
+
+def _oom_attention() -> None:
+    import torch
+
+    q = torch.randn(1, 8, 512, 128, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
+    del held
+
+
+def _oom_triton() -> None:
+    import torch
+
+    from probes.doctor_kernel import double
+
+    values = torch.ones(64, device=DEVICE)
+    held = _fill()
+    double[(1,)](values, torch.empty_like(values), size=64)
+    torch.cuda.synchronize()
+    del held
+
+
+def _oom_bitsandbytes() -> None:
+    import bitsandbytes as bnb
+    import torch
+
+    weight = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    bnb.functional.quantize_4bit(weight, quant_type="nf4")
+    torch.cuda.synchronize()
+    del held
+
+
+REFUSALS: dict[str, Callable[[], None]] = {
+    "torch": _oom_torch,
+    "cublas": _oom_cublas,
+    "attention": _oom_attention,
+    "triton": _oom_triton,
+    "bitsandbytes": _oom_bitsandbytes,
+}
+
+
+def refusal(name: str) -> Iterator[Reading]:
+    """What one library says where it gets no memory, and what the classifier makes of it."""
+    try:
+        REFUSALS[name]()
+    except Exception as error:  # the error is the reading
+        kind, _ = classify_exception(error)
+        text = str(error)[:1500]
+        yield {
+            "step": name,
+            "type": f"{type(error).__module__}.{type(error).__name__}",
+            "text": text,
+            "kind": kind.value,
+            "is_runtime_error": isinstance(error, RuntimeError),
+        }
+    else:
+        yield {"step": name, "type": "", "text": "it had enough", "kind": ""}
+
+
+def refusals() -> Iterator[Reading]:
+    """Every library's word for a refused allocation, each in a process of its own; on the CPU only PyTorch's."""
+    for name in REFUSALS if DEVICE != "cpu" else ("torch",):
+        status = end(begin(f"refusal:{name}", partial(refusal, name)), REFUSAL_S)
+        if status:
+            yield {"step": name, "problem": f"status {status}"}
+
+
+def attention() -> Iterator[Reading]:
+    """Which SDPA backend runs forward and backward, and how long each takes."""
+    import torch
+
+    for shape in ATTENTION_SHAPES:
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+        def step(q: Any = q, k: Any = k, v: Any = v) -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        step()
+        names = kernels_of_step(step)
+        started = time.perf_counter()
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / 10
+        yield {
+            "step": list(shape),
+            "backend": attention_backend(names),
+            "seconds": seconds,
+            "kernels": list(names[:12]),
+        }
+
+
+def traces() -> Iterator[Reading]:
+    """Ten setups' allocator traces and the meter's readings."""
+    base = 0 if DEVICE == "cpu" else driver_view().get("used_bytes")
+    from planner.models.resolve import resolve_model
+    from probes.contact import traces as contact_traces
+
+    config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
+    yield from contact_traces.traces(config, DEVICE, base)
+
+
+def rates() -> Iterator[Reading]:
+    """Matmul and copy rates and issue time."""
+    from probes.gpu.microbench import microbenchmark
+
+    yield microbenchmark(DEVICE)
+
+
+def trainer() -> Iterator[Reading]:
+    """The trainer's own host time."""
+    from probes.contact.trainer_time import trainer_host_times
+
+    yield trainer_host_times()
+
+
+def compiled() -> Iterator[Reading]:
+    """One model's steps through torch.compile against eager ones."""
+    from planner.models.resolve import resolve_model
+    from probes.contact import compile as contact_compile
+
+    if DEVICE == "cpu":
+        yield from contact_compile.compared(TINY, DEVICE, seq_len_tokens=64)
+    else:
+        yield from contact_compile.compared(resolve_model(contact_compile.MODEL).config, DEVICE)
+
+
+READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
+    "trainer": trainer,
+    "known": known,
+    "teardown": teardown,
+    "refusals": refusals,
+    "attention": attention,
+    "rates": rates,
+    "traces": traces,
+    "compile": compiled,
+}
+LIMITS_S = {
+    "trainer": 50.0,
+    "known": 12.0,
+    "teardown": 12.0,
+    "refusals": 35.0,
+    "attention": 12.0,
+    "rates": 15.0,
+    "traces": 55.0,
+    "compile": 120.0,
+}
+"""What each reading may take once the libraries are imported."""
+BESIDE = frozenset({"trainer"})
+"""Needs no GPU, and runs while the others do."""
+IMPORT_S = 25.0
+"""What importing the libraries may take."""
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the lines of some readings: NAME,NAME [DEVICE [SLOWER]], with SLOWER times the limits; 1 where one of them
+    did not end well."""
+    global DEVICE
+    DEVICE = arguments[1] if len(arguments) > 1 else DEVICE
+    slower = float(arguments[2]) if len(arguments) > 2 else 1.0
+    chosen = {name: READINGS[name] for name in arguments[0].split(",")}
+    warm_up()
+    return run_each(chosen, {name: slower * limit_s for name, limit_s in LIMITS_S.items()}, BESIDE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

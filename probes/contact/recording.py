@@ -1,0 +1,257 @@
+"""What a GPU said, kept so that it can be replayed for ever: JSON lines, a header before those of each call.
+
+    {"recording": 1, "source": "NVIDIA H100 80GB HBM3, driver 580.159, torch 2.11.0+cu130", ...}
+    {"reading": "refusals", "step": "cublas", "type": "builtins.RuntimeError", "text": ..., "kind": "out_of_memory"}
+    {"reading": "traces", "step": "lora", "events": "+512 +2048 -0", "rows": [...], "result": {...}, ...}
+
+`rows` are torch.cuda's statistics and the driver's at every mark of the meter, `events` every allocation ("+bytes",
+numbered from 0) and release ("-number") in the allocator's order. `replay_problems` runs them through today's meter,
+classifier, allocator model and device turn, and says where those come to another answer than the GPU gave.
+"""
+
+import builtins
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.outcome import FailureKind
+from probes.allocator.events import Alloc, Event, Free
+from probes.allocator.replay import replay
+from probes.gpu.environment import DeviceStatus
+from probes.gpu.failures import classify_exception
+
+VERSION = 1
+REHEARSAL = "rehearsal, not a GPU"
+ALLOCATED_FRACTION, RESERVED_FRACTION = 0.001, 0.02
+"""How far the allocator's model may be from a GPU's allocator; of a rehearsal, which is the model's own, nothing."""
+LEAST_CONTEXT_GROWTH_BYTES = 64 << 20
+"""What libraries may load into the context while known sizes are allocated."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """One call's readings and what they were taken on."""
+
+    source: str
+    lines: tuple[Line, ...]
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether no GPU said this."""
+        return self.source == REHEARSAL
+
+
+def header(source: str, **facts: Any) -> dict[str, Any]:
+    """The line before the readings of one call."""
+    return {"recording": VERSION, "source": source, **facts}
+
+
+def read_recordings(path: Path) -> tuple[Recording, ...]:
+    """The calls of one file, in order.
+
+    Raises:
+        ValueError: readings before a header, a header of another version, a line that is no JSON object.
+    """
+    found: list[tuple[str, list[Line]]] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        line = json.loads(text)
+        if "recording" in line:
+            if line["recording"] != VERSION:
+                raise ValueError(f"{path}:{number}: version {line['recording']}, this reads {VERSION}")
+            found.append((str(line["source"]), []))
+        elif not found:
+            raise ValueError(f"{path}:{number}: a reading before any header")
+        else:
+            found[-1][1].append(line)
+    return tuple(Recording(source=source, lines=tuple(lines)) for source, lines in found)
+
+
+def encode(events: Iterable[Event]) -> str:
+    """Allocations and releases as text; those of storages that began before are left out."""
+    numbers: dict[int, int] = {}
+    words, count = [], 0
+    for event in events:
+        if isinstance(event, Alloc):
+            numbers[event.id] = count
+            count += 1
+            words.append(f"+{event.size_bytes}")
+        elif isinstance(event, Free) and event.id in numbers:
+            words.append(f"-{numbers.pop(event.id)}")
+    return " ".join(words)
+
+
+def decode(text: str) -> list[Event]:
+    """The events that `encode` wrote."""
+    events: list[Event] = []
+    count = 0
+    for word in text.split():
+        if word[0] == "+":
+            events.append(Alloc(count, int(word[1:])))
+            count += 1
+        else:
+            events.append(Free(int(word[1:])))
+    return events
+
+
+def events_of_trace(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Event], int]:
+    """(allocations and releases, calls to the driver) of one device's trace in PyTorch's memory snapshot.
+
+    `size` of an allocation is what was asked for; a block is free again at "free_completed".
+
+    Source: torch.cuda.memory._snapshot (PyTorch 2.11), c10/cuda/CUDACachingAllocator.cpp `record_trace`.
+    """
+    events: list[Event] = []
+    calls, alive, number = 0, {}, 0
+    for entry in entries:
+        action = entry["action"]
+        if action == "alloc":
+            alive[entry["addr"]] = number
+            events.append(Alloc(number, int(entry["size"])))
+            number += 1
+        elif action == "free_completed" and entry["addr"] in alive:
+            events.append(Free(alive.pop(entry["addr"])))
+        elif action in ("segment_alloc", "segment_map"):
+            calls += 1
+    return events, calls
+
+
+# Replaying
+
+
+def replay_problems(recording: Recording) -> list[str]:
+    """Where today's code comes to another answer than the recording; empty where all agrees."""
+    problems: list[str] = []
+    for line in recording.lines:
+        check = CHECKS.get(str(line.get("reading")).partition(":")[0])
+        if check is not None and "problem" not in line:
+            name = f"{line['reading']} {line.get('step', '')}".strip()
+            problems += [f"{name}: {one}" for one in check(line, recording.is_rehearsal)]
+    problems += _known_problems([one for one in recording.lines if one.get("reading") == "known"])
+    return problems
+
+
+def _refusal_problems(line: Line, rehearsal: bool) -> Iterator[str]:
+    """Every refused allocation is out of memory, whichever library said it."""
+    if not line["type"]:
+        return  # it had enough
+    kind, _ = classify_exception(error_of(line))
+    if kind is not FailureKind.OUT_OF_MEMORY:
+        yield f"a refused allocation is {kind.value}: {line['text']!r}"
+
+
+def error_of(line: Line) -> Exception:
+    """An exception of the recorded class and text; of a library's class one of its name that is a RuntimeError where
+    the recording says so."""
+    module, _, name = str(line["type"]).rpartition(".")
+    known = getattr(builtins, name, None) if module == "builtins" else None
+    base: type[Exception] = RuntimeError if line.get("is_runtime_error", True) else Exception
+    if isinstance(known, type) and issubclass(known, Exception):
+        base = known
+    made: Exception = type(name, (base,), {"__module__": module})(line["text"])
+    return made
+
+
+def _trace_problems(line: Line, rehearsal: bool) -> Iterator[str]:
+    """The allocator's model on the same requests, and the meter on the same statistics."""
+    if "events" not in line:
+        return
+    held = int(line["rows"][0]["allocated_bytes"])
+    before: list[Event] = [Alloc(-1, held)] if held else []
+    found = replay([*before, *decode(line["events"])], expandable_segments=line["expandable_segments"])
+    bands = (0.0, 0.0) if rehearsal else (ALLOCATED_FRACTION, RESERVED_FRACTION)
+    result = line["result"]
+    allocated, reserved = max(result["phase_peaks_bytes"].values()), result["reserved_bytes"]
+    if not line.get("cut"):
+        for what, ours, theirs, band in (
+            ("allocated", found.peak_allocated_bytes, allocated, bands[0]),
+            ("reserved", found.peak_reserved_bytes, reserved, bands[1]),
+        ):
+            if abs(ours - theirs) > band * theirs:
+                yield f"the model's {what} peak is {ours}, the allocator's {theirs}"
+    measured = replay_meter(line)
+    if measured != result:
+        yield f"the meter says {measured}, it said {result}"
+
+
+def replay_meter(line: Line) -> dict[str, Any]:
+    """What today's `CudaMeter` makes of the recorded statistics."""
+    from probes.contact.played_cuda import KEYS, Recorded
+    from probes.gpu.meters import CudaMeter
+
+    first, *marks = line["rows"]
+    cuda = Recorded(row={key: first[key] for key in KEYS})
+    with ExitStack() as resources, cuda.installed():
+        meter = CudaMeter("cuda:0", resources, line["base_used_bytes"], paged=line["paged"])
+        for row in marks:
+            cuda.at(row)
+            if row["mark"] is not None:
+                meter.mark(row["mark"])
+        return meter_result(meter)
+
+
+def meter_result(meter: Any) -> dict[str, Any]:
+    """A meter's answers as JSON values."""
+    return {
+        "phase_peaks_bytes": meter.phase_peaks(),
+        "reserved_bytes": meter.reserved_peak(),
+        "context_bytes": meter.context_bytes(),
+        "flags": sorted(meter.flags()),
+    }
+
+
+def _teardown_problems(line: Line, rehearsal: bool) -> Iterator[str]:
+    """The device's turn, on what the driver showed of a dying process, finds the device as it was at rest."""
+    from unittest.mock import patch
+
+    from probes.gpu import device
+
+    samples = line["samples"]
+    rest = line["rest"].get("used_bytes")
+    if rest is None or not samples or samples[0][1] is None:
+        return
+    clock = _Clock()
+
+    def shown(name: str) -> DeviceStatus:
+        used = [one[1] for one in samples if one[0] <= clock.now_s]
+        return DeviceStatus(
+            name="", uuid="", used_bytes=(used or [samples[0][1]])[-1], total_bytes=1 << 50, process_ids=()
+        )
+
+    with patch.object(device, "time", clock):
+        found = device.wait_until_clean("cuda:0", resting_bytes=rest, read=shown)
+    if found is None or abs(found.used_bytes - rest) > device.RESTING_SLACK_BYTES:
+        yield f"the turn began with {found and found.used_bytes} bytes in use, at rest there were {rest}"
+
+
+class _Clock:
+    """Time that passes only in sleep."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Passes them."""
+        self.now_s += seconds
+
+
+def _known_problems(lines: Sequence[Line]) -> Iterator[str]:
+    """What the driver counts beyond PyTorch, from the context on, is the same whatever is allocated."""
+    rows = [one for one in lines if "reserved_bytes" in one and "used_bytes" in one]
+    if not rows:
+        return
+    beyond = {one["step"]: one["used_bytes"] - one["reserved_bytes"] for one in rows}
+    least, most = min(beyond.values()), max(beyond.values())
+    if least <= 0 or most - least > LEAST_CONTEXT_GROWTH_BYTES:
+        yield f"known: the driver counts {beyond} bytes beyond what PyTorch reserves"
+
+
+CHECKS = {"refusals": _refusal_problems, "refusal": _refusal_problems, "traces": _trace_problems}
+CHECKS["teardown"] = _teardown_problems

@@ -1,0 +1,105 @@
+"""The ranks of one job among themselves: the process group, agreeing on step times, one measurement out of many.
+
+Figures travel through a gloo group of the host's memory, apart from the collectives that are measured.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner.outcome import Measurement
+from planner.units import gib
+from probes.gpu.ranks import Seat, worst_first
+
+MIN_TIMEOUT_S = 5.0
+MAX_TIMEOUT_S = 600.0
+"""PyTorch's own default for a collective over NCCL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """All ranks of a job as one of them sees them; a crew of one needs no process group."""
+
+    seat: Seat
+    group: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; on every rank."""
+        if self.seat.size == 1:
+            return [value]
+        values = [None] * self.seat.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank: what all must decide alike."""
+        return self.gather(value)[0]
+
+    def slowest(self, times_s: Sequence[float]) -> list[float]:
+        """Seconds of every step on the rank that took longest for it."""
+        return [max(step) for step in zip(*self.gather(list(times_s)), strict=True)]
+
+    def worst(self, mine: Measurement) -> Measurement | None:
+        """The job's measurement on rank 0, None on the others.
+
+        Figures are those of the rank with the largest device peak; flags and notes of every rank are kept, and every
+        rank's peak beside. Step times are the same on all already (`slowest`).
+        """
+        if self.seat.size == 1:
+            return mine
+        every: list[Measurement] = self.gather(mine)
+        dist.barrier(group=self.group)  # nobody leaves before all have read
+        return merge(every) if self.seat.rank == 0 else None
+
+
+def merge(every: Sequence[Measurement]) -> Measurement:
+    """One measurement of a job from those of its ranks, in order of rank."""
+    order = worst_first([one.peak_device_bytes for one in every])
+    worst = every[order[0]]
+    peaks = tuple((f"rank {rank}", 1, every[rank].peak_device_bytes) for rank in order)
+    spread = peaks[0][2] - peaks[-1][2]
+    notes = [f"{len(every)} ranks: the memory of {peaks[0][0]}, the largest by {gib(spread)}; the slowest rank's steps"]
+    notes += [note for note in dict.fromkeys(note for one in every for note in one.notes) if note not in notes]
+    errors = [one.extrapolation_error_fraction for one in every if one.extrapolation_error_fraction is not None]
+    rates = [one.copy_bandwidth_bytes_per_s for one in every if one.copy_bandwidth_bytes_per_s is not None]
+    return replace(
+        worst,
+        rank_peaks=peaks,
+        notes=tuple(notes),
+        flags=tuple(sorted({flag for one in every for flag in one.flags})),
+        extrapolation_error_fraction=max(errors, key=abs) if errors else None,
+        copy_bandwidth_bytes_per_s=min(rates) if rates else None,
+        device_peak_is_nvml=all(one.device_peak_is_nvml for one in every),
+    )
+
+
+def collective_timeout_s(limit_s: float) -> float:
+    """How long a rank waits for the others: half of the probe's time, so that a straggler is named before the runner
+    ends the job."""
+    return min(MAX_TIMEOUT_S, max(MIN_TIMEOUT_S, limit_s / 2))
+
+
+@contextmanager
+def crew_of(seat: Seat, device: str, limit_s: float) -> Iterator[Crew]:
+    """The crew of this process: NCCL on GPUs, gloo on the CPU, over torchrun's own store.
+
+    The process group is not destroyed: the process ends at once after its answer, and tearing down may hang.
+    """
+    if seat.size == 1:
+        yield Crew(seat=seat)
+        return
+    timeout = timedelta(seconds=collective_timeout_s(limit_s))
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        # The watchdog ends the process when a collective is late, also one that hangs inside the driver.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    yield Crew(seat=seat, group=group)

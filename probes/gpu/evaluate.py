@@ -1,0 +1,219 @@
+"""`Prober`: `evaluate(setup) -> Measurement | ProbeFailure` for a search. With a store nothing is measured twice."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+from planner.codec import Outcome
+from planner.errors import EnvironmentProblem
+from planner.hardware.gpu import GpuSpec
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.models.spec import ModelSpec
+from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.setup import SPREAD_FIELDS, TrainSetup
+from probes.fingerprint import config_digest, fingerprint
+from probes.gpu.executors import Executor
+from probes.gpu.request import Limits, ProbeRequest
+from probes.records import Record
+from probes.store import Store, now_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeEvent:
+    """One answered setup: measured just now, or found in the store."""
+
+    setup: TrainSetup
+    outcome: Outcome
+    from_store: bool
+
+
+@dataclass(kw_only=True)
+class Prober:
+    """Measures setups of one model on one device; callable, as the search wants it.
+
+    Attributes:
+        gpu: row of the GPU table the device belongs to (model FLOPs utilisation); None on the CPU.
+        depths: () truncated, (0,) full depth.
+        on_event: told of every answer.
+    """
+
+    model: ModelSpec
+    gpu: GpuSpec | None
+    executor: Executor
+    store: Store | None
+    device: str = "cuda:0"
+    limits: Limits = field(default_factory=Limits)
+    depths: tuple[int, ...] = ()
+    check_depth: bool = True
+    rung: Rung = Rung.PROBE
+    on_event: Callable[[ProbeEvent], None] = lambda event: None
+
+    @cached_property
+    def environment(self) -> Environment:
+        """Where the probes run."""
+        return self.executor.environment(self.device, self.gpu.key if self.gpu is not None else None)
+
+    def request(self, setup: TrainSetup) -> ProbeRequest:
+        """What is asked for one setup."""
+        return ProbeRequest(
+            model_id=self.model.model_id,
+            config=self.model.config,
+            setup=setup,
+            device=self.device,
+            rung=self.rung,
+            depths=self.depths,
+            check_depth=self.check_depth,
+            limits=self.limits,
+            gpu_key=self.gpu.key if self.gpu is not None else None,
+        )
+
+    def refused(self, setup: TrainSetup) -> ProbeFailure | None:
+        """Why no engine runs this setup on several GPUs, as an outcome; None where one does."""
+        if setup.num_gpus == 1:
+            return None
+        from planner.engines import why_not
+
+        reason = why_not(self.model, setup)
+        return ProbeFailure(rung=self.rung, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
+
+    def stored(self, setup: TrainSetup) -> Outcome | None:
+        """The outcome that the store already has."""
+        if self.store is None:
+            return None
+        record = self.store.reusable(fingerprint(self.request(setup), self.environment), time_s=self.limits.time_s)
+        return record.outcome if record is not None else None
+
+    def __call__(self, setup: TrainSetup) -> Outcome:
+        """The outcome of one setup, measured now if the store does not know it."""
+        known = self.stored(setup)
+        if known is not None:
+            self.on_event(ProbeEvent(setup=setup, outcome=known, from_store=True))
+            return known
+        future = self.submit(setup)
+        # A wait without a limit cannot be interrupted by Ctrl-C on every platform.
+        while not future.done():
+            wait((future,), timeout=1.0)
+        return self.finish(setup, future)
+
+    def submit(self, setup: TrainSetup) -> "Future[Outcome]":
+        """Starts measuring one setup; hand the future to `finish`."""
+        refused = self.refused(setup)
+        if refused is not None:
+            answered: Future[Outcome] = Future()
+            answered.set_result(refused)
+            return answered
+        return self.executor.submit(self.request(setup))
+
+    def finish(self, setup: TrainSetup, future: "Future[Outcome]") -> Outcome:
+        """The outcome of a finished future: completed, stored and told.
+
+        Raises:
+            EnvironmentProblem: the machine, not the setup, kept it from being measured: nothing is stored.
+        """
+        outcome = self._with_utilisation(setup, future.result())
+        if isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.MACHINE:
+            log = f" (log: {outcome.log_path})" if outcome.log_path else ""
+            raise EnvironmentProblem(f"this machine cannot measure: {outcome.message}{log}")
+        self.remember(setup, outcome)
+        self.on_event(ProbeEvent(setup=setup, outcome=outcome, from_store=False))
+        return outcome
+
+    def remember(self, setup: TrainSetup, outcome: Outcome) -> None:
+        """Stores an outcome, where there is a store. What was refused before anything ran (it has no log) is answered
+        at once anyway, and may change with the machine."""
+        refused = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED and not outcome.log_path
+        if self.store is not None and not refused:
+            self.store.append(record_of(self.request(setup), self.environment, outcome))
+
+    def many(self, setups: Iterable[TrainSetup]) -> Iterator[tuple[TrainSetup, Outcome]]:
+        """Outcomes of several setups as they come in, as many at a time as the executor takes."""
+        waiting: dict[Future[Outcome], TrainSetup] = {}
+        left = iter(setups)
+        exhausted = False
+        while waiting or not exhausted:
+            while not exhausted and len(waiting) < self.executor.num_parallel:
+                setup = next(left, None)
+                if setup is None:
+                    exhausted = True
+                    break
+                known = self.stored(setup)
+                if known is not None:
+                    self.on_event(ProbeEvent(setup=setup, outcome=known, from_store=True))
+                    yield setup, known
+                else:
+                    waiting[self.submit(setup)] = setup
+            done, _ = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in done:
+                setup = waiting.pop(future)
+                yield setup, self.finish(setup, future)
+
+    def _with_utilisation(self, setup: TrainSetup, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, ProbeFailure) or self.gpu is None or outcome.environment.device == "cpu":
+            return outcome
+        if outcome.speed_spoiled_by:
+            return outcome
+        fraction = mfu_fraction(self.model, self.gpu, setup, outcome.step_time_s)
+        return replace(outcome, mfu_fraction=fraction)
+
+
+def nominal_flops_per_s(gpu: GpuSpec, setup: TrainSetup) -> float | None:
+    """The data sheet's dense matmul rate in the setup's compute type."""
+    return {"bf16": gpu.bf16_flops_per_s, "fp16": gpu.fp16_flops_per_s, "fp32": gpu.fp32_flops_per_s}[
+        setup.compute_dtype
+    ]
+
+
+def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s: float) -> float | None:
+    """Model FLOPs utilisation: needed operations (recomputation not counted) over time and the data sheet's rate. Of a
+    job on several GPUs that of one copy of the model, which is that of the job.
+
+    Source: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311.
+    """
+    from planner.throughput import throughput_profile
+
+    nominal = nominal_flops_per_s(gpu, setup)
+    if not nominal or step_time_s <= 0 or setup.num_gpus > setup.data_degree:
+        return None
+    profile = throughput_profile(model, gpu, one_copy(setup))
+    return profile.flops(setup.micro_batch_seqs, setup.accumulation_steps) / step_time_s / nominal
+
+
+def one_copy(setup: TrainSetup) -> TrainSetup:
+    """What each GPU of a data-parallel job trains, as a setup of its own."""
+    if setup.num_gpus == 1:
+        return setup
+    job = ("num_gpus", "parallel", *SPREAD_FIELDS)
+    return setup_from_dict({name: value for name, value in setup_to_dict(setup).items() if name not in job})
+
+
+def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:
+    """What the store keeps of one outcome."""
+    asked: Mapping[str, object] = {
+        "rung": request.rung.value,
+        "depths": list(request.depths),
+        "limits": asdict(request.limits),
+        "gpu_key": request.gpu_key,
+        "gpu_name": environment.gpu_name,
+    }
+    return Record(
+        key=fingerprint(request, environment),
+        model_id=request.model_id,
+        config_digest=config_digest(request.config),
+        setup=setup_to_dict(request.setup),
+        request=asked,
+        outcome=outcome,
+        recorded_at=now_text(),
+    )
+
+
+def out_of_memory(outcome: Outcome) -> bool:
+    """Whether more memory than there is was needed, really or by extension to the full depth."""
+    if isinstance(outcome, ProbeFailure):
+        return outcome.kind is FailureKind.OUT_OF_MEMORY
+    return "beyond-device" in outcome.flags
+
+
+def measured(outcome: Outcome) -> Measurement | None:
+    """The measurement, None for a failure."""
+    return outcome if isinstance(outcome, Measurement) else None

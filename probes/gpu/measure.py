@@ -1,0 +1,287 @@
+"""Measuring one setup on the device of this process: build, warm up, time, extend. Runs in the probe's child.
+
+Each depth is built from the configuration with random weights, runs the trainer's own step with phase marks until the
+optimizer's state exists (memory), then without marks until the step times settle (speed).
+
+On several GPUs this runs in every rank of the job, on the rank's own device; the ranks agree on the steps they run
+(`probes.gpu.crew`) and rank 0 answers for all.
+"""
+
+import gc
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from planner.outcome import Measurement
+from planner.units import MIB, gib
+from probes.gpu.child import StatusPipe, limit_cpu_memory
+from probes.gpu.crew import crew_of
+from probes.gpu.depth import Depths, choose_depths
+from probes.gpu.device import Turn, clean_turn, take_turn
+from probes.gpu.environment import read_environment
+from probes.gpu.failures import MachineFault, UnsupportedProbe
+from probes.gpu.kernels import attention_backend
+from probes.gpu.meters import copy_bandwidth
+from probes.gpu.ranks import Seat, seat_of
+from probes.gpu.request import ProbeRequest
+from probes.gpu.reserved import growth_asked_for
+from probes.gpu.run import DepthRunner, attention_name
+from probes.gpu.timing import DepthRun, Extended, extend, miss_fraction
+from probes.gpu.topology import topology
+from probes.stack import (
+    build_model,
+    load_config,
+)
+from probes.stack.autocast import emulation_installed
+from probes.stack.real_losses import loss_is_emulated
+from probes.stack.shards import shards_first, whole_quantized_bytes
+
+PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
+
+
+def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
+    """The measurement of one request on this process's device; of a job of several ranks, the whole job's on rank 0 and
+    this rank's on the others.
+
+    Raises:
+        Whatever the libraries raise; `probes.gpu.failures.classify_exception` names it.
+    """
+    if request.setup.compile:
+        raise UnsupportedProbe("torch.compile is not probed: its one-off compilation takes longer than the probe")
+    if request.device == "cpu" and request.setup.offload != "none":
+        raise UnsupportedProbe("offloading needs a GPU: on the CPU backend everything is in the host's memory already")
+    status.progress("choosing depths")
+    depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
+    seat = _seat(request)
+    devices = request.devices
+    request = replace(request, device=devices[seat.local_rank])
+    turn = _claim_device(request, seat, status)
+    with ExitStack() as resources:
+        if seat.size > 1:
+            status.progress("meeting the other ranks")
+        crew = resources.enter_context(crew_of(seat, request.device, request.limits.time_s))
+        if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
+            limit_cpu_memory(request.limits.cpu_memory_bytes)
+        status.starting(False)
+        bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
+        if not gc.get_freeze_count():  # the libraries' million objects are not looked through again after every depth
+            gc.collect()
+            gc.freeze()
+            resources.callback(gc.unfreeze)
+        if request.device == "cpu":
+            resources.enter_context(emulation_installed())
+        runner = DepthRunner(request=request, status=status, turn=turn, crew=crew, devices=devices, resources=resources)
+        mine = _assemble(request, depths, runner, bandwidth)
+        return crew.worst(mine) or mine
+
+
+def _seat(request: ProbeRequest) -> Seat:
+    """This process's place in the job that the request asks for.
+
+    Raises:
+        UnsupportedProbe: the job was started with another number of processes.
+    """
+    if request.num_ranks == 1:
+        return Seat()
+    seat = seat_of()
+    if seat.size != request.num_ranks:
+        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {seat.size}")
+    return seat
+
+
+def _claim_device(request: ProbeRequest, seat: Seat, status: StatusPipe) -> Turn:
+    """Waits for our turn on a clean device, makes it current and sets its memory cap."""
+    torch.manual_seed(request.seed + seat.rank)
+    turn = take_turn(request.device, status.waiting) if seat.size == 1 else clean_turn(request.device)
+    if request.device == "cpu":
+        return turn
+    problem = cuda_problem()
+    if problem:
+        raise MachineFault(problem)
+    index = torch.device(request.device).index or 0
+    if index >= torch.cuda.device_count():
+        raise MachineFault(f"{request.device} does not exist: this machine has {torch.cuda.device_count()} GPU(s)")
+    torch.cuda.set_device(index)
+    allowed = request.limits.allocator_bytes
+    if allowed is not None:
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), index)
+    return turn
+
+
+def cuda_problem() -> str:
+    """Why torch has no GPU here, with what torch itself says about the driver; empty where it has one."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    if not (torch.version.cuda or torch.version.hip):
+        return f"torch {torch.__version__} is a build without CUDA"
+    words = "; ".join(str(one.message).strip() for one in said)
+    return f"torch {torch.__version__} finds no usable driver" + (f": {words}" if words else "")
+
+
+def _depths(request: ProbeRequest) -> Depths:
+    if request.full_depth:
+        from probes.stack import num_layers
+
+        return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
+    chosen = choose_depths(request.config, request.setup, check=request.check_depth)
+    if not request.depths:
+        return chosen
+    wanted = sorted(request.depths)
+    if len(wanted) == 1:
+        return Depths(full=wanted[0], reason="one depth was asked for")
+    check = wanted[2] if len(wanted) > 2 else None
+    return Depths(full=chosen.full, short=wanted[0], long=wanted[1], check=check)
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """What the depths gave: memory and times of the whole model, and what a reader must know about them."""
+
+    runs: list[DepthRun]
+    phases: Mapping[str, int]
+    reserved_bytes: int
+    context_bytes: int
+    times_s: tuple[float, ...]
+    error: float | None = None
+    flags: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwidth: float) -> Measurement:
+    found = _two_depths(request, depths, runner) if depths.truncated else _one_depth(depths, runner)
+    for run in found.runs:
+        found.flags.update(run.flags)
+        if not run.settled:
+            found.flags.add("unstable")
+    kernels = next((run.kernels for run in found.runs if run.kernels), ())
+    _step_notes(request, runner, kernels, found)
+    return Measurement(
+        rung=request.rung,
+        peak_allocated_bytes=max(found.phases.values()),
+        peak_reserved_bytes=found.reserved_bytes,
+        peak_device_bytes=found.reserved_bytes + found.context_bytes,
+        phase_peaks_bytes=dict(found.phases),
+        step_times_s=found.times_s,
+        tokens_per_step=request.setup.tokens_per_step,
+        layers_measured=tuple(run.depth for run in found.runs),
+        environment=read_environment(
+            request.device, request.gpu_key, cuda=torch.version.cuda or torch.version.hip or ""
+        ),
+        extrapolation_error_fraction=found.error,
+        flags=tuple(sorted(found.flags)),
+        notes=tuple(found.notes),
+        device_peak_is_nvml=all(run.nvml for run in found.runs),
+        copy_bandwidth_bytes_per_s=bandwidth or None,
+        kernels=kernels,
+    )
+
+
+def _one_depth(depths: Depths, runner: DepthRunner) -> _Found:
+    """All layers run."""
+    only = runner.run(depths.full, timed=True)
+    return _Found(
+        runs=[only],
+        phases=only.phase_peaks_bytes,
+        reserved_bytes=only.reserved_bytes,
+        context_bytes=only.context_bytes,
+        times_s=only.step_times_s,
+        notes=[f"all {depths.full} layers measured" + (f": {depths.reason}" if depths.reason else "")],
+    )
+
+
+def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _Found:
+    """Two depths timed and extended; the memory of all layers where it was asked for and fits."""
+    assert depths.short is not None
+    assert depths.long is not None
+    short, long = runner.run(depths.short, timed=True), runner.run(depths.long, timed=True)
+    full = extend(short, long, depths.full)
+    whole = runner.whole(depths.full, full) if request.check_depth else None
+    found = _Found(
+        runs=[short, long],
+        phases=full.phase_peaks_bytes,
+        reserved_bytes=0,
+        context_bytes=full.context_bytes,
+        times_s=full.step_times_s,
+    )
+    if full.layer_s <= 0:
+        found.flags.add("unstable")
+        found.notes.append("the longer model was not slower than the shorter one: step times are noise")
+    if whole is not None:
+        found.runs.append(whole)
+        found.error = miss_fraction(full.allocated_bytes, whole.allocated_bytes)
+        found.phases, found.context_bytes = whole.phase_peaks_bytes, whole.context_bytes
+        found.reserved_bytes, memory = whole.reserved_bytes, f"memory of all {depths.full} layers measured"
+    else:
+        if depths.check is not None:
+            check = runner.run(depths.check, timed=False)
+            found.runs.append(check)
+            found.error = _worst_miss(extend(short, long, check.depth), check, runner)
+        found.reserved_bytes, memory = runner.reserved(full, None, long.grown)
+    found.notes.append(
+        f"{depths.short} and {depths.long} of {depths.full} layers timed, "
+        f"{full.layer_s * 1000:.3f} ms per layer, extended linearly; {memory}"
+    )
+    return found
+
+
+def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], found: _Found) -> None:
+    """What a person must know about this step and this device."""
+    setup, notes = request.setup, found.notes
+    if setup.accumulation_steps > request.limits.max_accumulation:
+        notes.append(PARAMETER_STEPS_NOTE)
+    if kernels and setup.attention == "sdpa":
+        notes.append(f"attention ran on SDPA's {attention_backend(kernels)} backend")
+    if growth_asked_for() and any(run.grown is False for run in found.runs):
+        notes.append(
+            "this PyTorch ignores expandable_segments here: memory is lost to fragments that launch files avoid"
+        )
+    _device_notes(request, runner.turn, found.reserved_bytes + found.context_bytes, found.flags, notes)
+    if shards_first(setup) and setup.quantized:
+        model = build_model(request.config, setup, device="meta", attention=attention_name(request))
+        notes.append(
+            "weights were cut as they were made; a trainer's loader holds all "
+            f"{gib(whole_quantized_bytes(model))} of 4-bit weights on every GPU before it cuts them (accelerate 1.15 "
+            "fsdp2_prepare_model)"
+        )
+    if request.device != "cpu" and runner.crew.seat.size > 1:
+        notes.append(f"links between the GPUs: {topology(runner.devices).text()}")
+
+
+def _worst_miss(extended: Extended, check: DepthRun, runner: DepthRunner) -> float:
+    """How far the extension missed a third depth, in what is allocated or in what is reserved."""
+    reserved, _ = runner.reserved(extended, check.depth, check.grown)
+    misses = (
+        miss_fraction(extended.allocated_bytes, check.allocated_bytes),
+        miss_fraction(reserved, check.reserved_bytes),
+    )
+    return max(misses, key=abs)
+
+
+def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: set[str], notes: list[str]) -> None:
+    """What a person must know about this device and this loss."""
+    setup = request.setup
+    if request.device == "cpu":
+        notes.append("CPU backend: memory as a GPU's allocator would count it (512-byte rounding), speed of this CPU")
+        return
+    if turn.shared_bytes:
+        flags.add("device-shared")
+        notes.append(
+            f"others held {turn.shared_bytes // MIB} MiB of the GPU: "
+            "speed and the largest batch are not the machine's best"
+        )
+    if torch.version.hip:
+        notes.append("ROCm: live memory is measured; reserved memory that is not is modelled after CUDA's allocator")
+    if loss_is_emulated(setup):
+        flags.add("loss-emulated")
+        notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")
+    total = torch.cuda.get_device_properties(torch.device(request.device)).total_memory
+    total = min(total, request.limits.memory_bytes or total)
+    if device_bytes > total:
+        flags.add("beyond-device")
+        notes.append("at full depth this needs more memory than the device has")

@@ -1,0 +1,288 @@
+"""Memory and time on one device: CUDA's own statistics and events, or on the CPU the dry run's storage tracker.
+
+Both meters are told the phases by the step's marks and answer the peak of each.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from planner.hardware.driver import device_handle, nvml
+from planner.memory.types import PHASES
+from planner.memory.workspace import CONTEXT_BYTES
+from planner.units import MIB
+from probes.allocator.events import Alloc, Event, Free
+from probes.dryrun.tracker import ROUND_BYTES, Tracker, local
+from probes.gpu.environment import NvmlReader
+from probes.gpu.timing import PHASE_OF_BUILDING
+
+MIN_CONTEXT_BYTES = 64 * MIB
+"""Less than any CUDA context with PyTorch's kernels takes: the reading before us held what is gone now."""
+BENCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+
+
+class Meter(ABC):
+    """Measures one device. Use `following` around whatever memory is asked for, `time_steps` for speed."""
+
+    device: str
+    has_nvml: bool = False
+
+    @abstractmethod
+    def following(self) -> Any:
+        """A context in which allocations are counted."""
+
+    @abstractmethod
+    def mark(self, phase: str, layer: int | None = None) -> None:
+        """A phase begins (layers inside a phase make no difference here)."""
+
+    @abstractmethod
+    def rebase(self) -> None:
+        """Forgets the peaks so far: what is held now is where the measurement begins."""
+
+    @abstractmethod
+    def phase_peaks(self) -> dict[str, int]:
+        """Allocated peak of each phase so far, in bytes."""
+
+    @abstractmethod
+    def reserved_peak(self) -> int:
+        """Peak held by the allocator, in bytes."""
+
+    @abstractmethod
+    def context_bytes(self) -> int:
+        """Device memory in use beyond what the allocator holds."""
+
+    @abstractmethod
+    def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
+        """Runs `step` `num` times and returns the seconds of each."""
+
+    def flags(self) -> set[str]:
+        """What disturbed the measurement."""
+        return set()
+
+
+class CpuMeter(Meter):
+    """Real CPU tensors, followed as the dry run follows meta tensors: same rounding, same phases."""
+
+    def __init__(self, clock: str = "wall", *, spread: bool = False) -> None:
+        """With `spread` of one rank of several: parameters are parts of others, and storages change their size."""
+        self.device = "cpu"
+        self._clock = time.process_time if clock == "process" else time.perf_counter
+        self._tracker = Tracker("cpu")
+        self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if spread:
+            from probes.gpu.rank_memory import RankTracker  # PyTorch's sharded tensors take a second to import
+
+            ranked = RankTracker("cpu")
+            self._tracker, self._resizing = ranked, ranked.resizing
+        self._account = PhaseAccount()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        with self._tracker, self._resizing():
+            yield
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor made outside `following` (loaded weights); of a sharded one this rank's part."""
+        self._tracker.track(local(tensor), "load")
+
+    def mark(self, phase: str, layer: int | None = None) -> None:
+        self._settle()
+        self._account.begin(phase)
+
+    def rebase(self) -> None:
+        self._settle()
+        self._account.rebase()
+
+    def phase_peaks(self) -> dict[str, int]:
+        self._settle()
+        return self._account.peaks()
+
+    def reserved_peak(self) -> int:
+        return max(self.phase_peaks().values())
+
+    def context_bytes(self) -> int:
+        return 0
+
+    def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
+        times = []
+        for _ in range(num):
+            started = self._clock()
+            step()
+            times.append(self._clock() - started)
+        return times
+
+    def _settle(self) -> None:
+        for event in self._tracker.events:
+            self._account.add(event)
+        self._tracker.events.clear()
+
+
+class PhaseAccount:
+    """Running total of allocations and its peak in each phase, from a stream of events."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._total = 0
+        self._phase = PHASE_OF_BUILDING
+        self._peaks = dict.fromkeys(PHASES, 0)
+
+    def begin(self, phase: str) -> None:
+        """A phase begins with all that is alive."""
+        self._phase = phase
+        self._peaks[phase] = max(self._peaks[phase], self._total)
+
+    def rebase(self) -> None:
+        """Every phase's peak is what is alive now, or nothing where it has not begun."""
+        self._peaks = dict.fromkeys(PHASES, 0)
+        self._peaks[self._phase] = self._total
+
+    def add(self, event: Event) -> None:
+        """One allocation or release."""
+        if isinstance(event, Alloc):
+            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
+            self._sizes[event.id] = size
+            self._total += size
+            self._peaks[self._phase] = max(self._peaks[self._phase], self._total)
+        elif isinstance(event, Free):
+            self._total -= self._sizes.pop(event.id)
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes at the peak of each phase."""
+        return dict(self._peaks)
+
+
+def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:
+    """The driver's readings of one GPU as long as `resources` are held; None where it cannot be asked."""
+    module = resources.enter_context(nvml())
+    return NvmlReader(module, device_handle(module, device)) if module is not None else None
+
+
+class CudaMeter(Meter):
+    """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
+
+    def __init__(self, device: str, resources: ExitStack, base_used_bytes: int | None, *, paged: bool = False) -> None:
+        """With `paged` the optimizer's states are managed memory, which the driver counts and PyTorch does not."""
+        self.device = device
+        self._paged = paged
+        self._context: int | None = None
+        self._torch_device = torch.device(device)
+        self._phase = PHASE_OF_BUILDING
+        self._peaks = dict.fromkeys(PHASES, 0)
+        self._flags: set[str] = set()
+        self._base_used_bytes = base_used_bytes
+        self._nvml = nvml_reader(resources, device)
+        self.has_nvml = self._nvml is not None and base_used_bytes is not None
+        torch.cuda.synchronize(self._torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+        self._retries_before = self._stat("num_alloc_retries")
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        yield
+
+    def mark(self, phase: str, layer: int | None = None) -> None:
+        """Allocation happens on the host as operators are enqueued, so no synchronisation is needed here."""
+        if phase == self._phase:
+            return
+        if phase == "step" and self._paged and self._context is None:  # before the states exist
+            self._read_context()
+        self._close_phase()
+        self._phase = phase
+
+    def rebase(self) -> None:
+        torch.cuda.synchronize(self._torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+        self._peaks, self._reserved = dict.fromkeys(PHASES, 0), 0
+
+    def phase_peaks(self) -> dict[str, int]:
+        self._close_phase()
+        return dict(self._peaks)
+
+    def reserved_peak(self) -> int:
+        # reset_peak_memory_stats resets the reserved peak too; the allocator gives segments back only on a retry, which
+        # is flagged, so the largest value seen at any mark is the peak.
+        self._close_phase()
+        return self._reserved
+
+    def context_bytes(self) -> int:
+        """Where the driver does not tell, or tells less than any context has, the formula's figure stands in."""
+        if not self._paged:
+            self._read_context()
+        return CONTEXT_BYTES if self._context is None else self._context
+
+    def _read_context(self) -> None:
+        """What the driver shows beyond what was there before us and what PyTorch's allocator holds."""
+        if self._nvml is None or self._base_used_bytes is None:
+            return
+        torch.cuda.synchronize(self._torch_device)
+        held = int(torch.cuda.memory_reserved(self._torch_device))
+        found = self._nvml.used_bytes() - self._base_used_bytes - held
+        if found < MIN_CONTEXT_BYTES:
+            self._flags.add("context-unread")
+            self.has_nvml = False
+        else:
+            self._context = found
+
+    def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
+        """Events between the steps, one synchronisation at the end: steps overlap with the host as in training."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        events[-1].synchronize()
+        if self._nvml is not None:
+            self._flags |= self._nvml.throttle_flags()
+        return [first.elapsed_time(second) / 1000.0 for first, second in pairwise(events)]
+
+    def flags(self) -> set[str]:
+        found = set(self._flags)
+        if self._stat("num_alloc_retries") > self._retries_before:
+            found.add("allocator-retries")
+        return found
+
+    _reserved = 0
+
+    def _close_phase(self) -> None:
+        peak = torch.cuda.max_memory_allocated(self._torch_device)
+        self._peaks[self._phase] = max(self._peaks[self._phase], peak)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._torch_device))
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+
+    def _stat(self, name: str) -> int:
+        return int(torch.cuda.memory_stats(self._torch_device).get(name, 0))
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second of a copy within the device's memory, read and written bytes both counted; 0 when there is no
+    room for it. Shows a card that is throttled or shared."""
+    kind = torch.device(device).type
+    size = BENCH_BYTES[kind]
+    if kind == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        if free < 4 * size:
+            return 0.0
+    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    best_s = float("inf")
+    for _ in range(5):
+        if kind == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            best_s = min(best_s, start.elapsed_time(end) / 1000.0)
+        else:
+            started = time.perf_counter()
+            target.copy_(source)
+            best_s = min(best_s, time.perf_counter() - started)
+    return 2.0 * size / best_s

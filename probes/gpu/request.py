@@ -1,0 +1,195 @@
+"""`ProbeRequest`: what one probe is asked to run, as one JSON file; `ProbePaths`: where its files lie.
+
+The same JSON runs in a child process of this machine or, through `probes.gpu.executors`, on a cluster node.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from planner.errors import ConfigError, UsageError
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.workspace import CONTEXT_BYTES
+from planner.outcome import Rung
+from planner.outputs import write_whole
+from planner.setup import TrainSetup
+from probes.gpu.ranks import num_processes
+
+REQUEST_SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a probe may take, and when its step times count as settled.
+
+    The rule for step times: `warmup_steps` steps are thrown away; then steps run until the medians of the last two
+    windows of `window_steps` steps differ by at most `stable_fraction`, or `max_steps` steps or `measure_s` seconds are
+    reached (then the measurement is flagged "unstable"). They count as settled only after `min_measure_s` seconds.
+
+    Attributes:
+        time_s: wall time of the child process from when it holds its device, building included; past it it is killed.
+            Imports and the wait for the device have limits of their own (`probes.gpu.watch.START_LIMIT_S`).
+        measure_s: cap in seconds on the measured steps of one depth.
+        min_measure_s: the least that is measured, where the cap allows. The extension to full depth doubles the noise:
+            with 1 % of jitter, six steps miss by 2 to 3.5 % at the 95th percentile, thirty by about 1 %.
+        warmup_steps: at least 2 (the optimizer makes its state in the first).
+        max_accumulation: with more micro-batches per step than this, one and three are timed and the rest is added at
+            the difference (memory stops growing at two).
+        memory_bytes: of a smaller card that this one stands in for; the allocator gets what the CUDA context leaves.
+        cpu_memory_bytes: what a child on the CPU backend may map beyond its imports (RLIMIT_AS), its "card size".
+        cpu_clock: "wall", or "process" to time the CPU backend in the process's own CPU seconds (a busy machine).
+    """
+
+    time_s: float = 180.0
+    measure_s: float = 20.0
+    min_measure_s: float = 2.0
+    warmup_steps: int = 2
+    window_steps: int = 3
+    max_steps: int = 40
+    stable_fraction: float = 0.01
+    max_accumulation: int = 4
+    memory_bytes: int | None = None
+    cpu_memory_bytes: int | None = None
+    cpu_clock: str = "wall"
+
+    def __post_init__(self) -> None:
+        if self.time_s <= 0 or self.measure_s <= 0:
+            raise UsageError(f"time limits must be above 0 s, got {self.time_s} and {self.measure_s}")
+        if self.warmup_steps < 2:
+            raise UsageError(f"warmup_steps must be at least 2, got {self.warmup_steps}")
+        if self.window_steps < 1 or self.max_steps < 2 * self.window_steps:
+            raise UsageError(f"max_steps must hold two windows of {self.window_steps} steps, got {self.max_steps}")
+        if self.cpu_clock not in ("wall", "process"):
+            raise UsageError(f"cpu_clock must be 'wall' or 'process', got {self.cpu_clock!r}")
+        if self.memory_bytes is not None and self.memory_bytes <= CONTEXT_BYTES:
+            raise UsageError(f"memory_bytes must leave room beside a CUDA context, got {self.memory_bytes}")
+
+    @property
+    def allocator_bytes(self) -> int | None:
+        """What PyTorch may reserve on the stand-in; None: all there is."""
+        return None if self.memory_bytes is None else self.memory_bytes - CONTEXT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """One probe: a model's configuration, a setup, a device (the first of several where the setup takes several).
+
+    Attributes:
+        config: the raw `config.json` (weights are random; nothing is downloaded).
+        depths: () for two truncated depths chosen by the layer pattern, (0,) for full depth, else the depths to run;
+            with two or more the figures are extended linearly to the full depth.
+        check_depth: with truncation, take memory from the full depth where that fits, else run a third depth and report
+            how far the extension missed it.
+        device: "cuda:0" or "cpu".
+        gpu_key: row of the GPU table that the device is, recorded with the environment.
+    """
+
+    model_id: str
+    config: Mapping[str, Any] = field(repr=False)
+    setup: TrainSetup
+    device: str
+    rung: Rung = Rung.PROBE
+    depths: tuple[int, ...] = ()
+    check_depth: bool = True
+    limits: Limits = field(default_factory=Limits)
+    gpu_key: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
+            raise UsageError(f"device must be 'cpu' or 'cuda:N', got {self.device!r}")
+        if any(depth < 0 for depth in self.depths) or (0 in self.depths and len(self.depths) > 1):
+            raise UsageError(f"depths must be positive, or (0,) for full depth; got {self.depths}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the job."""
+        return num_processes(self.setup)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device of the job, by rank; all ranks share the one CPU."""
+        if self.device == "cpu":
+            return ("cpu",) * self.setup.num_gpus
+        first = int(self.device.partition(":")[2] or 0)
+        return tuple(f"cuda:{index}" for index in range(first, first + self.setup.num_gpus))
+
+    @property
+    def full_depth(self) -> bool:
+        """Whether the whole model is run."""
+        return self.depths == (0,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The request as JSON values."""
+        return {
+            "schema": REQUEST_SCHEMA,
+            "model_id": self.model_id,
+            "config": dict(self.config),
+            "setup": setup_to_dict(self.setup),
+            "device": self.device,
+            "rung": self.rung.value,
+            "depths": list(self.depths),
+            "check_depth": self.check_depth,
+            "limits": asdict(self.limits),
+            "gpu_key": self.gpu_key,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The request that `to_dict` wrote.
+
+        Raises:
+            ConfigError: another schema or a missing field.
+        """
+        if values.get("schema") != REQUEST_SCHEMA:
+            raise ConfigError(f"request schema must be {REQUEST_SCHEMA}, got {values.get('schema')!r}")
+        known = {one.name for one in fields(Limits)}
+        try:
+            return cls(
+                model_id=values["model_id"],
+                config=values["config"],
+                setup=setup_from_dict(values["setup"]),
+                device=values["device"],
+                rung=Rung(values["rung"]),
+                depths=tuple(values["depths"]),
+                check_depth=bool(values["check_depth"]),
+                limits=Limits(**{name: value for name, value in values["limits"].items() if name in known}),
+                gpu_key=values["gpu_key"],
+                seed=int(values["seed"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the probe request cannot be read: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePaths:
+    """The files of one probe, all in one directory of its own."""
+
+    directory: Path
+
+    @property
+    def request(self) -> Path:
+        """What the child is asked, written by the runner."""
+        return self.directory / "request.json"
+
+    @property
+    def result(self) -> Path:
+        """What the child answers; appears whole or not at all."""
+        return self.directory / "result.json"
+
+    @property
+    def log(self) -> Path:
+        """Everything the child printed."""
+        return self.directory / "log.txt"
+
+
+def write_json_whole(path: Path, value: object) -> None:
+    """Writes JSON beside `path`, flushes it to disk and renames it: a reader sees all of it or nothing.
+
+    Raises:
+        OSError: no space, no permission; nothing is left behind under `path`.
+    """
+    write_whole(path, json.dumps(value, separators=(",", ":")).encode(), sync=True)
