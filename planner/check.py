@@ -133,19 +133,11 @@ def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSp
 
 
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
-    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's.
-
-    `evaluation_bytes` counts the layers' inputs as checkpointing keeps them; without gradients one is there at a time.
-    """
+    """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
     more = config.eval_seqs > setup.micro_batch_seqs or (config.eval_seqs and config.eval_logits)
     if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
         return 0
-    found = evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
-    if setup.method != "full" and not setup.kind.checkpointing:
-        return found
-    size = SIZE_BYTES[setup.weight_dtype]
-    tokens = config.eval_seqs * setup.seq_len_tokens * setup.aim.seqs_per_sample
-    return found - (model.num_layers - 1) * tokens * model.hidden_size * size
+    return evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:

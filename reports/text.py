@@ -3,7 +3,7 @@
 Every figure a person sees goes through here, so that the three reports agree to the digit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
@@ -79,6 +79,30 @@ def speed_mark(evidence: Evidence) -> str:
 
 def _mark(evidence: Evidence, band: str) -> str:
     return joined((RUNG_WORDS[evidence.rung], band), ", " if band == "measured" else " ")
+
+
+def memory_marks(found: Iterable[Evidence]) -> str:
+    """The rungs of several memory figures, each with the range of its bands: "formula ±4 to ±8 %"."""
+    return _marks((one.rung, one.memory_band_fraction if isinstance(one, Prediction) else None) for one in found)
+
+
+def speed_marks(found: Iterable[Evidence]) -> str:
+    """The same of speed figures."""
+    return _marks((one.rung, one.time_band_fraction if isinstance(one, Prediction) else None) for one in found)
+
+
+def _marks(figures: Iterable[tuple[Rung, float | None]]) -> str:
+    bands: dict[Rung, list[float]] = {}
+    for rung, band in figures:
+        bands.setdefault(rung, []).extend([] if band is None else [band])
+    return ", ".join(joined((RUNG_WORDS[rung], _range(found)), " ") for rung, found in bands.items())
+
+
+def _range(bands: Sequence[float]) -> str:
+    if not bands:
+        return ""
+    ends = dict.fromkeys(f"±{_two_digits(100 * one)}" for one in (min(bands), max(bands)))
+    return f"{' to '.join(ends)} %"
 
 
 def failure_words(failure: ProbeFailure) -> str:

@@ -15,7 +15,7 @@ from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.setup_text import spread_words
-from reports.text import dollars, speed_mark
+from reports.text import dollars, speed_marks
 
 MAX_ROWS = 20
 ASSUMPTIONS = (
@@ -169,8 +169,8 @@ def _show_table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
     if len(rows) > MAX_ROWS:
         more = len(rows) - MAX_ROWS
         page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
-    marks = sorted({speed_mark(one.candidate.formula) for one in kept})
-    page.line(f"Speeds, and with them times and costs: {', '.join(marks)}.", style="dim", indent=2)
+    marks = speed_marks(one.candidate.formula for one in kept)
+    page.line(f"Speeds, and with them times and costs: {marks}.", style="dim", indent=2)
 
 
 def _assumptions(page: Page) -> None:

@@ -18,7 +18,7 @@ from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.setup_text import short_setup_words
-from reports.text import fit_word, memory_mark, speed_mark
+from reports.text import fit_word, memory_marks, speed_mark
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -140,8 +140,8 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fit
     for row in rows:
         page.row(table, *row)
     console.print(table)
-    marks = sorted({memory_mark(one.answer.chosen.memory_evidence) for one in choices if isinstance(one.answer, Plan)})
-    words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {', '.join(marks) or '-'}."
+    marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
+    words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
     if by_method:
         words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
     if not setups and not all(one.fits for one in choices):

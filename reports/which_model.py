@@ -14,7 +14,7 @@ from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.text import memory_mark, speed_mark
+from reports.text import memory_marks, speed_marks
 from reports.which_gpu import METHOD_SHORT
 
 
@@ -111,8 +111,8 @@ def which_model_json(one: ModelChoice) -> dict[str, Any]:
 
 def _marks(rows: Sequence[ModelChoice]) -> str:
     plans = [one.answer.chosen for one in rows if isinstance(one.answer, Plan)]
-    marks = {memory_mark(one.memory_evidence) for one in plans} | {speed_mark(one.speed_evidence) for one in plans}
-    return f" ({', '.join(sorted(marks))})" if marks else ""
+    memory, speed = (one.memory_evidence for one in plans), (one.speed_evidence for one in plans)
+    return f" (memory: {memory_marks(memory)}; speed: {speed_marks(speed)})" if plans else ""
 
 
 def _table(

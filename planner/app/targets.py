@@ -120,5 +120,5 @@ def with_engine_note(plan: Plan) -> Plan:
     speed, band = rows[0][1].tokens_per_s or 0.0, rows[0][1].time_band_fraction or 0.0
     alike = [title for title, formula in rows if (formula.tokens_per_s or 0.0) >= speed * (1 - PREFERENCE_FRACTION)]
     times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
-    note = f"{' or '.join(alike)}: {speed:,.0f} tokens/s predicted (±{band:.0%}), {times}: plan compare-targets"
+    note = f"{' or '.join(alike)}: {speed:,.0f} tokens/s predicted (±{100 * band:.0f} %), {times}: plan compare-targets"
     return replace(plan, notes=(risk(note), *plan.notes))

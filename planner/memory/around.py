@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.model import predict_memory
 from planner.memory.trained import trained_parameters
 from planner.memory.workspace import context_bytes
@@ -73,8 +74,8 @@ def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasi
 def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
     """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
 
-    Without gradients nothing is kept but the layer at hand, and the loss is the same: a training step under
-    checkpointing up to its loss holds all of it, and the layers' inputs besides.
+    Without gradients nothing is kept but the layer at hand, and the loss is the same: what a training step under
+    checkpointing holds up to its loss, but for the inputs of all layers except one.
 
     Args:
         logits: whether a metric wants them, of this batch alone: whole, whatever the loss.
@@ -82,7 +83,9 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
     every = int(setup.method == "full" or setup.kind.checkpointing)
     forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every, activation_offload=False)
     memory = predict_memory(model, gpu, forward)
-    phases = [memory.phase_bytes["forward"], memory.phase_bytes["loss"]]
+    inputs = checkpointed_inputs_bytes(model, forward)
+    others = inputs - inputs // model.num_layers
+    phases = [memory.phase_bytes["forward"] - others, memory.phase_bytes["loss"] - others]
     if logits:  # whole, in the weights' type and in fp32
         made = seqs * setup.seq_len_tokens * model.vocab_size * SIZE_BYTES[setup.weight_dtype]
         phases.append(phases[0] + made + seqs * logits_bytes(model, setup))

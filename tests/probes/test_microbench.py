@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from planner.errors import EnvironmentProblem  # noqa: E402
 from planner.throughput import load_calibration  # noqa: E402
 from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench  # noqa: E402
-from probes import microbench  # noqa: E402
+from probes.gpu import microbench  # noqa: E402
 
 
 def test_microbenchmark_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
