@@ -62,6 +62,15 @@ def build_model(
     return build_from_config(config, setup, device=device, attention=attention, seed=seed)
 
 
+def _quantize(model: Any, setup: TrainSetup) -> None:
+    """Puts quantized modules, and where they are asked for experts, into the place of the base's."""
+    dtype = DTYPES[setup.weight_dtype]
+    packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8  # shardable like the rest
+    quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
+    if setup.quantize_experts:
+        quantize_experts(model, nested=setup.quantization == "nf4-double")
+
+
 def build_from_config(
     config: Any,
     setup: TrainSetup,
@@ -81,11 +90,7 @@ def build_from_config(
             seeing=setup.images is not None,
         )
         if setup.quantized:
-            dtype = DTYPES[setup.weight_dtype]
-            packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8
-            quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
-            if setup.quantize_experts:
-                quantize_experts(model, nested=setup.quantization == "nf4-double")
+            _quantize(model, setup)
         if device.type != "meta":
             materialize(model, device, seed=seed)
         if setup.kbit_fp32_cast:
