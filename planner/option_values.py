@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 
 from planner import setup_fields as fields
 from planner.errors import UsageError
@@ -17,6 +18,26 @@ HEADROOM_FLOOR_BYTES = GIB // 2
 def default_headroom_bytes(memory_bytes: int) -> int:
     """The reserve where nobody says one."""
     return max(int(HEADROOM_FRACTION * memory_bytes), min(HEADROOM_FLOOR_BYTES, memory_bytes // 8))
+
+
+_AMOUNT = re.compile(r"(\d[\d,_]*(?:\.\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
+_THOUSANDS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
+
+
+def amount(text: str | int) -> int:
+    """A number as people write it: "20M", "1.5B", "300k", "20,000,000".
+
+    Raises:
+        UsageError: anything else, or a part of one.
+    """
+    found = _AMOUNT.fullmatch(str(text).strip())
+    value = Decimal(found[1].translate(_NO_MARKS)) * 1000 ** _THOUSANDS[found[2].lower()] if found else Decimal("0.5")
+    if value != int(value):
+        raise UsageError(f"expected a whole number, got {str(text)!a:.60}", hint="for example 20000000, 20M or 1.5B")
+    return int(value)
+
+
+_NO_MARKS = str.maketrans("", "", ",_")
 
 
 def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.option_values import positive
+from planner.option_values import amount, positive
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data
@@ -35,7 +35,8 @@ class WorkOptions:
     """The work to be done, and what it may cost."""
 
     dataset_tokens: Annotated[
-        int | None, typer.Option("--dataset-tokens", "--tokens", help="Tokens of one epoch: the work to be done.")
+        int | None,
+        typer.Option("--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (100M): the work."),
     ] = None
     epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0
     deadline: Annotated[
@@ -50,7 +51,7 @@ class WorkOptions:
             UsageError: none, or what cannot be meant.
         """
         if self.dataset_tokens is None:
-            hint = "give --dataset-tokens, for example --dataset-tokens 100000000"
+            hint = "give --dataset-tokens, for example --dataset-tokens 100M"
             raise UsageError("how much work is it?", hint=hint)
         tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * _epochs(self.epochs)
         if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):

@@ -9,7 +9,7 @@ import typer
 from planner.cli import cluster_options, options
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
-from planner.option_values import choices, parse_targets, positive
+from planner.option_values import amount, choices, parse_targets, positive
 from planner.wish import Wish
 from planner.workload import Data
 
@@ -117,11 +117,18 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, opti
     headroom: options.Headroom = None
     dataset_tokens: Annotated[
         int | None,
-        typer.Option("--dataset-tokens", "--tokens", help="Tokens of one epoch: rank floor, steps, time, cost."),
+        typer.Option(
+            "--dataset-tokens",
+            "--tokens",
+            parser=amount,
+            help="Tokens of one epoch (20M): steps, time, cost.",
+        ),
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option("--samples", help="Samples of one epoch, of full length unless --tokens is given."),
+        typer.Option(
+            "--samples", parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."
+        ),
     ] = None
     price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None
     epochs: Annotated[

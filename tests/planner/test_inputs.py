@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError
+from planner.errors import ConfigError, UsageError
 from planner.inputs import MAX_VALUES, check_values, open_regular, parse_json, parse_object, read_lines, read_text
+from planner.option_values import amount
 from planner.readers.loading import parse_yaml
 
 QUICK_S = 5.0
@@ -136,3 +137,24 @@ def test_ordinary_merges_and_aliases_are_read() -> None:
     values: dict[str, Any] = parse_yaml("base: &b {x: 1, y: 2}\nmine: {<<: *b, y: 3}\nlist: [*b, *b]", "x")[0]
     assert values["mine"] == {"x": 1, "y": 3}
     assert values["list"] == [{"x": 1, "y": 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("20M", 20_000_000),
+        ("1.5B", 1_500_000_000),
+        ("300k", 300_000),
+        ("20,000_000", 20_000_000),
+        (7, 7),
+        ("2 t", 2 * 10**12),
+    ],
+)
+def test_an_amount_is_read_as_people_write_it(text: str | int, number: int) -> None:
+    assert amount(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "0.5", "1.2345k", "20MB", "1e6"])
+def test_what_is_no_whole_amount_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        amount(text)
