@@ -6,6 +6,8 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from typing import Self
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import evaluation_bytes, logits_bytes
@@ -70,6 +72,32 @@ class Change:
     speedup: float
     changes_training: bool
     in_place: bool
+
+    @classmethod
+    def of(
+        cls,
+        label: str,
+        setup: TrainSetup,
+        after: Prediction,
+        *,
+        config: ReadConfig,
+        before: Prediction,
+        budget_bytes: int,
+        band: float,
+        changes_training: bool = False,
+    ) -> Self:
+        """The change of a config to `setup`, whose prediction is `after`; `band`: a fraction of its peak."""
+        return cls(
+            label=label,
+            fields=changed_fields(config.setup, setup),
+            setup=setup,
+            prediction=after,
+            verdict=judge(after, budget_bytes, band),
+            saves_bytes=before.peak_device_bytes - after.peak_device_bytes,
+            speedup=speedup(before, after),
+            changes_training=changes_training,
+            in_place=config.allows(setup, in_place=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,32 +188,23 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
 
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
-    evaluation = evaluating_bytes(config, model, gpu, config.setup)
-    decides = evaluation > predict(config.setup).peak_device_bytes
+    step = including(predict, replace(config, eval_seqs=0), model, gpu)
     predict = including(predict, config, model, gpu)
-    prediction = predict(config.setup)
-    band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
-    band = max(band, EVALUATION_BAND_FRACTION) if decides else band
-    verdict = judge(prediction, budget_bytes, band)
-    changes = []
+    prediction, of_step = predict(config.setup), step(config.setup)
+    decides = prediction.peak_device_bytes > of_step.peak_device_bytes
+    step_band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
+    band = max(step_band, EVALUATION_BAND_FRACTION) if decides else step_band
+
+    change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
+    changes = [change(evaluation_label(config.setup), config.setup, of_step, band=step_band)] if decides else []
     for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
-        if not config.allows(setup):
-            continue
-        after = predict(setup)
-        changes.append(
-            Change(
-                label=label,
-                fields=changed_fields(config.setup, setup),
-                setup=setup,
-                prediction=after,
-                # a changed setup stands on the formula: its band, where that is wider
-                verdict=judge(after, budget_bytes, max(band, after.memory_band_fraction)),
-                saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
-                speedup=speedup(prediction, after),
-                changes_training=changes_training,
-                in_place=config.allows(setup, in_place=True),
-            )
-        )
+        if config.allows(setup):
+            after = predict(setup)
+            # a changed setup stands on the formula: its band, where that is wider
+            own = max(band, after.memory_band_fraction)
+            changes.append(change(label, setup, after, band=own, changes_training=changes_training))
+    verdict = judge(prediction, budget_bytes, band)
+    evaluation = evaluating_bytes(config, model, gpu, config.setup) if decides else 0
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -194,9 +213,14 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         band_fraction=band,
         verdict=verdict,
         changes=_ordered(changes, verdict),
-        evaluation_bytes=evaluation if decides else 0,
-        notes=_evaluation_notes(config, model, evaluation if decides else 0),
+        evaluation_bytes=evaluation,
+        notes=_evaluation_notes(config, model, evaluation),
     )
+
+
+def evaluation_label(setup: TrainSetup) -> str:
+    """The change that evaluates as many sequences at once as train."""
+    return f"evaluation of {setup.micro_batch_seqs} at once"
 
 
 def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
@@ -240,8 +264,8 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
         config = replace(result.config, eval_seqs=0)
         again = improve(check(config, model, result.gpu, result.budget_bytes, predict), model, predict)
-        micro = again.setup.micro_batch_seqs
-        return replace(again, labels=(f"evaluation of {micro} at once", *again.labels), eval_seqs=micro)
+        labels = (evaluation_label(again.setup), *again.labels)
+        return replace(again, labels=labels, eval_seqs=again.setup.micro_batch_seqs)
     predict = including(predict, result.config, model, result.gpu)
 
     def ending(setup: TrainSetup, labels: tuple[str, ...]) -> Improved:

@@ -195,6 +195,8 @@ def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     bound = evaluation_bytes(model, card, found.setup, 8)
     assert (bound, judged.band_fraction) == (judged.evaluation_bytes, EVALUATION_BAND_FRACTION)
     assert "per_device_eval_batch_size 2 keeps it below" in judged.notes[0]
+    fewer = next(one for one in judged.changes if one.label == "evaluation of 2 at once")
+    assert (fewer.verdict, fewer.setup, fewer.in_place) == (Verdict.FITS, found.setup, True)
     mended = improve(judged, model, predict)
     assert (mended.verdict, mended.labels[0]) == (Verdict.FITS, "evaluation of 2 at once")
     assert edits_of(found, mended)["per_device_eval_batch_size"] == 2
