@@ -96,14 +96,12 @@ def check_launch_words(targets: Sequence[str] | None, dataset: str | None, folde
     """Refuses, before anything is planned, what `write_out` would refuse after it, and targets that nobody writes.
 
     Raises:
-        UsageError: an unknown launch target, or one without a directory to write it to.
+        UsageError: an unknown launch target.
         ConfigError: a data set's path that is not there.
         EnvironmentProblem: a file where the directory should be.
     """
     if folder is not None and folder.exists() and not folder.is_dir():
         raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
-    if targets and folder is None:
-        raise UsageError("--target says which launch files --out writes", hint="add --out DIR")
     if targets:
         known_targets(targets)
     if dataset is not None:
