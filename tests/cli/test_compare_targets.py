@@ -58,7 +58,7 @@ def test_a_plan_names_the_engine_that_is_faster_with_the_figure_of_its_own_plan(
     assert speed > 1.03 * mine > 0.0
     (note,) = [one for one in plan.notes if one.endswith("plan compare-targets")]
     assert re.match(
-        rf"Axolotl( or Unsloth)?: {speed:,.0f} tokens/s predicted \(±\d+%\), {speed / mine:.1f} x this", note
+        rf"Axolotl( or Unsloth)?: {speed:,.0f} tokens/s predicted \(±\d+ %\), {speed / mine:.1f} x this", note
     )
 
 
