@@ -48,6 +48,8 @@ class TrainSetup:
         num_gpus: all GPUs of the job, over all nodes.
         parallel: one of PARALLELS, over the data-parallel copies.
         tensor_degree: GPUs over which every matrix is split (Megatron's column and row splits).
+        context_degree: GPUs over which every sequence is cut (context or sequence parallelism): as a ring under FSDP2,
+            by attention heads under ZeRO (Ulysses).
         pipeline_degree: stages into which the layers are cut; accumulation_steps is then the micro-batches in flight.
         pipeline_schedule: one of PIPELINE_SCHEDULES.
         shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
@@ -95,6 +97,7 @@ class TrainSetup:
     num_gpus: int = 1
     parallel: str = "none"
     tensor_degree: int = 1
+    context_degree: int = 1
     pipeline_degree: int = 1
     pipeline_schedule: str = "1f1b"
     shard_degree: int = 0
@@ -283,6 +286,12 @@ class TrainSetup:
         return self.quantization in ("nf4", "nf4-double")
 
     @property
+    def pieces(self) -> int:
+        """Pieces of a sequence that is cut over GPUs: a ring gives each an early and a late one, so that all have as
+        much to attend to."""
+        return 2 * self.context_degree if self.rings else self.context_degree
+
+    @property
     def zero(self) -> bool:
         """Whether DeepSpeed's ZeRO shards it, at whichever stage."""
         return self.parallel in ("zero1", "zero2", "zero3")
@@ -302,14 +311,29 @@ class TrainSetup:
         """Data-parallel copies of the model: each sees its own sequences."""
         if self.num_gpus == 1 or self.parallel == "device-map":
             return 1
-        return self.num_gpus // (self.tensor_degree * self.pipeline_degree)
+        return self.num_gpus // self.split_degree
+
+    @property
+    def split_degree(self) -> int:
+        """GPUs over which one copy's matrices, sequences and layers are cut."""
+        return self.tensor_degree * self.context_degree * self.pipeline_degree
+
+    @property
+    def copies(self) -> int:
+        """Ranks that would hold the same if nothing were sharded: those of one sequence count as well as its copies."""
+        return self.data_degree * self.context_degree
+
+    @property
+    def rings(self) -> bool:
+        """Whether the keys and values of a sequence that is cut go round its GPUs (PyTorch's context parallelism)."""
+        return self.context_degree > 1 and self.parallel == "fsdp2"
 
     @property
     def shards(self) -> int:
         """GPUs over which sharded states are cut; 1 where nothing is sharded."""
         if self.parallel not in SHARDED:
             return 1
-        return self.shard_degree or self.data_degree
+        return self.shard_degree or self.copies
 
     @property
     def virtual_tokens(self) -> int:
@@ -377,6 +401,7 @@ class TrainSetup:
 
 SPREAD_FIELDS = (
     "tensor_degree",
+    "context_degree",
     "pipeline_degree",
     "pipeline_schedule",
     "shard_degree",

@@ -89,6 +89,7 @@ def check(setup: "TrainSetup") -> None:
     if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
         _check_degrees(setup)
         _check_sharing(setup)
+        _check_context(setup)
     if setup.trained_layers:
         _check_partial(setup)
     if setup.images is not None:
@@ -284,7 +285,7 @@ def _check_unlike_lora(setup: "TrainSetup", row: Adapter) -> None:
 
 def _check_degrees(setup: "TrainSetup") -> None:
     """Over how many GPUs, cut how."""
-    for name in ("tensor_degree", "pipeline_degree"):
+    for name in ("tensor_degree", "context_degree", "pipeline_degree"):
         _count(name, getattr(setup, name), at_least=1)
     _count("shard_degree", setup.shard_degree, at_least=0)
     _one_of("pipeline_schedule", setup.pipeline_schedule, PIPELINE_SCHEDULES)
@@ -294,14 +295,41 @@ def _check_degrees(setup: "TrainSetup") -> None:
     if setup.num_gpus == 1:
         if setup.parallel != "none":
             raise SetupError(f"parallel {setup.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
-        raise SetupError("tensor, pipeline and shard degrees, and offloading, need more than one GPU")
-    split = setup.tensor_degree * setup.pipeline_degree
-    if setup.num_gpus % split:
+        raise SetupError("tensor, context, pipeline and shard degrees, and offloading, need more than one GPU")
+    if setup.num_gpus % setup.split_degree:
+        degrees = {name: getattr(setup, name) for name in ("tensor_degree", "context_degree", "pipeline_degree")}
+        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         raise SetupError(
-            f"{setup.num_gpus} GPUs cannot be cut into tensor_degree {setup.tensor_degree} x pipeline_degree "
-            f"{setup.pipeline_degree}",
+            f"{setup.num_gpus} GPUs cannot be cut into {words}",
             hint="their product must divide the number of GPUs",
         )
+
+
+def _check_context(setup: "TrainSetup") -> None:
+    """What goes with sequences that are cut over GPUs.
+
+    Source: accelerate 1.15 `ParallelismConfig` (`cp_size` with FSDP2, `sp_size` with DeepSpeed; not both);
+    transformers 5.23 `Trainer._prepare_context_parallel_inputs` (SDPA alone); accelerate `utils/dataclasses.py`
+    DeepSpeedSequenceParallelConfig (SDPA or flash attention).
+    """
+    degree, name = setup.context_degree, f"context_degree {setup.context_degree}"
+    if degree == 1:
+        return
+    if setup.tensor_degree * setup.pipeline_degree > 1 or setup.parallel not in SHARDED:
+        raise SetupError(
+            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}",
+            hint="use --parallel fsdp2 (a ring of keys and values) or zero3 (Ulysses)",
+        )
+    attentions = ("sdpa",) if setup.rings else ("sdpa", "flash-attention-2")
+    if setup.attention not in attentions:
+        raise SetupError(f"{name} under {setup.parallel} needs attention {' or '.join(attentions)}")
+    if setup.seq_len_tokens % setup.pieces:
+        raise SetupError(
+            f"sequences of {setup.seq_len_tokens} tokens cannot be cut into {setup.pieces} pieces",
+            hint=f"give --seq-len {-(-setup.seq_len_tokens // setup.pieces) * setup.pieces}",
+        )
+    if setup.compile or setup.activation_offload or setup.selective_checkpointing:
+        raise SetupError(f"{name} is not planned with torch.compile, offloaded or selective checkpoints")
 
 
 def _check_sharing(setup: "TrainSetup") -> None:
@@ -320,9 +348,9 @@ def _check_sharing(setup: "TrainSetup") -> None:
             f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
             hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
         )
-    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.data_degree % setup.shard_degree):
+    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.copies % setup.shard_degree):
         raise SetupError(
-            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide its {setup.data_degree} copies"
+            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide its {setup.copies} copies"
         )
     if not setup.reshard_after_forward and setup.parallel != "fsdp2":
         raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")

@@ -58,6 +58,12 @@ TensorDegrees = Annotated[
 PipelineDegrees = Annotated[
     list[int] | None, typer.Option("--pipeline-degree", help="Stages the layers are cut into; repeatable.")
 ]
+ContextDegrees = Annotated[
+    list[int] | None, typer.Option("--context-degree", help="GPUs that share every sequence; repeatable.")
+]
+ContextDegree = Annotated[
+    int | None, typer.Option("--context-degree", help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses).")
+]
 Schedule = Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule: 1f1b or gpipe.")]
 TensorDegree = Annotated[int | None, typer.Option("--tensor-degree", help="GPUs that share every matrix.")]
 PipelineDegree = Annotated[int | None, typer.Option("--pipeline-degree", help="Stages the layers are cut into.")]
@@ -107,6 +113,7 @@ def spread_fields(
     parallel: Sequence[str] | None = None,
     tensor_degree: Sequence[int] | None = None,
     pipeline_degree: Sequence[int] | None = None,
+    context_degree: Sequence[int] | None = None,
     schedule: str | None = None,
     shard_degree: int | None = None,
     reshard: bool | None = None,
@@ -120,7 +127,8 @@ def spread_fields(
     found: dict[str, tuple[Any, ...]] = {}
     if parallel:
         found["parallel"] = choices("parallel", parallel, PARALLELS)
-    for name, degrees in (("tensor_degree", tensor_degree), ("pipeline_degree", pipeline_degree)):
+    asked = {"tensor_degree": tensor_degree, "pipeline_degree": pipeline_degree, "context_degree": context_degree}
+    for name, degrees in asked.items():
         if degrees:
             flag = name.replace("_", "-")
             found[name] = tuple(dict.fromkeys(positive(flag, degree, maximum=MAX_GPUS) or 1 for degree in degrees))
@@ -135,9 +143,9 @@ def spread_fields(
     if found and num_gpus == 1:
         flag = _FLAGS[next(iter(found))]
         raise UsageError(f"--{flag} needs more than one GPU", hint="give --gpus 2 or more")
-    if set(found.get("parallel", ())) & {"dp", "device-map"} and {"tensor_degree", "pipeline_degree"} & set(found):
+    if set(found.get("parallel", ())) & {"dp", "device-map"} and set(asked) & set(found):
         raise UsageError(
-            f"--parallel {found['parallel'][0]} does not combine with tensor or pipeline parallelism",
+            f"--parallel {found['parallel'][0]} does not combine with tensor, context or pipeline parallelism",
             hint="leave the degrees out, or use --parallel ddp or fsdp2",
         )
     return found
@@ -147,6 +155,7 @@ _FLAGS = {
     "parallel": "parallel",
     "tensor_degree": "tensor-degree",
     "pipeline_degree": "pipeline-degree",
+    "context_degree": "context-degree",
     "pipeline_schedule": "schedule",
     "shard_degree": "shard-degree",
     "reshard_after_forward": "no-reshard",
@@ -166,7 +175,7 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
     if "parallel" not in values:
         split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
         only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
-        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split > 1
+        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * values.get("context_degree", 1) > 1
         offloaded = values.get("offload") == "optimizer"
         values["parallel"] = "none" if split == num_gpus else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
     return {"num_gpus": num_gpus, **values}

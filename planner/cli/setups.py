@@ -95,6 +95,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.AimOptions, 
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
     tensor_degree: cluster_options.TensorDegree = None
+    context_degree: cluster_options.ContextDegree = None
     pipeline_degree: cluster_options.PipelineDegree = None
     schedule: cluster_options.Schedule = None
     objective: options.Objective = None
@@ -137,6 +138,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.AimOptions, 
     def _spread(self) -> dict[str, Any]:
         return super()._spread() | {
             "tensor_degree": _listed(self.tensor_degree),
+            "context_degree": _listed(self.context_degree),
             "pipeline_degree": _listed(self.pipeline_degree),
             "schedule": self.schedule,
         }

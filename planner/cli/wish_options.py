@@ -104,6 +104,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, opti
     ] = None
     parallel: cluster_options.Parallels = None
     tensor_degree: cluster_options.TensorDegrees = None
+    context_degree: cluster_options.ContextDegrees = None
     pipeline_degree: cluster_options.PipelineDegrees = None
     schedule: cluster_options.Schedule = None
     shard_degree: cluster_options.ShardDegree = None
@@ -159,6 +160,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, opti
                 num_gpus,
                 parallel=self.parallel,
                 tensor_degree=self.tensor_degree,
+                context_degree=self.context_degree,
                 pipeline_degree=self.pipeline_degree,
                 schedule=self.schedule,
                 shard_degree=self.shard_degree,

@@ -126,7 +126,7 @@ def _sharded(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> 
     setup = chosen.setup
     cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
     needed = None
-    plain = setup.tensor_degree == setup.pipeline_degree == 1 and setup.offload == "none"
+    plain = setup.split_degree == 1 and setup.offload == "none"
     if engine_of(setup).shares and plain:
         choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
         needed = _need(known)
@@ -151,10 +151,10 @@ def _sharded(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> 
 
 def _split(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     setup = chosen.setup
-    question = "Tensor or pipeline parallelism?"
+    question = "Tensor, pipeline or context parallelism?"
     cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
     share = communication_share(chosen)
-    if setup.tensor_degree > 1 or setup.pipeline_degree > 1:
+    if setup.split_degree > 1:
         reason = f"{spread_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
         choice = "yes"
     elif cuts:

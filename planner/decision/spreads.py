@@ -4,7 +4,8 @@ Stages, each tried only where the ones before leave something open (see `planner
 
     replicate   DDP: every GPU holds everything
     shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
-    split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2
+    split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2; long sequences cut
+                over GPUs (context parallelism) under FSDP2 or ZeRO-3
     offload     optimizer states, or those and the weights, in the host's memory
     other       DP in one process, device-map, GPipe: explained, walked only when asked for
 
@@ -19,6 +20,7 @@ from planner.engines import engine_named, engine_of
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup_fields import SHARDED
 from planner.workload import Workload
 
 STAGES = ("replicate", "shard", "split", "offload", "other")
@@ -30,6 +32,10 @@ SpreadKey = tuple[Any, ...]
 
 _TENSOR_DEGREES = (2, 4, 8)
 _PIPELINE_DEGREES = (2, 4, 8, 16)
+_CONTEXT_DEGREES = (2, 4, 8)
+LONG_TOKENS = 16384
+"""Sequences from which they are cut over GPUs unasked: below, one sequence's activations are seldom what does not fit,
+and its exchange costs more than it gives. Judgement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +78,8 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     """The words of `spread_name` from setup fields; absent fields have their defaults."""
     tensor, stages = (fields.get(name, 1) for name in ("tensor_degree", "pipeline_degree"))
     split = [f"tensor {tensor}"] * (tensor > 1)
+    if (context := fields.get("context_degree", 1)) > 1:
+        split.append(f"{'context' if fields.get('parallel') == 'fsdp2' else 'Ulysses'} {context}")
     if stages > 1:
         split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
@@ -93,7 +101,8 @@ def spread_order(setup: TrainSetup) -> int:
     if setup.num_gpus == 1:
         return 0
     rank = engine_of(setup).simplicity
-    rank += 4 * (setup.tensor_degree > 1) + 4 * (setup.pipeline_degree > 1) + 8 * (setup.offload != "none")
+    split = sum(one > 1 for one in (setup.tensor_degree, setup.context_degree, setup.pipeline_degree))
+    rank += 4 * split + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
 
@@ -143,6 +152,8 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         for parallel in ("none",) if tensor * depth == num else overs:
             for schedule in schedules if depth > 1 else ("1f1b",):
                 yield "split", {**whole, **degrees, "parallel": parallel, "pipeline_schedule": schedule}
+    for degree, parallel in _cuts(workload):
+        yield "split", {**whole, "context_degree": degree, "parallel": parallel}
     for parallel, offload in (
         ("zero2", "optimizer"),
         ("zero1", "optimizer"),
@@ -154,6 +165,20 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     for parallel in ("device-map", "dp"):
         if parallel in _fixed(workload, "parallel"):
             yield "other", {**whole, "parallel": parallel}
+
+
+def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
+    """(context degree, what shards beside it): the user's, or powers of two within a node for long sequences."""
+    if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
+        return
+    per_node = _per_node(workload)
+    degrees = _fixed(workload, "context_degree")
+    if not degrees and "parallel" not in workload.fixed and workload.seq_len_tokens >= LONG_TOKENS:
+        degrees = tuple(one for one in _CONTEXT_DEGREES if per_node % one == 0)
+    asked = _fixed(workload, "parallel") or ("fsdp2", "zero3")
+    for degree in degrees:
+        if degree > 1:
+            yield from ((degree, parallel) for parallel in asked if parallel in SHARDED)
 
 
 def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
@@ -168,7 +193,7 @@ def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
             for depth in _fixed(workload, "pipeline_degree") or (1,):
                 yield tensor, depth, ("ddp", "zero1", "fsdp2")
         return
-    if "parallel" in workload.fixed:
+    if "parallel" in workload.fixed or "context_degree" in workload.fixed:
         return  # who names a way of data parallelism means it plain
     tensors = [t for t in _TENSOR_DEGREES if per_node % t == 0]
     for tensor in tensors:

@@ -51,7 +51,7 @@ def why_not(model: ModelSpec, setup: TrainSetup) -> str:
     """
     if setup.num_gpus == 1:
         return ""
-    from planner.engines.splits import pipeline_refuses, tensor_refuses  # one GPU never needs it
+    from planner.engines.splits import context_refuses, pipeline_refuses, tensor_refuses  # one GPU never needs it
 
-    refused = engine_of(setup).refuses(model, setup)
+    refused = engine_of(setup).refuses(model, setup) or context_refuses(model, setup)
     return refused or tensor_refuses(model, setup) or pipeline_refuses(model, setup)

@@ -165,6 +165,7 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
     name, buffer = "gathered weights", "all-gather buffer"
     arriving = max(2 * groups.layer + max(behind + groups.layer, groups.layer), kept + groups.layer + 2 * arriving_tail)
     return [
+        weights_held(name, _at_the_start(model, groups, keep=keep), "start"),
         weights_held(name, tied + arriving, "gather"),
         weights_held(name, tied + max(kept, groups.layer), "forward"),
         weights_held(buffer, groups.layer, "forward"),
@@ -176,6 +177,14 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
         weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
+
+
+def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
+    """Gathered weights and their buffers when the embedding or the first block arrives: a table that stays gathered is
+    there beside the block, with the buffers of both."""
+    if model.tied or keep:
+        return 2 * (max(groups.embedding, groups.tail * model.tied) + groups.layer)
+    return groups.embedding + max(groups.embedding, 2 * groups.layer)
 
 
 def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Held:

@@ -99,6 +99,38 @@ def _layers_refuse(model: ModelSpec, degree: int) -> str:
     return ""
 
 
+def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine cuts this model's sequences so; "" where one does, or nothing is cut."""
+    degree = setup.context_degree
+    if degree == 1:
+        return ""
+    if model.is_encoder_decoder:
+        return "sequences are cut for decoders alone: an encoder's attention is not causal"
+    for layer in model.layer_kinds:
+        attention = layer.attention
+        if attention is None or attention.kind == "linear":
+            return (
+                f"{model.model_type} has layers that carry a state along the sequence, which a cut one would lose "
+                "(accelerate 1.15 _refuse_recurrent_layers_under_sequence_parallelism)"
+            )
+        if setup.rings and attention.window_tokens:
+            return (
+                f"{model.model_type} has layers with a sliding window, and context parallelism knows causal attention "
+                "alone (accelerate 1.15 _attach_context_parallel_hooks)"
+            )
+        if not setup.rings and not _heads_divide(attention.num_heads, attention.num_kv_heads, degree):
+            return (
+                f"{attention.num_heads} heads and {attention.num_kv_heads} key-value heads cannot be dealt out to "
+                f"{degree} GPUs (DeepSpeed 0.19 UlyssesSPAttentionHF)"
+            )
+    return ""
+
+
+def _heads_divide(heads: int, kv_heads: int, degree: int) -> bool:
+    """Key-value heads are dealt out, or each is repeated for the GPUs that share it."""
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
 def pipeline_refuses(model: ModelSpec, setup: TrainSetup) -> str:
     """Why no engine cuts this model into these stages; "" where one does, or nothing is cut."""
     degree = setup.pipeline_degree

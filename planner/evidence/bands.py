@@ -69,7 +69,7 @@ def dry_run_band(setup: TrainSetup) -> float:
 
 
 def _spread_band(setup: TrainSetup) -> float:
-    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+    if setup.split_degree > 1 or setup.offload != "none":
         return SPREAD_BAND
     return SPREAD_BANDS.get(setup.parallel, SPREAD_BAND)
 

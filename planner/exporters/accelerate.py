@@ -113,14 +113,21 @@ def _fsdp(setup: TrainSetup) -> dict[str, object]:
 
 
 def _mesh(setup: TrainSetup) -> Line | None:
-    """Hybrid sharding: shards within groups, copies over the groups."""
-    if setup.shards == setup.data_degree:
+    """Hybrid sharding: shards within groups, copies over the groups; sequences cut within a group.
+
+    Source: accelerate 1.15 `ParallelismConfig`: FSDP2 shards over dp_shard and cp together.
+    """
+    degree = setup.context_degree
+    if setup.shards == setup.copies and degree == 1:
         return None
-    sizes = {
-        "parallelism_config_dp_replicate_size": setup.data_degree // setup.shards,
-        "parallelism_config_dp_shard_size": setup.shards,
+    sizes: dict[str, object] = {
+        "parallelism_config_dp_replicate_size": setup.copies // setup.shards,
+        "parallelism_config_dp_shard_size": setup.shards // degree,
     }
-    return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
+    if degree == 1:
+        return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
+    sizes |= {"parallelism_config_cp_size": degree, "parallelism_config_cp_comm_strategy": "allgather"}
+    return Line("parallelism_config", sizes, f"every sequence is cut over {degree} GPUs")
 
 
 def _deepspeed(request: ExportRequest, folder: str) -> dict[str, object]:

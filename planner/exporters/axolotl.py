@@ -14,6 +14,7 @@ from planner.exporters.common import (
 )
 from planner.exporters.several_gpus import (
     PER_NODE,
+    context_refusal,
     processes,
     sharding_refusal,
     sync_lines,
@@ -92,6 +93,8 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "Axolotl"):
+        return reason
+    if reason := context_refusal(setup, "Axolotl"):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not Axolotl's way; ddp holds less and is faster"

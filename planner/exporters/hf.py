@@ -14,9 +14,10 @@ from planner.exporters.common import (
     target_modules,
 )
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.script_data import LABELLED, PACKED, PADDED, ROWS, SAMPLES
+from planner.exporters.script_data import CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.several_gpus import (
     PER_NODE,
+    context_refusal,
     distributed_config,
     sharding_refusal,
     sync_lines,
@@ -64,6 +65,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the script cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "the Trainer"):
         return reason
+    if reason := context_refusal(setup, "the Trainer", ring=True, ulysses=True):
+        return reason
+    if setup.context_degree > 1 and setup.loss != "full":
+        return "labels of cut sequences come shifted already, which the fused losses here do not know"
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
     if reason := family_refusal(setup, TARGET):
@@ -156,6 +161,8 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
     parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
+    if _ulysses(setup):
+        parts.append("from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig\n")
     parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
@@ -166,7 +173,7 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
+        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + _collator(setup) + "\n\n")
         parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
@@ -188,7 +195,14 @@ def constants(request: ExportRequest) -> str:
         + of_text * constant("TEXT_FIELD", dataset.text_field if dataset else "text", comment_text)
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
         + of_text * constant("PACKING", setup.packing)
+        + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
     )
+
+
+def _collator(setup: TrainSetup) -> str:
+    if setup.context_degree > 1:
+        return CUT
+    return PACKED if setup.packing else PADDED
 
 
 def _auto_class(setup: TrainSetup) -> str:
@@ -345,6 +359,7 @@ def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingAr
             *kernels_lines(setup, request.model),
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
+            *_ulysses(setup),
             said(SCRIPT, setup, "compile") if setup.compile else None,
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
@@ -353,6 +368,19 @@ def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingAr
             *_saving(request, setup),
         ],
     )
+
+
+def _ulysses(setup: TrainSetup) -> list[Line]:
+    """DeepSpeed's sequence parallelism, which no file of `accelerate launch` can ask for.
+
+    Source: accelerate 1.15 `commands/launch.py` ("You cannot use `--use_parallelism_config` without `--use_fsdp`").
+    """
+    if setup.context_degree == 1 or setup.rings:
+        return []
+    kernel = {"sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}[setup.attention]
+    handler = f'DeepSpeedSequenceParallelConfig(sp_attn_implementation="{kernel}")'
+    config = f'ParallelismConfig(sp_backend="deepspeed", sp_size={setup.context_degree}, sp_handler={handler})'
+    return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
 
 
 def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:

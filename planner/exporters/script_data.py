@@ -41,6 +41,18 @@ def collate(samples):
             (("input_ids", ids), ("attention_mask", mask), ("labels", labels))}
 '''
 
+CUT = '''
+def collate(samples):
+    """Pads to the longest sample of the batch, up to a length that can be cut over the GPUs; the loss skips padding."""
+    longest = -(-max(len(sample["input_ids"]) for sample in samples) // PIECES) * PIECES
+    pad = tokenizer.pad_token_id
+    ids = [sample["input_ids"] + [pad] * (longest - len(sample["input_ids"])) for sample in samples]
+    labels = [sample["input_ids"] + [-100] * (longest - len(sample["input_ids"])) for sample in samples]
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels),
+            "position_ids": torch.arange(longest).repeat(len(samples), 1)}
+'''
+"""No attention mask: what is cut attends causally, and padding comes last."""
+
 PACKED = '''
 def pack(rows):
     """Samples one after another in blocks of MAX_LENGTH tokens; the last, shorter block is left out."""

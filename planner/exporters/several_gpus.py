@@ -27,9 +27,30 @@ def split_refusal(setup: TrainSetup, tool: str) -> str:
         return f"{tool} has no pipeline parallelism (torchtitan has)"
     if setup.tensor_degree > 1:
         return f"{tool} has no tensor parallelism (hf, trl, axolotl and torchtitan have)"
+    if setup.context_degree > 1:
+        return context_refusal(setup, tool)
     if setup.parallel == "dp":
         return f"one process for all GPUs (nn.DataParallel) is not {tool}'s way; ddp holds less and is faster"
     return ""
+
+
+def context_refusal(setup: TrainSetup, tool: str, *, ring: bool = False, ulysses: bool = False) -> str:
+    """Why a tool cannot cut sequences over GPUs as this setup does, "" when it can or nothing is cut.
+
+    Args:
+        ring: it takes PyTorch's context parallelism; ulysses: DeepSpeed's.
+
+    Source: trl 1.16 `SFTTrainer.__init__` (packing is refused with `cp_size`).
+    """
+    if setup.context_degree == 1:
+        return ""
+    if setup.packing and tool != "torchtitan":
+        return f"{tool} keeps packed samples apart by a mask, which cut sequences drop: use --no-packing"
+    if ring if setup.rings else ulysses:
+        return ""
+    if setup.rings:
+        return f"{tool} is not written with PyTorch's context parallelism (trl, hf and torchtitan are)"
+    return f"{tool} is not written with DeepSpeed's Ulysses (hf is)"
 
 
 def tensor_refusal(setup: TrainSetup, tool: str) -> str:

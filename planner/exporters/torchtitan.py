@@ -8,7 +8,7 @@ import json
 
 from planner.exporters import slurm
 from planner.exporters.common import differing
-from planner.exporters.several_gpus import PER_NODE, sharding_refusal, torchrun, torchrun_flags
+from planner.exporters.several_gpus import PER_NODE, context_refusal, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
@@ -77,6 +77,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"torchtitan shards with FSDP2 only, not {setup.parallel}"
     if setup.parallel == "ddp" and setup.tensor_degree * setup.pipeline_degree > 1:
         return "torchtitan's DDP does not combine with other parallelism: use fsdp2"
+    if reason := context_refusal(setup, "torchtitan", ring=True):
+        return reason
     if setup.compute_dtype == "fp16":
         return "torchtitan computes in bf16 or fp32, without loss scaling"
     if setup.parallel == "none" and setup.autocast_dtype is not None:
@@ -192,11 +194,16 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
     sharded = setup.parallel == "fsdp2"
     shards = setup.shards if sharded else 1
     lines = [
-        Line("data_parallel_replicate_degree", setup.data_degree // shards),
-        Line("data_parallel_shard_degree", shards),
+        Line("data_parallel_replicate_degree", setup.copies // shards),
+        Line("data_parallel_shard_degree", shards // setup.context_degree),
         Line("tensor_parallel_degree", setup.tensor_degree),
         Line("pipeline_parallel_degree", setup.pipeline_degree),
     ]
+    if setup.context_degree > 1:
+        lines += [
+            Line("context_parallel_degree", setup.context_degree, "GPUs over which every sequence is cut"),
+            Line("context_parallel_rotate_method", "allgather"),
+        ]
     if sharded:
         lines.append(Line("fsdp_reshard_after_forward", "always" if setup.reshard_after_forward else "never"))
     if setup.pipeline_degree > 1:

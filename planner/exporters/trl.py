@@ -19,6 +19,7 @@ from planner.exporters.common import (
 from planner.exporters.several_gpus import (
     PER_NODE,
     accelerate_flags,
+    context_refusal,
     distributed_config,
     sharding_refusal,
     sync_lines,
@@ -114,6 +115,8 @@ def file_of(setup: TrainSetup) -> str:
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "trl sft"):
+        return reason
+    if reason := context_refusal(setup, "trl sft", ring=True):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
@@ -268,6 +271,9 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
             said(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
             said(TRL, setup, "packing"),
             Line("packing_strategy", "bfd") if setup.packing else None,
+            Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
+            if setup.context_degree > 1
+            else None,
         ]
     if setup.aim.rolls_out:
         return rollouts.length_lines(setup)

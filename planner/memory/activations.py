@@ -7,6 +7,7 @@ follow the data types of `Flow`; one walk over a layer's modules, no closed-form
 from collections.abc import Mapping, Sequence
 
 from planner.hardware.kernels import masked
+from planner.memory.context_parallel import dealt_heads
 from planner.memory.dtypes import SIZE_BYTES, promote
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.linear_attention import linear_attention_saved
@@ -88,7 +89,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     `eager_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
     Shapes: scores [seqs, heads, tokens, keys].
     """
-    tokens = context.tokens
+    tokens, attention = context.tokens, dealt_heads(attention, context.setup)
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
@@ -193,7 +194,8 @@ def _add_attention(
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
     joined = context.traits.joins_rotated or (layer.attention is not None and layer.attention.rotary_fraction < 1.0)
     copied = joined and context.kernel == "flash" and "rotary" not in context.fused
-    fused = context.kernel in ("flash", "efficient") and not copied
+    exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
+    fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):
         saved.add("attention", inputs_saved([output], context, context.flow.autocast or qkv, kept_elsewhere=fused))
 

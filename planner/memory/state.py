@@ -15,11 +15,12 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.setup import TrainSetup
 
-MOMENTS = ("gather", "forward", "loss", "head", "first", "last", "end", "step")
-"""The moments that can be the peak: weights arriving for the last layer or the head, the last layer's forward, the
-loss, the head's gradient on its way (all activations still there), the backward's first and last layer, the backward's
-end (the embedding's gradient and what is still in buffers, all activations gone) and the optimizer step."""
-COMPUTE = ("gather", "forward", "loss", "head", "first", "last")
+MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "last", "end", "step")
+"""The moments that can be the peak: the first weights arriving, before any activation; those for the last layer or the
+head arriving; the last layer's forward; the loss; the head's gradient on its way (all activations still there); the
+backward's first and last layer; its end (the embedding's gradient and what is still in buffers, all activations gone);
+and the optimizer step."""
+COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "last")
 BACKWARD = ("head", "first", "last", "end")
 
 

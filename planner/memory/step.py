@@ -28,7 +28,7 @@ from planner.setup import TrainSetup
 
 AFTER_LOAD: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
 _MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
-    "forward": ("forward", "gather"),
+    "forward": ("forward", "gather", "start"),
     "loss": ("loss",),
     "backward": BACKWARD,
     "step": ("step",),
@@ -102,6 +102,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         ("dequantization", "one dequantized matrix in the forward", parts.dequantized),
     )
     found = [
+        Moment("start", ()),
         Moment("gather", kept),
         Moment("forward", (*kept, *temporaries)),
         Moment("loss", (*stored, norm) if last else ()),

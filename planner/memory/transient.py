@@ -2,6 +2,7 @@
 
 from planner.memory.activations import keeps_stream, norm_output_dtype, score_bytes
 from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
+from planner.memory.context_parallel import exchanged_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.matrix_inputs import adapter_input
@@ -184,16 +185,17 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         adapted = [one for one in layer.linears if one.name in context.adapted]
         mlp += gradient_bytes(adapted, context.setup, flow)
     norm = (2 * size if "norm" in context.fused else 3 * 4) * context.hidden
-    attention = 0
+    attention = exchange = 0
     if layer.attention is not None:
         spec = layer.attention
+        exchange = exchanged_bytes(spec, context)[1]
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
         attention = size * 2 * width
         qkv = flow.linear_out(flow.residual)
         attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
     return max(
         context.tokens * (residual + max(mlp, norm, routed_gradients(layer, context))),
-        context.tokens * (residual + attention) - saved.late,
+        context.tokens * (residual + attention) + exchange - saved.late,
     )
 
 
@@ -225,18 +227,19 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     flow = context.flow
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp = 3 * size * mlp_width(layer)
-    scores = 0
+    scores = exchange = 0
     if layer.attention is not None:
+        exchange = exchanged_bytes(layer.attention, context)[0]
         held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))
         parts = held.forward + (held.handed_on if context.setup.checkpointing else 0)
         scores = parts * layer.attention.num_heads * context.row_tokens
     if context.setup.adapter == "lora" or not context.adapted:
-        return context.tokens * max(mlp, scores)
+        return max(exchange, context.tokens * max(mlp, scores))
     mlp += forward_bytes([one for one in layer.linears if one.name in context.adapted], context.setup, flow)
     norms = 0
     if context.setup.adapter == "dora":
         norms = magnitude_moment(layer, context, graph=not context.setup.checkpointing)[0] + context.tokens * mlp
-    return max(context.tokens * max(mlp, scores), norms)
+    return max(context.tokens * max(mlp, scores), norms, exchange)
 
 
 def magnitude_moment(layer: LayerSpec, context: LayerContext, *, graph: bool) -> tuple[int, int]:

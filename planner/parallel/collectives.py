@@ -78,6 +78,12 @@ class Collectives:
         """Ring: everyone ends with the sum of its share; as long as an all-gather of the same tensor."""
         return self.all_gather_s(size_bytes, group)
 
+    def all_to_all_s(self, size_bytes: float, group: Group) -> float:
+        """Everyone sends a part of its `size_bytes` to each other rank and keeps one."""
+        if group.size == 1:
+            return 0.0
+        return self._start_s() + self._latency_s(group) + self._move_s(size_bytes * gather_volume(group.size), group)
+
     def all_reduce_s(self, size_bytes: float, group: Group) -> float:
         """The faster of a ring (least volume) and a double tree (fewest hops, for small messages), as NCCL chooses."""
         if group.size == 1:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from planner.memory.context_parallel import dealt_heads
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, Group, group_of
@@ -46,14 +47,14 @@ class DataParallel:
         cluster, inner = collectives.cluster, setup.tensor_degree
         self._setup, self._collectives, self._traffic = setup, collectives, traffic
         self._overlap_cost = constants.overlap_cost_fsdp_1 if fsdp_1 else constants.overlap_cost
-        self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.data_degree, inner)
-        self._replicas: Group = group_of(cluster, setup.data_degree // self._shards.size, inner * self._shards.size)
+        self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.copies, inner)
+        self._replicas: Group = group_of(cluster, setup.copies // self._shards.size, inner * self._shards.size)
         self._host_rate = host_rate
 
     def micro(self, micro: Micro, seqs: int) -> Exposed:
         """Exposed communication of one micro-batch of `seqs` sequences whose compute takes `micro`."""
         parallel = self._setup.parallel
-        if self._setup.data_degree == 1:
+        if self._setup.copies == 1:
             return Exposed(0.0, 0.0)
         if parallel == "dp":
             return Exposed(self._one_process(seqs), self._one_process(seqs))
@@ -171,6 +172,39 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
         forward += collectives.all_gather_s(logits, group)
         backward += one
     return forward, backward
+
+
+def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs: int) -> tuple[float, float]:
+    """Forward and backward seconds in which the ranks of a cut sequence exchange what attention needs, in every layer;
+    recomputed layers repeat the forward's. None of it is taken to be hidden.
+
+    A ring gathers keys and values, and again in the backward, where their fp32 gradients go round piece by piece.
+    Ulysses sends queries, keys, values and results from all to all: every rank keeps one part of each.
+
+    Source: as `planner.memory.context_parallel`; PyTorch's backward sends gradients by `_AllToAllRotater`.
+    """
+    degree = setup.context_degree
+    if degree == 1:
+        return 0.0, 0.0
+    group = group_of(collectives.cluster, degree)
+    inner = computed(setup)
+    size, tokens = SIZE_BYTES[flow_of(inner).attention_input], seqs * inner.seq_len_tokens
+    forward = backward = 0.0
+    for layer, count in part.layer_counts:
+        if layer.attention is None:
+            continue
+        spec = dealt_heads(layer.attention, inner)
+        pairs = tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
+        if setup.rings:
+            ahead = collectives.all_gather_s(degree * size * pairs, group)
+            back = ahead + degree * collectives.send_s(4 * pairs, group)
+        else:
+            turned = tokens * spec.num_heads * (spec.head_dim + spec.value_head_dim)
+            ahead = back = collectives.all_to_all_s(size * (turned + pairs), group)
+        forward += count * ahead
+        backward += count * back
+    again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
+    return forward, backward + again * forward
 
 
 def hand_over_s(setup: TrainSetup, hidden_size: int, collectives: Collectives, seqs: int) -> float:

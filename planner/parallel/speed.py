@@ -16,7 +16,7 @@ from planner.models.spec import ModelSpec
 from planner.parallel import offload
 from planner.parallel.collectives import Collectives
 from planner.parallel.compute import Rank
-from planner.parallel.exchange import DataParallel, hand_over_s, tensor_s
+from planner.parallel.exchange import DataParallel, context_s, hand_over_s, tensor_s
 from planner.parallel.schedule import pipeline_s
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime
@@ -89,6 +89,8 @@ class Loop:
         setup = self._setup
         micro = rank.micro(seqs)
         forward, backward = tensor_s(rank.part, setup, self._collectives, seqs)
+        ahead, back = context_s(rank.part, setup, self._collectives, seqs)
+        forward, backward = forward + ahead, backward + back
         if len(self.order) > 1:
             over = hand_over_s(setup, rank.part.hidden_size, self._collectives, seqs)
             forward, backward = forward + over, backward + over

@@ -106,12 +106,15 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
     model, gpu = workload.model, workload.gpu
     open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
     for branch in branches(workload, values):
-        groups = same_kernels(model, gpu, branch, values["attention"])
+        of_branch = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
+            groups = of_branch
             try:
                 setup = branch.with_(**fields)
             except SetupError:
                 continue
+            if setup.context_degree > 1:  # not every attention goes with a cut sequence
+                groups = same_kernels(model, gpu, setup, values["attention"])
             choices = _choices(model, setup, values)
             own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
             if rest or not choices:

@@ -29,7 +29,6 @@ NOT_COUNTED = {
     "relora_steps": "ReLoRA's restarts are not counted",
     "qat": "quantization-aware training's fake quantization is not counted",
     "fp8": "fp8 matrix multiplications are counted as bf16",
-    "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
     "lisa_n_layers": "LISA trains some layers at a time: counted as all",
@@ -78,6 +77,8 @@ def read(
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
+        if "context_degree" in fields:
+            fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     fields |= common.last_layers(settings, "peft_layers_to_transform", fields, model)
     common.pictures(settings, model, "processor_type")
@@ -283,21 +284,31 @@ def _parallel(settings: Settings, sharding: Sharding) -> Spread:
         inner = settings.raw("fsdp_config", {})
         version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
         inner = inner if isinstance(inner, dict) else {}
-        return fsdp(settings, inner, version=version) | _mesh(settings, sharding.num_gpus)
+        return fsdp(settings, inner, version=version) | _mesh(settings, sharding.num_gpus, cuts=True)
     return {"parallel": "none", **_mesh(settings, sharding.num_gpus)}
 
 
-def _mesh(settings: Settings, num_gpus: int) -> Spread:
-    sizes = {
-        key: settings.integer(key, 1, at_least=1)
-        for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size")
-    }
+def _mesh(settings: Settings, num_gpus: int, *, cuts: bool = False) -> Spread:
+    """The mesh of the run.
+
+    Args:
+        cuts: whether FSDP shards over the GPUs of one sequence, as PyTorch's own context parallelism has it.
+
+    Source: Axolotl 0.21 `monkeypatch/ring_attn` (ring-flash-attn's Llama 3 form, which gathers all keys).
+    """
+    names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
+    sizes = {key: settings.integer(key, 1, at_least=1) for key in names}
+    context = sizes["context_parallel_size"] if num_gpus > 1 else 1
+    if context > 1:
+        how = "as by PyTorch's ring" if cuts else "as if they were whole"
+        settings.approximate(f"sequences split over GPUs (context_parallel_size) are counted {how}")
     return hybrid(
         settings,
         num_gpus,
         shard=sizes["dp_shard_size"],
         copies=sizes["dp_replicate_size"],
         tensor=sizes["tensor_parallel_size"] if num_gpus > 1 else 1,
+        context=context if cuts else 1,
     )
 
 

@@ -116,11 +116,13 @@ def _mesh(settings: Settings, processes: int) -> Spread:
         {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()},
         f"{settings.name}: parallelism_config",
     )
-    for key in ("cp_size", "sp_size"):
-        if inner.integer(key, 1, at_least=1) > 1:
-            settings.approximate(f"{key} splits sequences over GPUs: counted whole")
-    sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp")}
-    return hybrid(settings, processes, shard=sizes["dp_shard"], copies=sizes["dp_replicate"], tensor=sizes["tp"])
+    if inner.integer("sp_size", 1, at_least=1) > 1:
+        settings.approximate("sp_size splits sequences over GPUs: counted whole")
+    if inner.text("cp_comm_strategy", "allgather") != "allgather":
+        settings.approximate("keys that go from GPU to GPU one by one are counted as if all were gathered")
+    sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp", "cp")}
+    shard, copies, tensor, context = sizes.values()
+    return hybrid(settings, processes, shard=shard, copies=copies, tensor=tensor, context=context)
 
 
 def _not_in_the_file(name: str) -> dict[str, str]:

@@ -96,9 +96,10 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
         return {"num_gpus": 1, "parallel": "none"}
     degrees = {name: spread.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
     split = degrees["tensor_degree"] * degrees["pipeline_degree"]
-    if num_gpus % split:
+    if num_gpus % (split * spread.get("context_degree", 1)):
         raise ConfigError(
-            f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline parallelism of {split}",
+            f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline x context parallelism of "
+            f"{split * spread.get('context_degree', 1)}",
             hint="say how many GPUs the run has with --gpus",
         )
     if num_gpus == split:  # one copy: nothing to share
@@ -107,15 +108,18 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
     return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
 
-def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int) -> Spread:
-    """The groups of a device mesh: shards within a group, copies over the groups, matrices cut within `tensor`."""
+def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int, context: int = 1) -> Spread:
+    """The groups of a device mesh: shards within a group (over those of one sequence too), copies over the groups,
+    matrices cut within `tensor`, sequences within `context`."""
     spread: Spread = {"tensor_degree": tensor} if tensor > 1 else {}
+    if context > 1:
+        spread["context_degree"] = context
     if copies > 1 and shard > 1:
-        if num_gpus == copies * shard * tensor:
-            spread["shard_degree"] = shard
+        if num_gpus == copies * shard * tensor * context:
+            spread["shard_degree"] = shard * context
         elif num_gpus > 1:
             settings.assume(
-                f"{copies} x {shard} x {tensor} GPUs of the mesh are not the {num_gpus} of the run: left out"
+                f"{copies} x {shard} x {tensor * context} GPUs of the mesh are not the {num_gpus} of the run: left out"
             )
     return spread
 

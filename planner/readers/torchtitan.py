@@ -82,21 +82,22 @@ def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[
     tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
     stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
     copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
-    others = tensor * stages * copies
-    gpus, shard = _gpus(settings, others, sharding)
-    for key in ("context_parallel_degree", "expert_parallel_degree"):
-        if settings.integer(key, 1, at_least=1) > 1:
-            settings.approximate(f"{key} splits a step further: counted as if it did not")
+    context = settings.integer("context_parallel_degree", 1, at_least=1)
+    gpus, shard = _gpus(settings, tensor * stages * copies * context, sharding)
+    if settings.integer("expert_parallel_degree", 1, at_least=1) > 1:
+        settings.approximate("expert_parallel_degree splits a step further: counted as if it did not")
     fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
     fields |= _batch(settings, training, stages, shard * copies)
-    if shard * copies == 1:
+    if context > 1:
+        fields["context_degree"] = context
+    if shard * copies * context == 1:
         return fields | {"parallel": "none"}
-    if shard == 1:
+    if shard * context == 1:
         return fields | {"parallel": "ddp"}
     policy = settings.text("fsdp_reshard_after_forward", "default")
     fields |= {
         "parallel": "fsdp2",
-        "shard_degree": shard if copies > 1 else 0,
+        "shard_degree": shard * context if copies > 1 else 0,
         "reshard_after_forward": policy == "always" or (policy == "default" and stages == 1),
     }
     return fields | ({"offload": "parameters"} if training.flag("enable_cpu_offload", False) else {})

@@ -32,7 +32,7 @@ _NOT_THE_FAMILYS = {
     "num_gpus",
     "parallel",
     *SPREAD_FIELDS,
-}
+} - {"context_degree"}  # whose attention is longer than its tokens
 _SHARED = tuple(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS)
 family_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards")
 """What setups of one family share: every field that is not named here, so that a new one cannot be forgotten, and the
@@ -86,7 +86,7 @@ class Family:
         again_token = again * moved.forward_bytes * per_byte + again * trained.forward_token_s
         again_micro = again * alone[1] + again * trained.forward_micro_s + again * unpacked.again_s
 
-        forward, backward, self.attention_flops = speed.attention(setup, flow)
+        forward, backward, self.attention_flops = _attended(speed, setup, flow)
         self._attention = forward + backward
         attended = 0.0 if setup.selective_checkpointing and speed.attention_is_fused(setup, flow) else again * forward
         attended += self._offloaded_token_s(again) * self._seq
@@ -200,6 +200,17 @@ def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, 
         (moved.forward_bytes + moved.backward_bytes) * per_byte,
         (moved.forward_kernels + moved.backward_kernels) * gap,
     )
+
+
+def _attended(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+    """Seconds of a rank's attention over one sequence, forward and backward, and needed flops: its share of the whole
+    where the sequence is cut, which both ways deal out evenly (a ring's ranks have an early and a late piece)."""
+    degree = setup.context_degree
+    if degree == 1:
+        return speed.attention(setup, flow)
+    whole = setup.trusted_with(seq_len_tokens=setup.seq_len_tokens * degree)
+    forward, backward, flops = speed.attention(whole, flow)
+    return forward / degree, backward / degree, flops / degree
 
 
 def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:

@@ -25,6 +25,8 @@ class KernelLog:
     """What was chosen, how often, and the largest matrix that a math fallback kept."""
 
     capability: tuple[int, int]
+    ring: Any = None
+    """The process group over which every sequence is cut, None where none is."""
     chosen: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
     math_matrix_bytes: int = 0
@@ -137,6 +139,8 @@ def _chosen(
     """Attention by the kernel that PyTorch chooses for these arguments."""
     kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
     log.note(kernel, reason)
+    if log.ring is not None:
+        return _over_the_ring(log.ring, kernel, query, key, value, scale)
     mask = _additive(attn_mask, query.dtype)
     if kernel == "flash":
         return _flash_padded(query, key, value, dropout_p, is_causal, scale)
@@ -151,6 +155,17 @@ def _chosen(
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _over_the_ring(
+    group: Any, kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention over the pieces of all ranks, causal whatever mask was given, as Accelerate's hook makes it."""
+    from probes.dryrun.ring import RingAttention  # late: its imports are for cut sequences alone
+
+    if kernel == "math":
+        raise ValueError("PyTorch's context parallelism has no math kernel")
+    return RingAttention.apply(query, key, value, kernel, scale, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

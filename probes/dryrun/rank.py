@@ -1,7 +1,8 @@
 """One rank's step of a multi-GPU job, traced: PyTorch's own DDP, FSDP2 or tensor parallelism around the same model and
 step as on one GPU.
 
-Rank 0 is traced: it holds the largest shards (FSDP2 pads the last ranks). What collectives write to are tensors
+Rank 0 is traced: it holds the largest shards (FSDP2 pads the last ranks); of a ring of ranks that share a sequence one
+in the middle (`traced_rank`). What collectives write to are tensors
 and counted; NCCL's own buffers are outside PyTorch's allocator.
 """
 
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from planner.setup import TrainSetup
 from probes.dryrun.ddp import DdpWorld
 from probes.dryrun.fakeworld import fake_world
-from probes.dryrun.followed import why_not_traced
+from probes.dryrun.followed import traced_rank, why_not_traced
 from probes.dryrun.fsdp import FsdpWorld
 from probes.dryrun.tensor import TensorWorld
 from probes.dryrun.trace import World
@@ -27,7 +28,7 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
     refusal = why_not_traced(setup)
     if refusal:
         raise ValueError(refusal)
-    with fake_world(setup.num_gpus):
+    with fake_world(setup.num_gpus, rank=traced_rank(setup)):
         yield world_of(setup)
 
 

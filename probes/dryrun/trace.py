@@ -28,6 +28,7 @@ from probes.stack import (
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import auto_class, build_reference
 from probes.stack.images import waiting_pixels
+from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import Mark, Trainer, optimizer_phase
 
@@ -151,7 +152,7 @@ def trace_run(
         workspaces: whether kernels' own memory is counted (off for the comparison).
         world: the job that this process is a rank of, None for one GPU.
     """
-    log = KernelLog(capability=capability)
+    log = KernelLog(capability=capability, ring=ring_group(setup) if setup.rings else None)
     attention, notes = resolve_attention(config, setup)
     on_meta = device == "meta"
     with ExitStack() as stack:

@@ -36,7 +36,7 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     Source: TRL 1.16 `DataCollatorForLanguageModeling` (padding_free follows packing).
     """
     device = torch.device(device)
-    seqs, tokens = setup.micro_batch_seqs * setup.seqs_per_sample, setup.seq_len_tokens
+    seqs, tokens = setup.micro_batch_seqs * setup.seqs_per_sample, setup.seq_len_tokens // setup.context_degree
     vocab = int(config.get_text_config().vocab_size)
     shape = (1, seqs * tokens) if setup.packing else (seqs, tokens)
     ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)

@@ -173,13 +173,21 @@ def _untied(model: Any) -> Iterator[None]:
 
 
 def _dim_names(setup: TrainSetup) -> tuple[str, ...]:
-    return (SHARD_DIM,) if setup.shards == setup.data_degree else (REPLICATE_DIM, SHARD_DIM)
+    return (SHARD_DIM,) if setup.shards == setup.copies else (REPLICATE_DIM, SHARD_DIM)
 
 
 def data_mesh(setup: TrainSetup, device: torch.device) -> Any:
-    """The mesh of the data-parallel ranks: [shards], or [replicas, shards] for hybrid sharding."""
+    """The mesh of the ranks that hold alike, those of one sequence innermost: [shards], or [replicas, shards]."""
     from torch.distributed.device_mesh import init_device_mesh
 
     names = _dim_names(setup)
-    shape = (setup.shards,) if len(names) == 1 else (setup.data_degree // setup.shards, setup.shards)
+    shape = (setup.shards,) if len(names) == 1 else (setup.copies // setup.shards, setup.shards)
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def ring_group(setup: TrainSetup) -> Any:
+    """The process group of the ranks that share this one's sequence."""
+    import torch.distributed as dist
+
+    first = dist.get_rank() // setup.context_degree * setup.context_degree
+    return dist.new_group(list(range(first, first + setup.context_degree)))
