@@ -1,6 +1,7 @@
 """Per-rank formula against per-rank dry run over (model, strategy, world size) points, one JSON line per point.
 
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
+    python benchmarks/spread_formula_vs_dryrun.py --out context.jsonl --parallel context --limit 90   # cut sequences
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
@@ -51,6 +52,13 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"parallel": "fsdp2", "shard_degree": 8},
 )
 """No dry run follows ZeRO any more, but its place in the rotation keeps the points of a seed what they are."""
+CUT: tuple[dict[str, Any], ...] = (
+    {"parallel": "fsdp2", "context_degree": 2},
+    {"parallel": "fsdp2", "context_degree": 4},
+    {"parallel": "fsdp2", "context_degree": 8},
+)
+"""With `--parallel context`: long sequences that are cut over GPUs."""
+LONG = (8192, 16384, 32768, 65536)
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SEQ_LENS = (512, 1024, 2048, 4096)
 MICRO_BATCHES = (1, 2, 4)
@@ -75,8 +83,9 @@ RANKS = (8, 16, 64)
 def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
+    cut = "context" in parallels
     while True:
-        for strategy in STRATEGIES:
+        for strategy in CUT if cut else STRATEGIES:
             for model in MODELS:
                 fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
                 fields |= draw.choice(METHODS)
@@ -85,15 +94,15 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                     fields["lora_targets"] = "all-linear"
                 else:
                     fields["lora_rank"] = rank
-                fields |= {"seq_len_tokens": draw.choice(SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
+                fields |= {"seq_len_tokens": draw.choice(LONG if cut else SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
                 fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
                 try:
                     setup = TrainSetup(**fields)
-                except SetupError:  # the shard degree does not divide the copies
+                except SetupError:  # the shard or context degree does not divide the GPUs
                     continue
                 spec = catalogue.load(model)
                 assert spec is not None
-                if strategy["parallel"] in parallels and not why_not(spec, setup):
+                if (cut or strategy["parallel"] in parallels) and not why_not(spec, setup):
                     yield model, setup
 
 
@@ -135,7 +144,9 @@ def strategy_of(setup: TrainSetup) -> str:
     name = setup.parallel
     if not setup.reshard_after_forward:
         name += ", no reshard"
-    if setup.shards != setup.data_degree and setup.parallel == "fsdp2":
+    if setup.context_degree > 1:
+        name += f", context {setup.context_degree}"
+    if setup.shards != setup.copies and setup.parallel == "fsdp2":
         name += ", hybrid"
     if setup.offload != "none":
         name += f", {setup.offload} offloaded"

@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
     global_batch: int
     parallel: str | Sequence[str]
     tensor_degree: int | Sequence[int]
+    context_degree: int | Sequence[int]
     pipeline_degree: int | Sequence[int]
     schedule: str
     shard_degree: int

@@ -54,6 +54,7 @@ SPACE: dict[str, BaseDistribution] = {
     "num_gpus": IntDistribution(1, _MAX),
     "parallel": CategoricalDistribution(PARALLELS),
     "tensor_degree": IntDistribution(1, _MAX),
+    "context_degree": IntDistribution(1, _MAX),
     "pipeline_degree": IntDistribution(1, _MAX),
     "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
     "shard_degree": IntDistribution(0, _MAX),

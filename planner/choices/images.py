@@ -13,6 +13,7 @@ WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
     "objective": ("sft",),
     "parallel": ("none", "ddp"),
     "tensor_degree": (1,),
+    "context_degree": (1,),
     "pipeline_degree": (1,),
     "adapter": ("lora",),
     "packing": (False,),

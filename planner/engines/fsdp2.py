@@ -102,7 +102,8 @@ def _block_by_block(
     accumulated: bool,
 ) -> list[Held]:
     """What a step without pipeline stages gathers and reduces."""
-    halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
+    # of a tied table's gradient, before they are one; TRL gathers the head as a DTensor, into which nothing is added
+    halves = 2 + int(halves_stay_apart(model, inner) or setup.loss == "chunked")
     keep = not setup.reshard_after_forward
     held = _gathered(model, groups, keep=keep, adapters=setup.method != "full")
     held += gathered_head(model, setup, inner.weight_dtype)
@@ -274,7 +275,7 @@ class _Reduction:
         last = self.bytes_of(groups.layer_trained, new=self.accumulated)
         found = last + max(groups.embedding, self.waiting) - coming
         if self.tied:
-            found = max(found, groups.tail + (halves - 1) * tail + before - coming)
+            found = max(found, groups.tail + halves * tail + before - coming)
         else:
             found = max(found, groups.embedding + self.size * self.table + before - coming)
         found = max(found, self.bytes_of(self.table, new=self.accumulated))

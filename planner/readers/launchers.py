@@ -9,6 +9,7 @@ from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup_fields import SHARDED
 from planner.tools.deepspeed import DEEPSPEED
 from planner.tools.others import ACCELERATE
 
@@ -51,6 +52,8 @@ def read_accelerate(
         changes["precision"] = common.precision(settings, weights, mixed, base.method)
     elif mixed == "fp8":
         settings.approximate("fp8 matrix multiplications are counted as bf16")
+    if base.context_degree > 1 and spread.get("parallel") in SHARDED:
+        spread = {"context_degree": base.context_degree, **spread}  # a program's own `ParallelismConfig`
     found = parallel_of(settings, spread, processes)
     if base.parallel == "device-map" and found["parallel"] == "none":
         found = {}

@@ -21,7 +21,7 @@ from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program_adapters import Adapters
 from planner.readers.program_loading import pictures, quantization
 from planner.readers.rollouts import rollout_fields
-from planner.readers.sharding import Sharding, loaded, parallel_of
+from planner.readers.sharding import Sharding, cut_sequences, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
 from planner.readers.types import Missing, ReadConfig
@@ -440,6 +440,9 @@ class _Script:
             inner = training.settings(block, self.name)
             loader.values = {**loader.values, "distributed_config": inner.values}
         spread = loaded(self.arguments, loader, num_gpus) or sharded(self.arguments, self.sharding)
+        mesh = self.found.arguments.argument("parallelism_config") if isinstance(self.found.arguments, Made) else None
+        if isinstance(mesh, Made) and num_gpus > 1:
+            spread = spread | cut_sequences(self.arguments, training.settings(mesh, self.name), spread)
         return parallel_of(self.arguments, spread, num_gpus)
 
 

@@ -124,6 +124,20 @@ def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor
     return spread
 
 
+def cut_sequences(settings: Settings, mesh: Settings, spread: Spread) -> Spread:
+    """What `ParallelismConfig` says of sequences: cut by PyTorch under FSDP2 (cp_size) or by DeepSpeed (sp_size), whose
+    stage may be said by the launcher alone."""
+    ring, ulysses = (mesh.integer(key, 1, at_least=1) for key in ("cp_size", "sp_size"))
+    if ring * ulysses == 1:
+        return {}
+    own = ("fsdp2",) if ring > 1 else ("zero3", "zero2", "zero1")
+    found: Spread = {"context_degree": max(ring, ulysses)}
+    if spread.get("parallel", "none") not in own:
+        settings.assume(f"{own[0]} is taken beside sequences cut over GPUs: the launcher's file says what it is")
+        found["parallel"] = own[0]
+    return found
+
+
 def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spread:
     """The spread of transformers' `DistributedConfig` (tensor parallelism, FSDP2 while loading)."""
     inner = Settings(block, f"{settings.name}: distributed_config")

@@ -165,7 +165,7 @@ def _over_the_ring(
 
     if kernel == "math":
         raise ValueError("PyTorch's context parallelism has no math kernel")
-    return RingAttention.apply(query, key, value, kernel, scale, group)  # type: ignore[no-any-return, no-untyped-call]
+    return RingAttention.apply(query, key, value, kernel, scale, group)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

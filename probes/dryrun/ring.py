@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):  # type: ignore[misc]
     """Flash or memory-efficient attention, causal, over the pieces of all ranks of `group`."""
 
     @staticmethod
@@ -29,7 +29,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         query, key, value, out, sums = ctx.saved_tensors
         if ctx.kernel == "flash":

@@ -111,14 +111,12 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
             assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (setup.offload == "parameters")
             assert plugin.activation_checkpointing == (setup.checkpointing == 1)
             assert plugin.state_dict_type.name == "FULL_STATE_DICT"
-            hybrid = setup.shard_degree not in (0, setup.data_degree)
+            hybrid = setup.shard_degree not in (0, setup.copies) or setup.context_degree > 1
             assert os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if hybrid else None)
             if hybrid:
                 mesh = ParallelismConfig()
-                assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (
-                    setup.num_gpus // setup.shard_degree,
-                    setup.shard_degree,
-                )
+                assert (mesh.dp_replicate_size, mesh.cp_size) == (setup.num_gpus // setup.shards, setup.context_degree)
+                assert mesh.dp_shard_size * mesh.cp_size == setup.shards
                 assert mesh.total_size == setup.num_gpus
         accepted += 1
     assert accepted >= 15

@@ -40,6 +40,8 @@ SPREADS: tuple[dict[str, Any], ...] = (
     {**FULL, "parallel": "none", "tensor_degree": 8},
     {**FULL, "parallel": "ddp", "pipeline_degree": 4},
     {**FULL, "parallel": "none", "pipeline_degree": 8, "pipeline_schedule": "gpipe"},
+    {"num_gpus": 8, "parallel": "fsdp2", "context_degree": 4},
+    {**FULL, "parallel": "zero3", "context_degree": 8, "attention": "flash-attention-2"},
     {"num_gpus": 8, "parallel": "device-map"},
     {"num_gpus": 4, "parallel": "dp", "loss": "full"},
 )

@@ -14,6 +14,7 @@ from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
+SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
 
@@ -112,6 +113,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
         "parallel": base.with_(num_gpus=2, parallel="zero2"),
         "tensor_degree": base.with_(num_gpus=2, tensor_degree=2),
+        "context_degree": base.with_(num_gpus=4, parallel="fsdp2", context_degree=2),
         "pipeline_degree": base.with_(num_gpus=2, pipeline_degree=2),
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2, pipeline_schedule="gpipe"),
         "shard_degree": base.with_(num_gpus=4, parallel="fsdp2", shard_degree=2),
@@ -124,7 +126,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "rollout": base.with_(objective="grpo", accumulation_steps=8),
         "precomputed_reference": base.with_(objective="dpo"),
         **dict.fromkeys(("hard_negatives", "cached_seqs"), contrastive),
-        **dict.fromkeys(("shard_degree", "reshard_after_forward", "offload"), base.with_(num_gpus=4, parallel="fsdp2")),
+        **dict.fromkeys(SHARDING, base.with_(num_gpus=4, parallel="fsdp2")),
     }
     # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`
     assert set(changes) == set(TrainSetup.__dataclass_fields__) - {*AROUND_FIELDS, "fsdp_version"}

@@ -95,7 +95,7 @@ def test_the_recommendation_keeps_every_constraint(
 def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: dict[str, Any]) -> None:
     plan = planned(model, gpu, num_gpus, **options)
     questions = [each.question for each in plan.tree]
-    for words in ("one GPU enough", "DDP", "sharded", "Tensor or pipeline", "host", "DataParallel"):
+    for words in ("one GPU enough", "DDP", "sharded", "Tensor, pipeline or context", "host", "DataParallel"):
         assert any(words in question for question in questions), words
     for each in plan.tree:
         assert each.reason
@@ -237,7 +237,7 @@ def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
     plan = planned(
         "meta-llama/Llama-3.1-8B", "a100-80gb", 16, nodes=2, interconnect="ethernet-10", fixed={"method": ("full",)}
     )
-    cuts = [cut.branch for cut in answer(plan, "Tensor or pipeline").cuts]
+    cuts = [cut.branch for cut in answer(plan, "Tensor, pipeline or context").cuts]
     assert any(branch.startswith("pipeline") for branch in cuts)
     assert "tensor parallelism across nodes" in cuts
 

@@ -1,0 +1,146 @@
+"""Sequences that are cut over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
+
+from typing import Any
+
+import pytest
+
+from planner.decision.spreads import LONG_TOKENS, all_spreads
+from planner.engines import engine_of, why_not
+from planner.errors import SetupError
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.memory.context_parallel import exchanged_bytes
+from planner.memory.dtypes import flow_of
+from planner.memory.layer_context import LayerContext
+from planner.memory.model import rank_memories
+from planner.memory.traits import traits_of
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.parallel.collectives import Collectives, group_of
+from planner.parallel.exchange import context_s
+from planner.parallel.speed import spread_step_time
+from planner.setup import TrainSetup
+from planner.throughput.calibration import load_calibration
+from planner.workload import Workload
+
+A100 = find_gpu("a100-80gb")
+TOKENS = 65536
+
+
+def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def _setup(degree: int, parallel: str = "fsdp2", **fields: Any) -> TrainSetup:
+    values = {"num_gpus": 8, "seq_len_tokens": TOKENS, "loss": "chunked", **fields}
+    return TrainSetup(context_degree=degree, parallel=parallel, **values)
+
+
+def test_degrees_divide_copies_and_shards_span_sequences() -> None:
+    setup = _setup(4, micro_batch_seqs=2, accumulation_steps=3)
+    assert (setup.data_degree, setup.copies, setup.shards, setup.global_batch_seqs) == (2, 8, 8, 12)
+    inner = engine_of(setup).computes(setup)
+    assert (inner.seq_len_tokens, inner.num_gpus, inner.context_degree) == (TOKENS // 4, 1, 4)
+
+
+def test_exchange_by_hand() -> None:
+    """Llama 8B in bf16: 4,096 wide queries, 2 x 1,024 of keys and values, 8,192 own tokens of 65,536."""
+    model = _model()
+
+    def exchanged(setup: TrainSetup) -> tuple[int, int]:
+        inner = engine_of(setup).computes(setup)
+        context = LayerContext(
+            setup=inner, flow=flow_of(inner), adapted=frozenset(), kernel="flash", tokens=inner.forward_tokens,
+            hidden=4096, traits=traits_of(model),
+        )  # fmt: skip
+        attention = model.layer_kinds[0].attention
+        assert attention is not None
+        return exchanged_bytes(attention, context)
+
+    own, gathered = TOKENS // 8, 2 * 2048 * TOKENS
+    ring = exchanged(_setup(8))
+    assert ring == (
+        gathered + own * (2 * (4096 + 2048 + 4096) + 16 * 4096),
+        gathered + own * (2 * (4096 + 2048) + 4 * (2 * 4096 + 3 * 2048)),
+    )
+    assert exchanged(_setup(8, "zero3")) == (own * 2 * (3 * 4096 + 2048),) * 2
+    # 8 key-value heads for 16 GPUs: each is there twice
+    assert exchanged(_setup(16, "zero3", num_gpus=16)) == (own // 2 * 2 * (3 * 4096 + 4096),) * 2
+    assert exchanged(TrainSetup(num_gpus=8, parallel="fsdp2")) == (0, 0)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])
+def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
+    model, cluster = _model(), make_cluster(A100, 8)
+    sizes, seconds = [], []
+    for degree in (1, 2, 4, 8):
+        setup = _setup(degree, parallel, accumulation_steps=degree)
+        (rank,) = rank_memories(model, A100, setup)
+        kept = {one.name: one.size_bytes for one in rank.breakdown.terms}
+        assert kept["checkpointed layer inputs"] == TOKENS // degree * 4096 * 2 * 32
+        sizes.append(rank.breakdown.peak_device_bytes)
+        seconds.append(spread_step_time(model, A100, setup, cluster).step_time_s)
+    assert sizes == sorted(sizes, reverse=True)
+    # the same tokens per step: cutting sequences only adds
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 1.3 * seconds[0]
+
+
+def test_communication_by_hand() -> None:
+    """A ring gathers keys and values in forward, recomputation and backward, and sends fp32 gradients round it."""
+    model, setup = _model(), _setup(8)
+    wires = Collectives(make_cluster(A100, 8), load_calibration().spread_constants)
+    forward, backward = context_s(model, setup, wires, 1)
+    group, pairs = group_of(wires.cluster, 8), TOKENS // 8 * 2048
+    gather = wires.all_gather_s(8 * 2 * pairs, group)
+    assert forward == pytest.approx(32 * gather)
+    assert backward == pytest.approx(32 * (2 * gather + 8 * wires.send_s(4 * pairs, group)))
+    assert context_s(model, setup.with_(checkpointing=0), wires, 1)[1] < backward
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"parallel": "ddp"}, "is planned beside zero1"),
+        ({"parallel": "fsdp2", "attention": "flash-attention-2"}, "needs attention sdpa"),
+        ({"parallel": "zero3", "attention": "eager"}, "sdpa or flash-attention-2"),
+        ({"parallel": "fsdp2", "seq_len_tokens": 1000}, "cannot be cut into 16 pieces"),
+        ({"parallel": "fsdp2", "num_gpus": 12}, "cannot be cut into context_degree 8"),
+        ({"parallel": "fsdp2", "compile": True}, "torch.compile"),
+    ],
+)
+def test_what_cannot_be_built(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        _setup(8, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "degree", "words"),
+    [
+        ("google/gemma-2-9b", "fsdp2", 2, "sliding window"),
+        ("google/gemma-2-9b", "zero3", 2, ""),
+        ("qwen/qwen2.5-7b", "zero3", 8, "28 heads"),
+        ("qwen/qwen2.5-7b", "fsdp2", 8, ""),
+        ("qwen/qwen3.5-27b", "zero3", 2, "state along the sequence"),
+        ("google/flan-t5-base", "fsdp2", 2, "not causal"),
+    ],
+)
+def test_models_that_no_engine_cuts(name: str, parallel: str, degree: int, words: str) -> None:
+    reason = why_not(_model(name), _setup(degree, parallel))
+    assert (words in reason) if words else not reason
+
+
+def test_long_sequences_are_cut_unasked_and_short_ones_are_not() -> None:
+    def names(tokens: int, **fixed: tuple[Any, ...]) -> set[str]:
+        workload = Workload(
+            model=_model(), gpu=A100, memory_bytes=A100.memory_bytes, headroom_bytes=0, seq_len_tokens=tokens,
+            global_batch_seqs=8, cluster=make_cluster(A100, 8), fixed=fixed,
+        )  # fmt: skip
+        return {one.name for one in all_spreads(workload) if "context" in one.name or "Ulysses" in one.name}
+
+    ways = (("context", "FSDP2"), ("Ulysses", "ZeRO-3"))
+    assert names(LONG_TOKENS) == {f"{how} {degree} under {who}" for how, who in ways for degree in (2, 4, 8)}
+    assert names(LONG_TOKENS // 2) == set()
+    assert names(2048, context_degree=(2,), parallel=("fsdp2",)) == {"context 2 under FSDP2"}
