@@ -84,6 +84,7 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
     cut = "context" in parallels
+    lengths = LONG if cut else SEQ_LENS
     while True:
         for strategy in CUT if cut else STRATEGIES:
             for model in MODELS:
@@ -94,7 +95,7 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                     fields["lora_targets"] = "all-linear"
                 else:
                     fields["lora_rank"] = rank
-                fields |= {"seq_len_tokens": draw.choice(LONG if cut else SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
+                fields |= {"seq_len_tokens": draw.choice(lengths), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
                 fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
                 try:
                     setup = TrainSetup(**fields)
