@@ -328,8 +328,8 @@ def _check_context(setup: "TrainSetup") -> None:
             f"sequences of {setup.seq_len_tokens} tokens cannot be cut into {setup.pieces} pieces",
             hint=f"give --seq-len {-(-setup.seq_len_tokens // setup.pieces) * setup.pieces}",
         )
-    if setup.compile or setup.activation_offload or setup.selective_checkpointing:
-        raise SetupError(f"{name} is not planned with torch.compile, offloaded or selective checkpoints")
+    if setup.compile or setup.selective_checkpointing:
+        raise SetupError(f"{name} is not planned with torch.compile or selective checkpoints")
 
 
 def _check_sharing(setup: "TrainSetup") -> None:
@@ -337,8 +337,8 @@ def _check_sharing(setup: "TrainSetup") -> None:
     split = setup.tensor_degree * setup.pipeline_degree
     if setup.quantize_experts and setup.parallel != "ddp":
         raise SetupError("quantize_experts is planned for one GPU or ddp")
-    if setup.activation_offload and (split > 1 or setup.parallel not in ("none", "ddp")):
-        raise SetupError("activation_offload is for one GPU or ddp: sharding engines checkpoint by themselves")
+    if setup.activation_offload and (split > 1 or setup.parallel not in ("none", "ddp", "fsdp2")):
+        raise SetupError("activation_offload is for one GPU, ddp or fsdp2: DeepSpeed checkpoints by itself")
     if setup.tensor_degree > 1 and setup.kernels != "eager":
         raise SetupError(f"kernels {setup.kernels!r} do not take matrices and norms that tensor parallelism cuts")
     if setup.parallel in ("dp", "device-map") and split > 1:

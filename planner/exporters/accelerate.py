@@ -99,6 +99,11 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
     return blocks
 
 
+def checkpoints(setup: TrainSetup) -> bool:
+    """Whether Accelerate's FSDP checkpoints the layers; the Trainer does what FSDP's own cannot say."""
+    return distributed_type(setup) == "FSDP" and setup.checkpointing == 1 and not setup.activation_offload
+
+
 def _fsdp(setup: TrainSetup) -> dict[str, object]:
     return {
         "fsdp_version": 2,
@@ -106,7 +111,7 @@ def _fsdp(setup: TrainSetup) -> dict[str, object]:
         "fsdp_reshard_after_forward": setup.reshard_after_forward,
         "fsdp_offload_params": setup.offload == "parameters",
         "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_activation_checkpointing": setup.checkpointing == 1,
+        "fsdp_activation_checkpointing": checkpoints(setup),
         # with SHARDED_STATE_DICT the Trainer's save_model writes no model at all
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     }

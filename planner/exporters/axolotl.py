@@ -94,6 +94,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "Axolotl"):
         return reason
+    if setup.activation_offload and setup.parallel == "fsdp2":
+        return "Axolotl's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
     if reason := context_refusal(setup, "Axolotl"):
         return reason
     if setup.parallel == "dp":

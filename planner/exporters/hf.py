@@ -338,7 +338,7 @@ def _norm_names(model: ModelSpec | None) -> list[str]:
 def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments") -> str:
     """The Trainer's arguments, of the class `kind`, for the setup that runs."""
     hyper = request.hyper
-    sharded = accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1
+    sharded = accelerate.checkpoints(setup)
     kwargs = checkpointing_kwargs(setup)
     return call(
         "arguments",

@@ -105,6 +105,8 @@ def _of_trainer(setup: TrainSetup) -> tuple[tuple[str, object, str], ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
+    if setup.activation_offload and setup.parallel == "fsdp2":
+        return "LLaMA-Factory's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
     if reason := split_refusal(setup, "LLaMA-Factory"):
         return reason
     if setup.parallel in ("fsdp2", "device-map"):

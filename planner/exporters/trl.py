@@ -408,7 +408,7 @@ def precision_lines(setup: TrainSetup) -> list[Line]:
 
 def checkpointing_lines(setup: TrainSetup) -> list[Line]:
     """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
-    if accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1:
+    if accelerate.checkpoints(setup):
         return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
     if setup.checkpointing == 0:
         return [Line("activation_checkpointing", False)]

@@ -214,7 +214,7 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     Raises:
         ConfigError: with the reason and the file's name.
     """
-    if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp"):
+    if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
     try:

@@ -109,7 +109,7 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
             assert plugin.fsdp_version == 2
             assert plugin.reshard_after_forward == setup.reshard_after_forward
             assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (setup.offload == "parameters")
-            assert plugin.activation_checkpointing == (setup.checkpointing == 1)
+            assert plugin.activation_checkpointing == (setup.checkpointing == 1 and not setup.activation_offload)
             assert plugin.state_dict_type.name == "FULL_STATE_DICT"
             hybrid = setup.shard_degree not in (0, setup.copies) or setup.context_degree > 1
             assert os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if hybrid else None)

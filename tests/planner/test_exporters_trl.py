@@ -7,7 +7,7 @@ import yaml
 from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-from planner.exporters import EXPORTERS, Launch, trl
+from planner.exporters import EXPORTERS, Launch, accelerate, trl
 from planner.memory.dtypes import flow_of
 from planner.readers import read_text
 from planner.setup import TrainSetup
@@ -50,7 +50,7 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
         assert (args.bf16, args.fp16) == (autocast == "bf16", autocast == "fp16")
         assert model.use_peft == (setup.method != "full")
         assert args.optim == OPTIMIZERS[setup.optimizer]
-        sharded_checkpoints = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.checkpointing == 1
+        sharded_checkpoints = accelerate.checkpoints(setup)
         assert args.activation_checkpointing == (setup.checkpointing > 0 and not sharded_checkpoints)
         if setup.checkpointing > 1:
             assert args.activation_checkpointing_kwargs["every_n_layers"] == setup.checkpointing
