@@ -3,7 +3,6 @@
 import html
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     import pandas

@@ -4,7 +4,7 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Self
@@ -17,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.evaluating import HOW_MANY as EVALUATED_AT_ONCE
 from planner.readers.types import ReadConfig
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.single_changes import Predict, single_changes, speedup
 from planner.tools import changed_fields

@@ -4,10 +4,11 @@ The rules give a starting point, not a tuned value: the reasons travel with the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import sqrt
 
 from planner.choices.optimizers import OPTIMIZERS
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 BASE_LEARNING_RATE = 2e-5

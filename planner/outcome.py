@@ -1,11 +1,12 @@
 """What the rungs of the ladder answer about one setup: predictions, measurements and failures, all plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Literal
 
 from planner.memory.types import MemoryTerm
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

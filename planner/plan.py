@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 from planner.outcome import Candidate, Measurement, Prediction, Verdict
+from planner.records import dataclass
 from planner.units import gib, percent
 from planner.workload import Workload
 

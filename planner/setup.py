@@ -4,7 +4,7 @@
 gpu and the setup's fields) lives in `planner.interchange`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from planner.choices.adapters import ADAPTERS, Adapter
@@ -16,6 +16,7 @@ from planner.choices.precisions import PRECISIONS
 from planner.choices.rollouts import Rollout
 from planner.choices.stacks import DEFAULT as _DEFAULT_STACK
 from planner.choices.stacks import STACKS, Stack
+from planner.records import dataclass
 from planner.setup_fields import SHARDED, check
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from planner import setup_fields as fields
@@ -16,6 +16,7 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.option_values import between, choices, memory_and_headroom, positive
 from planner.planning.lora_rank import rank_floor
+from planner.records import dataclass
 from planner.samples import steps
 from planner.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
 

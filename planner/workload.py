@@ -1,7 +1,7 @@
 """`Workload`: a wish for one model on its GPUs: what is fixed, what is left to plan, the memory there is for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from planner.choices.objectives import Objective, aim_of, seqs_per_sample
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.samples import steps
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ chains at their first micro-batch, then all at their second, so that an early en
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from planner.codec import Outcome
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.campaign_spec import CampaignSpec, Chain
 from probes.gpu.evaluate import Prober, out_of_memory

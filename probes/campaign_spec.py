@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from planner.errors import ConfigError, SetupError
 from planner.inputs import number, whole
 from planner.interchange import setup_from_dict
 from planner.readers.loading import parse_yaml, read_bounded
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import GIB
 from probes.gpu.request import Limits

@@ -1,9 +1,10 @@
 """Rung 4: run a planned setup at full depth and hold the plan to its promise."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.codec import Outcome
 from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.gpu.evaluate import Prober
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
 from planner.install import install_command
+from planner.records import dataclass
 from planner.units import GIB, gib
 from probes.gpu.environment import device_status, library_versions
 from probes.gpu.executors import local_devices

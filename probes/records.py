@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
 from planner.errors import ConfigError
 from planner.inputs import number, parse_json
+from planner.records import dataclass
 
 RECORD_SCHEMA = 1
 

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from planner.errors import PlannerError
@@ -11,6 +10,7 @@ from planner.evidence.measured import MeasuredRow, Quantity, version_noise
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, ProbeFailure
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]

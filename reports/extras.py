@@ -4,12 +4,13 @@ All of it is optional; a report leaves out what is not there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 from planner.codec import decode
 from planner.interchange import to_jsonable
 from planner.outcome import Verdict
+from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

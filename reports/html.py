@@ -6,13 +6,14 @@ Pictures are drawn by Apache ECharts (its file is in templates/, see templates/R
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from planner.errors import EnvironmentProblem
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
 from reports.compare import comparison_view
 from reports.extras import Extras
 from reports.html_plan import plan_view

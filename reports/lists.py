@@ -1,11 +1,11 @@
 """The GPU table and the catalogue on the terminal."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from planner.hardware.gpu import GpuSpec
+from planner.records import dataclass
 from planner.units import TERA, count, gib
 from reports.page import Page
 from reports.plain import clean

@@ -1,13 +1,13 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.memory.types import MemoryTerm
 from planner.notes import Note, place_of
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan, on_one_rung
+from planner.records import dataclass
 from planner.units import gib
 from reports.extras import Extras
 from reports.plain import clean

@@ -1,7 +1,6 @@
 """Which GPU for a model: every card's plan side by side, smallest that fits first."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from planner.decision.facts import NODE_NAMES
 from planner.hardware.gpu import GpuSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
 from planner.units import count, gib
 from planner.workload import Workload
 from reports.costs import cost_per_million

@@ -1,13 +1,13 @@
 """Which model for a GPU: the catalogue by what can be trained on it, to what length and how fast."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
 from planner.units import count
 from planner.workload import Workload
 from reports.markdown import escape

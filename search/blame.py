@@ -6,10 +6,9 @@ The rest share the blame in proportion to how often such a cause is seen, and a 
 the suspects it shares hold of the blame.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from planner.records import dataclass
 from search.arrays import Floats
 from search.kernel import Encoding
 

@@ -12,7 +12,7 @@ shrunk by how few they are, and probes of the model at hand overrule them.
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from planner.interchange import to_jsonable
 from planner.locks import lock, open_lock
 from planner.outcome import Candidate, Measurement, Prediction
 from planner.outputs import write_whole
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.problem import Elsewhere, Problem

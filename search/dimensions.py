@@ -4,9 +4,9 @@ Every field of `TrainSetup` is either a dimension here or named in `FIXED` with 
 field on `TrainSetup` needs one row, nothing else: the sampler, the study and the reports read this table.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from planner.records import dataclass
 from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]

@@ -13,11 +13,11 @@ few distinct values, each part is a small table over levels: a column for 20,000
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.arrays import Floats, Rows, Target
 from search.dimensions import DIMENSIONS, PAIR, PAIR_MEMORY_SD, PAIR_SPEED_SD, RECIPE, Dimension, value_of

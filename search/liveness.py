@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
 from planner.locks import lock, open_lock, try_lock
+from planner.records import dataclass
 from search.outage import at_once, is_outage
 from search.trials import ALIVE_ATTR, marks_of
 

@@ -7,11 +7,11 @@ to their shares.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from planner.outcome import Prediction
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import GIB
 from search.arrays import Floats, Target

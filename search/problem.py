@@ -1,13 +1,14 @@
 """`Problem`: the candidates, what makes one better, and why some are out before any probe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from math import log
 from typing import Any, Literal
 
 from planner.errors import UsageError
 from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload

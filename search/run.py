@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from optuna.trial import TrialState
 
 from planner.errors import EnvironmentProblem
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.liveness import PULSE, Liveness, Pulse

@@ -4,7 +4,6 @@ The one reader of a trial's attributes. `record_of` and `marks_of` take every at
 is neither is as if it were not there, so that no attribute can stop a search.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
@@ -14,6 +13,7 @@ from planner.errors import SetupError
 from planner.inputs import number
 from planner.interchange import setup_from_dict
 from planner.outcome import Evidence
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 EXCLUDED = "excluded"

@@ -2,7 +2,7 @@
 of its own is faster than a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.choices.kernels import KERNELS
@@ -17,6 +17,7 @@ from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import choose, plan_workload
 from planner.planning.space import dimension_values
+from planner.records import dataclass
 from planner.workload import Workload
 
 LAUNCHERS = ("accelerate", "deepspeed")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from planner.app.tuned import tuned
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.plan import Plan
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from reports.setup_text import trial_words
@@ -76,7 +76,7 @@ class Tuning:
 
 
 def tune_plan(
-    plan: Plan, how: Tuning = Tuning(), *, evaluate: "Evaluate | None" = None, unprobed: "Unprobed | None" = None
+    plan: Plan, how: Tuning | None = None, *, evaluate: "Evaluate | None" = None, unprobed: "Unprobed | None" = None
 ) -> Plan:
     """The plan after a search with probes on this machine's GPUs; what was learned is kept for the next plan.
 
@@ -93,7 +93,7 @@ def tune_plan(
     from search.run import Strategy, search
     from search.stopping import Budget
 
-    wish = plan.workload
+    wish, how = plan.workload, how or Tuning()
     on_this_machine(wish)
     learned = _Learned(wish, how.store, how.corrections)
     unprobed = unprobed or _unprobed(wish)

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, final
+
+from planner.records import dataclass
 
 Form = Literal["low-rank", "shared", "scales", "rotations", "prompt", "prefix", "norms", "rows"]
 """What is trained: two thin matrices beside each adapted one; vectors around two frozen matrices that all share; a

@@ -1,10 +1,11 @@
 """`Images`: the pictures of a sample, of a model with eyes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Self, final
 
 from planner.errors import SetupError
+from planner.records import dataclass
 
 MAX_SIDE = 1 << 16
 IMAGE_TARGETS = ("trl", "llamafactory")

@@ -1,10 +1,10 @@
 """The kernel families: what computes norms, rotary embedding, gated activation and LoRA. To add one, add its row."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 from planner.choices.stacks import TARGET_ROWS, written_by
+from planner.records import dataclass
 
 
 @final

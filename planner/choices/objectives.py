@@ -6,11 +6,11 @@ micro-batch, and the loss that `TrainSetup.loss` names.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from planner.choices.losses import LossChain, LossShape
 from planner.choices.stacks import written_by
+from planner.records import dataclass
 
 DEFAULT = "sft"
 """The objective of a plan for which nobody names one."""

@@ -1,8 +1,9 @@
 """The precisions: the type that weights are kept in, and the type that autocast multiplies in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import final
+
+from planner.records import dataclass
 
 
 @final

@@ -1,9 +1,10 @@
 """`Rollout`: how the completions that an online objective (GRPO) trains on come about."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Self, final
 
 from planner.errors import SetupError
+from planner.records import dataclass
 
 GENERATORS = ("transformers", "vllm", "vllm-sleep", "vllm-server")
 """Who generates: the model itself by transformers, vLLM beside it on the same card for good or asleep while the model

@@ -9,9 +9,10 @@ stack's own default where a published run does not say it. Every stack here rele
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import final
+
+from planner.records import dataclass
 
 DEFAULT = "trl"
 """The stack that a plan is made for where nobody names one."""

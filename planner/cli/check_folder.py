@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.errors import NotATraining, NotPlanned, PlannerError, Undetermined
+from planner.records import dataclass
 
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000

@@ -1,12 +1,13 @@
 """One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON, its fixed text."""
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Options for several GPUs, and their way into a `Cluster` and into setup fields."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ from planner import setup_fields as fields
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, positive
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +22,7 @@ from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import asked_setup
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 if TYPE_CHECKING:

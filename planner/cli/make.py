@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from planner.exporters import Launch

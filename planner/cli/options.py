@@ -1,6 +1,5 @@
 """Option declarations that several commands share, and their way into setup fields."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from planner.cli.completion import complete_gpu, complete_model
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, memory_and_headroom, positive
+from planner.records import dataclass
 from planner.wish import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """`plan probe`: measure one setup on a GPU. `plan confirm`: hold a written plan to its promise at full depth."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from planner.codec import Outcome
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import GIB, gib, percent, seconds
 

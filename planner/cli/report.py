@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from planner.cli.output import console, print_json, write_text
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.option_values import positive
+from planner.records import dataclass
 from planner.wish import Wish
 
 if TYPE_CHECKING:

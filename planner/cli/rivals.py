@@ -4,7 +4,6 @@ import json
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ from planner.interchange import setup_to_dict
 from planner.memory.model import predict_memory
 from planner.memory.types import MemoryBreakdown
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.units import GIB
 
 TIMEOUT_S = 600

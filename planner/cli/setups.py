@@ -1,12 +1,12 @@
 """The options that name one setup, declared once: `plan estimate` and `plan probe`."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from planner.cli import cluster_options, options
 from planner.option_values import parse_targets, positive
+from planner.records import dataclass
 from planner.setup_fields import STACK_NAMES
 
 

@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ from planner.cli.output import print_json, print_lines, write_text
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.option_values import positive
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

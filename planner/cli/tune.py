@@ -1,6 +1,6 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
 from planner.workload import Workload
 
 

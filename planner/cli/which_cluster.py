@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.option_values import amount, positive
+from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data

@@ -1,7 +1,7 @@
 """The options of a wish, declared once for every command that plans: `plan MODEL`, `plan tune`, `plan which-gpu`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
@@ -10,6 +10,7 @@ from planner.cli import cluster_options, options
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import amount, choices, parse_targets, positive
+from planner.records import dataclass
 from planner.wish import Wish
 from planner.workload import Data
 

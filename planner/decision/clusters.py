@@ -4,7 +4,6 @@ The walk is a coarse one (DDP and FSDP2; few optimizers and losses): `plan MODEL
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from planner.choices.losses import LOSSES
@@ -17,6 +16,7 @@ from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point
+from planner.records import dataclass
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from heapq import nlargest
 from typing import Any
 
@@ -17,6 +17,7 @@ from planner.planning.runs import Known
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches
 from planner.planning.walk import Point, walk
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload

@@ -1,7 +1,6 @@
 """Every setting that a person may slide through for one model on one GPU, with memory and speed by the formula."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,6 +10,7 @@ from planner.errors import SetupError
 from planner.hardware.kernels import missing_kernels
 from planner.outcome import Candidate
 from planner.planning.space import branches, dimension_values
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.workload import Workload
 

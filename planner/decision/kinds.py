@@ -1,6 +1,5 @@
 """The kinds of adapters side by side: each in the place of LoRA in one setup."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from planner.choices.adapters import ADAPTERS, Adapter
@@ -10,6 +9,7 @@ from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.outcome import Candidate
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.workload import Workload
 

@@ -13,12 +13,12 @@ What the user fixed (`Workload.fixed`) filters the list; degrees that were asked
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from planner.engines import engine_named, engine_of
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.setup_fields import SHARDED
 from planner.workload import Workload

@@ -1,6 +1,5 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
-from dataclasses import dataclass
 from typing import final
 
 from planner.choices.losses import LOSSES
@@ -14,6 +13,7 @@ from planner.memory.state import COMPUTE, Held, RankState, gradients_held, halve
 from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

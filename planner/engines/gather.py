@@ -1,7 +1,6 @@
 """What FSDP2 (and ZeRO-3) gathers at once: the communication groups of a model, in bytes and trained elements."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.errors import SetupError
@@ -9,6 +8,7 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.weights import nf4_bytes
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.models.targets import lora_linears, lora_params, lora_rank
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

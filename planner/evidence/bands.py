@@ -7,7 +7,7 @@ runs of a stack lie from either rung (`evidence_bands`, docs/accuracy/bands.md).
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,6 +16,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.traits import ENCODERS, traits_of
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 DRY_RUN_BAND = 0.02

@@ -7,13 +7,14 @@ to turn the run into a `TrainSetup`, and in what it is known to differ from what
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from importlib import resources
 from statistics import median
 from typing import Any, Literal
 
 from planner.interchange import asked_setup
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 Kind = Literal["all", "memory", "allocated", "reserved", "speed", "oom", "multi"]

@@ -1,7 +1,6 @@
 """Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -22,6 +21,7 @@ from planner.exporters.types import (
     Target,
 )
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 T = TypeVar("T")

@@ -5,9 +5,10 @@ not known, and said so.
 """
 
 import csv
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from planner.records import dataclass
 
 _PATH = Path(__file__).parents[1] / "data" / "gated.csv"
 

@@ -5,12 +5,12 @@ Scalars go through PyYAML: its writer and the tools' reader then agree (a hand-w
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from planner import __version__
 from planner.exporters.types import Difference, ExportRequest, LaunchFile
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.tools import Tool
 from planner.units import gib

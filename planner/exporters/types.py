@@ -1,13 +1,14 @@
 """What an exporter takes and gives: a request in, files and declared differences out. Pure and deterministic."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 PLACEHOLDER_DATASET = "YOUR_DATASET"

@@ -12,9 +12,9 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from planner.records import dataclass
 from planner.units import MIB
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"

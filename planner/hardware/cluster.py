@@ -5,12 +5,12 @@ The latencies of the table are typical figures from memory, the rates are nomina
 """
 
 import csv
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
+from planner.records import dataclass
 
 _PATH = Path(__file__).parents[1] / "data" / "links.csv"
 GPUS_PER_NODE = 8

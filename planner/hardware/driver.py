@@ -10,11 +10,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from planner.hardware.amd import AmdSmi, connect
+from planner.records import dataclass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -1,6 +1,6 @@
 """`GpuSpec`: facts about one accelerator, as one row of the GPU table. Fitted constants live in `calibration`."""
 
-from dataclasses import dataclass
+from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

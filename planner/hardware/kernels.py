@@ -1,7 +1,6 @@
 """Which kernels the target GPU has and would run: decided once, for formula, speed model, space and notes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from planner.choices.kernels import KERNELS, LIGER_LOSS, kernels_refusal
@@ -10,6 +9,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]

@@ -1,9 +1,10 @@
 """Hourly GPU prices: dated and indicative. A price is a hint for comparing plans, never an offer."""
 
 import csv
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from planner.records import dataclass
 
 _PATH = Path(__file__).parents[1] / "data" / "prices.csv"
 

@@ -7,11 +7,11 @@ Measured: benchmarks/adapter_kinds.py, docs/adapters.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.choices.adapters import block_size
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import LinearSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

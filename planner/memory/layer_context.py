@@ -1,10 +1,9 @@
 """What the terms of one layer's activations need to know of a setup, and what they add up to."""
 
-from dataclasses import dataclass
-
 from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import Flow
 from planner.memory.traits import Traits
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

@@ -5,7 +5,6 @@ is any checkpointing: a walk over the space works it out once for all of those (
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, masked
@@ -25,6 +24,7 @@ from planner.memory.transient import (
 from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

@@ -5,7 +5,7 @@ computes it once for each precision, adapter, kernel and checkpointing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from planner.memory.streams import kept_around_the_layers
 from planner.memory.trained import adapted_names, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 ON_DEVICE_INPUTS = 2

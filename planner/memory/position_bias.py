@@ -1,10 +1,9 @@
 """Learned position biases (T5): matrices of heads x tokens x tokens that every layer adds to its scores."""
 
-from dataclasses import dataclass
-
 from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

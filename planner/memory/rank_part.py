@@ -4,11 +4,12 @@ Pipeline stages and device-map parts are cut by layers, tensor shards by columns
 then run on the part as they are.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.choices.objectives import Head
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 _COLUMNS = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up"})

@@ -1,9 +1,8 @@
 """Tokens x tokens matrices: what eager attention and SDPA's math kernel keep and hold per score."""
 
-from dataclasses import dataclass
-
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.traits import Traits
+from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

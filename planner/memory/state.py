@@ -1,7 +1,7 @@
 """`RankState`: what one rank holds beside its activations, moment by moment of a step; an engine builds it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from planner.errors import SetupError
 from planner.memory.adapter_kinds import shared_bytes
@@ -13,6 +13,7 @@ from planner.memory.types import Category
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "last", "end", "step")

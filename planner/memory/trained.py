@@ -1,7 +1,7 @@
 """What the optimizer updates: the parameters of full fine-tuning or of LoRA, and which matrices carry adapters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.choices.adapters import ADAPTERS, TOKEN_FORMS, Adapter
@@ -9,6 +9,7 @@ from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_EMBEDDINGS, SAVED_HEADS
 

@@ -1,8 +1,9 @@
 """`MemoryTerm` and `MemoryBreakdown`: what memory is made of, and why the peak is not the sum of everything."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from planner.records import dataclass
 
 Phase = str
 PHASES: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "step")

@@ -6,7 +6,7 @@ name and parses only the line it stands in.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import PLAIN_COPIES, plain_copy
+from planner.records import dataclass
 
 _PATH = Path(__file__).parent.parent / "data" / "models.jsonl"
 _NAMES = b'{"names":['

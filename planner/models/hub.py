@@ -7,13 +7,13 @@ importing it: the import alone would cost more than the whole formula plan, and 
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
 from planner.inputs import open_regular
 from planner.models.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, parse_config, read_config
+from planner.records import dataclass
 
 HUB_LIMIT_S = 3.0
 """The whole attempt, name resolution included."""

@@ -6,9 +6,11 @@ module tree instead and a test compares the two.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
+
+from planner.records import dataclass
 
 T = TypeVar("T")
 

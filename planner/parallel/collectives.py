@@ -8,10 +8,10 @@ volume); NVIDIA nccl-tests doc/PERFORMANCE.md (bus bandwidth); Sanders et al. 20
 binary trees, NCCL's tree).
 """
 
-from dataclasses import dataclass
 from math import ceil, log2
 
 from planner.hardware.cluster import Cluster, Link
+from planner.records import dataclass
 from planner.throughput.calibration import SpreadConstants
 
 

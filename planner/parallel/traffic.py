@@ -3,12 +3,11 @@
 Engines shard by unit: one per transformer layer, and a root unit with embeddings, head and final norm.
 """
 
-from dataclasses import dataclass
-
 from planner.engines import engine_of
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.throughput.conditions import CURRENT, Conditions
 from planner.throughput.lora import adapted_linears

@@ -2,7 +2,7 @@
 open; and what walks of one model know of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from planner.engines import why_not
@@ -15,6 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
 from planner.planning.space import branches, micro_batches, own_layers
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.workload import Workload
 

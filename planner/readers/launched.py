@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
@@ -11,6 +11,7 @@ from planner.readers import litgpt, llamafactory, shell, swift, trl
 from planner.readers.formats import READERS, detect
 from planner.readers.sharding import Sharding
 from planner.readers.types import Missing, ReadConfig
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.tools import ASKED, tool_of
 

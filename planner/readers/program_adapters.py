@@ -1,7 +1,7 @@
 """The adapters that a program hands to peft, or to Unsloth: whether, of which kind and size, on what."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.choices.adapters import Adapter
@@ -14,6 +14,7 @@ from planner.readers.program import Made, Unknown, plain
 from planner.readers.program.values import Value
 from planner.readers.training import RUN_IT
 from planner.readers.values import Settings
+from planner.records import dataclass
 from planner.tools.transformers import SCRIPT
 
 UNSLOTH_WHOLE = "embed_tokens"

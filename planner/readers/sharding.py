@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.program import Outside
 from planner.readers.values import Settings
+from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from planner.choices.stacks import TARGET_ROWS
 from planner.errors import NotATraining
 from planner.readers.shell_branches import Branches, with_ifs
+from planner.records import dataclass
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)

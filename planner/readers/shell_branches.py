@@ -3,8 +3,10 @@
 import operator
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
+
+from planner.records import dataclass
 
 _WORD = re.compile(r"^(if|elif|else|fi)\b\s*(.*)$", re.DOTALL)
 _EQUAL = re.compile(r"^\[{1,2}\s+\"?([^\"\s]*)\"?\s+(==?|!=)\s+[\"']?([^\"'\s*]*)[\"']?\s+\]{1,2}$")

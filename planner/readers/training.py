@@ -1,7 +1,7 @@
 """From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from planner.choices.adapters import ADAPTERS
 from planner.errors import NotATraining, NotPlanned
@@ -19,6 +19,7 @@ from planner.readers.program import Known, Made, Program, Unknown, embedding, ow
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
+from planner.records import dataclass
 
 RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
 HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")

@@ -1,10 +1,11 @@
 """`ReadConfig`: what a config file says, as a setup, with everything that had to be assumed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.tools import tool_of
 

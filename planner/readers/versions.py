@@ -7,7 +7,8 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from planner.records import dataclass
 
 NEWEST_TRL = (1, 16)
 NEWEST_TRANSFORMERS = (5, 23)

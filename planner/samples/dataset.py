@@ -5,7 +5,7 @@ Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, e
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from planner.errors import ConfigError, EnvironmentProblem
 from planner.inputs import open_regular, parse_json, read_lines
+from planner.records import dataclass
 from planner.samples.steps import PADDING_LIMIT
 
 T = TypeVar("T")

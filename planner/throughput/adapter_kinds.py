@@ -3,13 +3,13 @@
 No run with any of them was compared: what is counted here stands in the speed's band in full (`Family.unmeasured_s`).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.choices.adapters import block_size
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.trained import kind_linears, trained_parameters
 from planner.models.spec import LinearSpec, ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.throughput.counts import Moved, adapter_traffic
 from planner.throughput.lora import adapted_linears

@@ -7,7 +7,7 @@ held-out points). `plan calibrate` writes a file of the same form.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.hardware.gpu import GpuSpec
 from planner.inputs import parse_object, read_text
+from planner.records import dataclass
 
 DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
 FORM = 1

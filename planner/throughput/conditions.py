@@ -1,9 +1,9 @@
 """What a training stack does that no field of `TrainSetup` says: fused kernels, checkpoint flavour, expert loops."""
 
-from dataclasses import dataclass
 from functools import cache
 
 from planner.choices.stacks import STACKS
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 

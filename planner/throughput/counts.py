@@ -3,11 +3,11 @@
 Each count is per token (bytes) or per micro-batch (kernels), forward and backward apart, for one setup's data types.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import LinearSpec
+from planner.records import dataclass
 from planner.throughput.conditions import Conditions
 from planner.throughput.inventory import Inventory
 

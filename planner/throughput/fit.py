@@ -8,12 +8,13 @@ numpy and scipy are imported only when a fit runs.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from math import exp, log, sqrt
 
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
 from planner.throughput.conditions import CURRENT, Conditions

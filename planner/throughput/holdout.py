@@ -5,12 +5,13 @@ else a whole method. The report gives errors of the constants in use and of the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from math import exp, log
 from statistics import median
 
 from planner.errors import UsageError
+from planner.records import dataclass
 from planner.throughput.calibration import Calibration, family
 from planner.throughput.fit import FitPoint, band_from, fit_constants, log_errors
 

@@ -1,9 +1,8 @@
 """What one token passes through, counted once per model: matrices, norms, attention, elementwise widths."""
 
-from dataclasses import dataclass
-
 from planner.memory.traits import traits_of
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from planner.records import dataclass
 
 # Roles that read the layer's normed input, where autocast casts a fp32 stream once per matrix.
 _STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})

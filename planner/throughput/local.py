@@ -4,11 +4,12 @@ The figures come as plain data (`probes.gpu.microbench` measures them); nothing 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import ConfigError
 from planner.hardware.gpu import GpuSpec
+from planner.records import dataclass
 from planner.throughput.calibration import Calibration, Constants
 
 REFERENCE_COPY_SHARE = 0.90

@@ -6,7 +6,7 @@ interchange form, one object with model, gpu, tokens_per_s (of one GPU) and the 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from planner.inputs import parse_json
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import SPEED_SPOILING_FLAGS
+from planner.records import dataclass
 from planner.throughput.conditions import Conditions
 from planner.throughput.fit import FitPoint
 

@@ -1,8 +1,7 @@
 """What a GPU really sustains: matmul rates by data type and size, memory bandwidth."""
 
-from dataclasses import dataclass
-
 from planner.hardware.gpu import GpuSpec
+from planner.records import dataclass
 from planner.throughput.calibration import Calibration, Constants
 
 TENSOR_TILE, SIMT_TILE = 128 * 256, 128 * 32

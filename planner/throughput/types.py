@@ -1,7 +1,9 @@
 """`StepTime`: what the speed model answers about one setup."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+
+from planner.records import dataclass
 
 WITHOUT_GRADIENTS = "forwards without gradients"
 PARTS = (

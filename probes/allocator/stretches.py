@@ -5,11 +5,11 @@ instead of listing them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
+from planner.records import dataclass
 from probes.allocator.blocks import MIN_BLOCK_BYTES
 from probes.allocator.events import Alloc, Event, Free
 

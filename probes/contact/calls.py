@@ -21,11 +21,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner.children import ROOT, child_environment, python_argv
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT
+from planner.records import dataclass
 from probes.contact.readings import BESIDE, IMPORT_S, LIMITS_S, TINY
 from probes.contact.recording import REHEARSAL, header
 from probes.gpu.environment import child_settings, device_status, library_versions

@@ -7,12 +7,12 @@ The first replays for ever what a GPU once said; the second rehearses how that i
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from planner.records import dataclass
 from planner.units import MIB
 from probes.allocator.blocks import Block
 from probes.allocator.caching import CachingAllocator

@@ -13,11 +13,11 @@ import builtins
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.outcome import FailureKind
+from planner.records import dataclass
 from probes.allocator.events import Alloc, Event, Free
 from probes.allocator.replay import replay
 from probes.gpu.environment import DeviceStatus

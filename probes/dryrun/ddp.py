@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.stretches import flat

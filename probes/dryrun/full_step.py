@@ -1,11 +1,11 @@
 """The optimizer's step on the full model's trained parameters, of which a run has some layers only."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.layer_map import LayerMap

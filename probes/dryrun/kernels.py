@@ -8,12 +8,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from unittest import mock
 
 import torch
 
+from planner.records import dataclass
 from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled, without_casts
 
 FLASH_NAME = "planner_fa2"

@@ -1,9 +1,9 @@
 """`DryRunReport`: a dry run's prediction with its evidence, plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from planner.outcome import Prediction
+from planner.records import dataclass
 
 Group = tuple[str, str]
 """(category, name) of a memory term."""

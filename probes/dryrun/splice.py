@@ -14,9 +14,10 @@ layers that several stand for), `SpliceError` says so and the caller runs the fu
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import groupby
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.stretches import Pattern, Step, Stretch, flat

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Protocol
 
 import torch
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.allocator.stretches import Stretch, flat

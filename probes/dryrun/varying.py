@@ -9,12 +9,12 @@ Where they are not (a loss in chunks has more of them), lengths are rounded up t
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay

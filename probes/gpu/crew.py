@@ -6,7 +6,7 @@ Figures travel through a gloo group of the host's memory, apart from the collect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from planner.outcome import Measurement
+from planner.records import dataclass
 from planner.units import gib
 from probes.gpu.ranks import Seat, worst_first
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack import bare_model, layer_signatures, load_config, num_layers, period_of, truncated_config
 

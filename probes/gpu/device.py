@@ -10,11 +10,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner.locks import NO_LINK, OPEN_FLAGS, lock
 from planner.outputs import user_id
+from planner.records import dataclass
 from planner.units import MIB
 from probes.gpu.environment import DeviceStatus, device_status
 

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ from typing import Any
 from planner.exporters.common import allocator_settings
 from planner.hardware.driver import device_handle, nvml, text
 from planner.outcome import Environment
+from planner.records import dataclass
 
 LIBRARIES = (
     "torch",

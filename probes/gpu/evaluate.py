@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 
 from planner.codec import Outcome
@@ -11,6 +11,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from probes.fingerprint import config_digest, fingerprint
 from probes.gpu.executors import Executor

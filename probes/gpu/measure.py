@@ -11,11 +11,12 @@ import gc
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 
 from planner.outcome import Measurement
+from planner.records import dataclass
 from planner.units import MIB, gib
 from probes.gpu.child import StatusPipe, limit_cpu_memory
 from probes.gpu.crew import crew_of

@@ -6,10 +6,11 @@ No torch here: the runner decides from what the ranks and torchrun's agent told 
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.outcome import FailureKind
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.gpu.failures import classify_exit, is_peer_trouble
 

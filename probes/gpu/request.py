@@ -5,7 +5,7 @@ The same JSON runs in a child process of this machine or, through `probes.gpu.ex
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.outcome import Rung
 from planner.outputs import write_whole
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.gpu.ranks import num_processes
 

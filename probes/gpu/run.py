@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.memory.optimizer import paged_bytes
+from planner.records import dataclass
 from planner.units import MIB, gib
 from probes.gpu.child import StatusPipe
 from probes.gpu.crew import Crew

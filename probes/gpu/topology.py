@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from types import ModuleType
 from typing import Any
 
 from planner.hardware.driver import device_handle, nvml
+from planner.records import dataclass
 
 _ANCESTORS = {
     "NVML_TOPOLOGY_INTERNAL": "one board",

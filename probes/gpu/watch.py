@@ -8,10 +8,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from planner.outcome import FailureKind
+from planner.records import dataclass
 from planner.units import MIB
 from probes.gpu.ranks import RankReport
 

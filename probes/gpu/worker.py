@@ -20,11 +20,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner.codec import Outcome, evidence_to_dict
 from planner.outcome import ProbeFailure
+from planner.records import dataclass
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
 from probes.gpu.ranks import rank_failure_event, seat_of

@@ -1,11 +1,11 @@
 """What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
+from planner.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

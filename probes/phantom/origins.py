@@ -7,12 +7,13 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+
+from planner.records import dataclass
 
 _HERE = str(Path(__file__).parent.parent.parent)
 _LIBRARIES = tuple(

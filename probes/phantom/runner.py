@@ -14,10 +14,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.records import dataclass
 from planner.trace_result import TraceResult
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions

@@ -7,11 +7,11 @@ length cuts them.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from planner.records import dataclass
 from probes.phantom.images import PICTURE, processor_for
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom

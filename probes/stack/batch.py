@@ -1,10 +1,10 @@
 """The worst batch of a setup: every sequence at full length, random tokens."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.images import image_inputs
 

@@ -8,7 +8,6 @@ are not wrapped here (the dry run models them, the probe calls DeepSpeed).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from unittest import mock
 import torch
 
 from planner.exporters.several_gpus import distributed_config, tensor_refusal
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of

@@ -4,13 +4,14 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch

@@ -7,7 +7,7 @@ the optimizer's partitions. Run on the CPU with gloo and DeepSpeed 0.19.8 (stage
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import torch
 
 from planner.engines.zero import zero_bucket_elements
 from planner.exporters.deepspeed import engine_config
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model, compute_buffers, fill_random

@@ -5,12 +5,12 @@ are the defaults of its configuration classes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import Decoder, gated, gated_mlp, linear, norm, plain, plain_mlp
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+from planner.records import dataclass
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _PRE = ("input_layernorm", "post_attention_layernorm")

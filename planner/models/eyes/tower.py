@@ -1,10 +1,10 @@
 """A tower that makes tokens of pictures, as a model of its own with what stands between it and the text."""
 
-from dataclasses import dataclass
 from math import prod
 
 from planner.models.adapters.parts import linear
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.records import dataclass
 
 FP32_BYTES = 4
 INT64_BYTES = 8

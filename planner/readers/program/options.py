@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.readers.program.files import loaded
@@ -23,6 +23,7 @@ from planner.readers.program.values import (
     where_of,
 )
 from planner.readers.shell import flags, is_open
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from planner.readers.program.reading import Outside, Reading

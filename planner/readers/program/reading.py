@@ -3,10 +3,11 @@
 import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.readers.program.values import Class, Function, Known, Made, Scope, Value
+from planner.records import dataclass
 
 MAX_STEPS = 200_000
 MAX_DEPTH = 24

@@ -1,8 +1,10 @@
 """What a name in a program may stand for. Every value knows where it was written."""
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Union
+
+from planner.records import dataclass
 
 NAMING = (
     "inspect",

@@ -1,0 +1,145 @@
+"""`planner.records.dataclass` does what the standard library's does, case by case."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, ClassVar
+
+import pytest
+
+from planner.records import dataclass
+
+
+def _keyword(make: Callable[..., Any]) -> Any:
+    @make(frozen=True, kw_only=True)
+    class Case:
+        size_bytes: int
+        names: tuple[str, ...] = ()
+        found: dict[str, int] = field(default_factory=dict, compare=False)
+        name: ClassVar[str] = "case"
+
+    return Case
+
+
+def _slots(make: Callable[..., Any]) -> Any:
+    @make(frozen=True, slots=True)
+    class Case:
+        size_bytes: int
+        names: tuple[str, ...] = ()
+        config: dict[str, int] = field(repr=False, hash=False, default_factory=dict)
+
+    return Case
+
+
+def _checked(make: Callable[..., Any]) -> Any:
+    @make(frozen=True, kw_only=True)
+    class Base:
+        size_bytes: int = 1
+
+        def __post_init__(self) -> None:
+            if self.size_bytes < 0:
+                raise ValueError(self.size_bytes)
+            object.__setattr__(self, "kept", self.size_bytes + 1)
+
+        def __hash__(self) -> int:
+            return 7
+
+    @make(frozen=True, kw_only=True)
+    class Case(Base):
+        names: tuple[str, ...] = ("a",)
+        kept: int = field(init=False, compare=False)
+
+    return Case
+
+
+def _mutable(make: Callable[..., Any]) -> Any:
+    @make(slots=True)
+    class Case:
+        size_bytes: int
+        names: list[str] = field(default_factory=list)
+        width: int = field(init=False, default=3)
+
+    return Case
+
+
+def _plain(make: Callable[..., Any]) -> Any:
+    @make(frozen=True, repr=False, eq=False)
+    class Case:
+        size_bytes: int
+        names: Any = None
+
+    return Case
+
+
+CASES = (_keyword, _slots, _checked, _mutable, _plain)
+CALLS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+    ((), {"size_bytes": 2}),
+    ((), {"size_bytes": 2, "names": ("b",)}),
+    ((2,), {}),
+    ((2, ("b",)), {}),
+    ((), {}),
+    ((), {"size_bytes": -1}),
+    ((), {"size_bytes": 1, "unknown": 3}),
+    ((1,), {"size_bytes": 1}),
+)
+
+
+def _said(act: Callable[[], Any]) -> Any:
+    """What an act gives, or how it fails."""
+    try:
+        return act()
+    except (TypeError, ValueError, AttributeError) as error:
+        return type(error), str(error)
+
+
+def _behaviour(kind: Any, arguments: tuple[Any, ...], values: dict[str, Any]) -> list[Any]:
+    """What can be seen of an object of `kind`."""
+    seen = [(one.name, one.kind) for one in inspect.signature(kind).parameters.values()]
+    made = _said(lambda: kind(*arguments, **values))
+    if not isinstance(made, kind):
+        return [*seen, made]
+    again, other = kind(*arguments, **values), dataclasses.replace(made, size_bytes=5)
+    attributes = [one.name for one in dataclasses.fields(kind)]
+    return [
+        *(dataclasses.asdict(one) for one in (made, other, copy.copy(made), copy.deepcopy(made))),
+        repr(made) if "object at" not in repr(made) else None,
+        made == again, made == other, made == 3, made in {again: 0} if kind.__hash__ else _said(lambda: hash(made)),
+        [_said(lambda name=name: setattr(made, name, 4)) for name in attributes],
+        hasattr(made, "__dict__") and _said(lambda: setattr(made, "unknown", 4)),  # slots: the library's own fault
+        _said(lambda: delattr(made, "size_bytes")),
+        hash(made) == hash(tuple(getattr(made, one) for one in attributes[:2])) if kind.__hash__ else None,
+        kind.__match_args__, hasattr(made, "__dict__"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(("arguments", "values"), CALLS)
+def test_objects_behave_as_those_of_the_standard_library(
+    case: Any, arguments: tuple[Any, ...], values: dict[str, Any]
+) -> None:
+    ours, theirs = case(dataclass), case(dataclasses.dataclass)
+    assert _behaviour(ours, arguments, values) == _behaviour(theirs, arguments, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A class that pickle finds by its name."""
+
+    size_bytes: int
+    names: tuple[str, ...] = ()
+
+
+def test_frozen_objects_with_slots_are_pickled() -> None:
+    kept = Kept(3, ("a",))
+    assert pickle.loads(pickle.dumps(kept)) == kept
+
+
+def test_methods_are_compiled_when_first_called() -> None:
+    case = _keyword(dataclass)
+    before = dict(vars(case))
+    assert case(size_bytes=1) == case(size_bytes=1)
+    compiled = {name for name, method in vars(case).items() if method is not before.get(name)}
+    assert compiled == {"__init__", "__eq__"}
