@@ -119,7 +119,10 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
-        notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
+        if model.front_end is not None:
+            notes.append(found(f"this cannot run: {beyond}, which {model.built_class} refuses"))
+        else:
+            notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
     plain = unquantized_expert_bytes(model, setup)
     if plain:
         stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
@@ -139,6 +142,8 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
         )
+    if model.front_end is not None:
+        notes.append(_sound_note(model, setup))
     if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
     if setup.packing and not packs_apart(model, setup.attention):
@@ -157,6 +162,17 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if gpu.vendor == "Apple":
         notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
     return notes
+
+
+def _sound_note(model: ModelSpec, setup: TrainSetup) -> str:
+    """What a sample is, and what the encoder does."""
+    assert model.front_end is not None
+    encoder = "is frozen" if setup.frozen_encoder else "is trained" if setup.method == "full" else "is adapted as asked"
+    text = f"{setup.seq_len_tokens} tokens of text (--seq-len; tokens/s are the text's)"
+    return risk(
+        f"a sample is a clip of sound, padded or cut to {model.front_end.seconds:g} s ({model.encoder_tokens:,} tokens "
+        f"in the encoder, which {encoder}), with {text}"
+    )
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:

@@ -70,6 +70,7 @@ class TrainSetup:
             Axolotl's selective activation checkpointing).
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
+        frozen_encoder: of an encoder-decoder the encoder, convolutions included, does not train (`freeze_encoder`).
         images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
         precomputed_reference: the reference's log-probabilities of all data were computed before the first step.
         hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
@@ -119,6 +120,7 @@ class TrainSetup:
     precomputed_reference: bool = False
     hard_negatives: int = 0
     cached_seqs: int = 0
+    frozen_encoder: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -427,6 +429,7 @@ LATER_FIELDS = (
     "precomputed_reference",
     "hard_negatives",
     "cached_seqs",
+    "frozen_encoder",
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""

@@ -92,6 +92,11 @@ def check(setup: "TrainSetup") -> None:
         _check_context(setup)
     if setup.trained_layers:
         _check_partial(setup)
+    if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
+        raise SetupError(
+            "frozen_encoder belongs to full fine-tuning of all layers",
+            hint="adapters of the decoder alone: --targets with a pattern of its modules' names",
+        )
     if setup.images is not None:
         _check_images(setup)
     if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):

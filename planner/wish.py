@@ -10,6 +10,7 @@ from planner.choices.adapters import ADAPTERS
 from planner.choices.images import with_text
 from planner.choices.objectives import aim_of, seqs_per_sample
 from planner.choices.rollouts import Rollout
+from planner.choices.sound import TEXT_TOKENS
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -102,7 +103,8 @@ class Wish:
 
     def _length(self, model: ModelSpec) -> int:
         """Tokens per sequence where nobody says: the usual length, or room for text beside the pictures."""
-        usual = min(DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN)
+        default = DEFAULT_SEQ_LEN if model.front_end is None else TEXT_TOKENS
+        usual = min(default, model.max_position_embeddings or default)
         if (images := self.fixed.get("images", (None,))[0]) is None:
             return usual
         from planner.models.towers import image_tokens  # late: text alone needs none of it

@@ -94,6 +94,13 @@ class Workload:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if images := self.images:
             self._check_images(images)
+        positions = self.model.max_position_embeddings
+        if self.model.front_end is not None and positions is not None and self.seq_len_tokens > positions:
+            raise UsageError(
+                f"--seq-len is the length of a clip's text: {self.model.model_id} has {positions} positions, got "
+                f"{self.seq_len_tokens}",
+                hint=f"give --seq-len {positions} or less",
+            )
         if not 0 <= self.headroom_bytes < self.memory_bytes:
             raise UsageError(
                 f"headroom must be at least 0 and less than the memory ({self.memory_bytes} bytes), "

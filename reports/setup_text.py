@@ -110,6 +110,7 @@ def setup_words(setup: TrainSetup) -> str:
             f"{setup.loss} loss",
             "reference asked beforehand" if setup.precomputed_reference else "",
             f"{setup.hard_negatives} hard negatives" if setup.hard_negatives else "",
+            "a frozen encoder" if setup.frozen_encoder else "",
             f"gradient cache, {setup.cached_seqs} at once" if setup.cached_seqs else "",
             KERNELS[setup.kernels].words if setup.kernels != "eager" else "",
             "packed" if setup.packing else "",
@@ -206,9 +207,15 @@ def workload_words(workload: Workload) -> str:
     model = clean(workload.model.model_id)
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
+        f"{_of_sound(workload)}{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
         f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
     )
+
+
+def _of_sound(workload: Workload) -> str:
+    """What a sample is beside its text, "" of text alone."""
+    front = workload.model.front_end
+    return "" if front is None else f"clips of {front.seconds:g} s with "
 
 
 def _of_images(workload: Workload) -> str:

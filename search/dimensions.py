@@ -76,6 +76,7 @@ FIXED: dict[str, str] = {
     "objective": "the user's: what the step trains for",
     "rollout": "the user's and the plan's: completions of a prompt, who generates them, how many at once",
     "images": "the user's: pictures of a sample",
+    "frozen_encoder": "the user's: whether the half that hears trains",
     "precomputed_reference": "the user's: no reference in the steps",
     "hard_negatives": "the user's: texts beside each pair of a contrastive batch",
     "cached_seqs": "the plan's: sequences at once under a gradient cache",

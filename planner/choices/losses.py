@@ -35,7 +35,9 @@ class LossShape:
         head_trained: whether the head's weight has a gradient.
         softcap: logits are squashed by a scaled tanh.
         head_cast: autocast copies an fp32 head to 16 bit.
-        upcast: the full loss is computed in fp32; T5's own, where no autocast widens it, is not.
+        upcast: the full loss is computed in fp32; that of an encoder-decoder's own class is not.
+        narrow: of such a class under autocast, which widens what comes between log-softmax and loss alone (PyTorch
+            `cross_entropy_loss` names the type of its log-softmax).
         chunks: into how many pieces the stack cuts the full loss.
         in_place: the stack's own kernel of the full loss writes the gradient over the logits; shifted: over a copy of
             their fp32 form.
@@ -53,6 +55,7 @@ class LossShape:
     softcap: bool
     head_cast: bool
     upcast: bool
+    narrow: bool = False
     chunks: int = 1
     in_place: bool = False
     shifted: bool = False
@@ -150,6 +153,15 @@ class FullLoss(Loss):
                 loss_bytes=logit * elements + beside,
                 backward_bytes=logit * elements + beside,
                 logits_bytes=logit * elements // shape.chunks,
+                kept_bytes=held,
+            )
+        if shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
+            there = 2 * logit + 4
+            behind = max(there + 4 * shape.widened, logit + 8)
+            return LossChain(
+                loss_bytes=there * elements + beside,
+                backward_bytes=behind * elements + beside,
+                logits_bytes=logit * elements,
                 kept_bytes=held,
             )
         return LossChain(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.choices.sound import HALVES_STACK, TEXT_TOKENS
 from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.flags import takes_options
@@ -113,7 +114,9 @@ def _one(
     as_json: bool,
 ) -> None:
     """The setup of the flags."""
-    setup = asked_setup(one.values())
+    usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
+    usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
+    setup = asked_setup({**usual, **one.values()})
     if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
     cluster = cluster_options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)

@@ -181,7 +181,8 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AimOptions:
-    """Settings of single objectives: a reference, what a contrastive batch holds and how much of it runs at once."""
+    """Settings of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an
+    encoder."""
 
     precomputed_reference: Annotated[
         bool | None,
@@ -198,12 +199,18 @@ class AimOptions:
         typer.Option("--cached-seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned."),
     ] = None
 
+    frozen_encoder: Annotated[
+        bool | None,
+        typer.Option("--frozen-encoder", help="Whisper: the half that hears does not train. Default: it does."),
+    ] = None
+
     def of_aim(self) -> dict[str, int | bool]:
         """The fields that were given."""
         given = {
             "precomputed_reference": self.precomputed_reference,
             "hard_negatives": self.hard_negatives,
             "cached_seqs": self.cached_seqs,
+            "frozen_encoder": self.frozen_encoder,
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -77,6 +77,8 @@ def _rows(asked: Wish, card: "GpuSpec", match: str) -> "tuple[list[ModelChoice],
     for name in steps(names, "planning", console(stderr=True)):
         spec = catalogue.load(name)
         assert spec is not None
+        if spec.front_end is not None and not match:  # whose length is another thing: asked for by name
+            continue
         wish = asked.workload(spec, card)
         wishes.append(wish)
         longest = longest_tokens(wish)

@@ -8,6 +8,7 @@ itself (tensor, pipeline) go with several engines: `planner.memory.rank_part` cu
 from functools import cache
 from importlib import import_module
 
+from planner.choices.sound import WITH_SOUND
 from planner.engines.base import Engine
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -51,6 +52,11 @@ def why_not(model: ModelSpec, setup: TrainSetup) -> str:
     """
     if setup.num_gpus == 1:
         return ""
+    if model.front_end is not None and setup.parallel not in WITH_SOUND["parallel"]:
+        return (
+            f"{model.model_type} is planned on one GPU or with ddp: how {setup.parallel} gathers its convolutions and "
+            "an encoder's output that all layers share is not modelled"
+        )
     from planner.engines.splits import context_refuses, pipeline_refuses, tensor_refuses  # one GPU never needs it
 
     refused = engine_of(setup).refuses(model, setup) or context_refuses(model, setup)

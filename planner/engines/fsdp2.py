@@ -172,9 +172,9 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
         weights_held(buffer, groups.layer, "forward"),
         weights_held(name, groups.tail + kept, "loss"),
         weights_held(name, tied + kept, "head"),
-        weights_held(name, tied + max(kept, groups.layer), "first"),
+        weights_held(name, tied + max(kept, groups.layer), "first", "turn"),
         weights_held(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
-        weights_held(buffer, ahead, "head", "first"),
+        weights_held(buffer, ahead, "head", "first", "turn"),
         weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
@@ -321,9 +321,9 @@ def _reducing(
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
         gradients_held(
-            "one matrix's unsharded gradient", size * min(groups.matrix, groups.layer_trained), "first", "last"
+            "one matrix's unsharded gradient", size * min(groups.matrix, groups.layer_trained), "first", "turn", "last"
         ),
-        gradients_held(buffer, groups.tail_trained * size, "first"),
+        gradients_held(buffer, groups.tail_trained * size, "first", "turn"),
         gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
         gradients_held("last gradients being reduced", way.end(halves, unreduced if reduced else 0), "end"),
         gradients_held("all-reduced gradients before the cast", max(0, reduced - unreduced), "last"),

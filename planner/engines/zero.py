@@ -334,7 +334,7 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     return [
         weights_held(name, forward, "gather", "forward"),
         weights_held(name, loss, "loss", "head"),
-        weights_held(name, first, "first"),
+        weights_held(name, first, "first", "turn"),
         weights_held(name, last, "last"),
         weights_held(name, end, "end"),
     ]
@@ -395,12 +395,12 @@ def _gradients_and_copy(
         end = max(end, size * trained.embeddings + bucket)
     found = [
         gradients_held(gradient, size * trained.head, "head"),
-        gradients_held(gradient, size * (waiting + matrix), "first"),
+        gradients_held(gradient, size * (waiting + matrix), "first", "turn"),
         gradients_held(gradient, size * (waiting + matrix), "last"),
         gradients_held(name, copy, "last"),
     ]
     if EARLY_BUCKET * blocks <= model.num_layers:
-        found.append(gradients_held(name, copy, "first"))
+        found.append(gradients_held(name, copy, "first", "turn"))
     if end > bucket:
         return [*found, gradients_held(gradient, end, "end")]
     return [*found, gradients_held(name, bucket, "end")]

@@ -76,7 +76,7 @@ def _spread_band(setup: TrainSetup) -> float:
 
 
 def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
-    if model.is_encoder_decoder:
+    if traits_of(model).position_bias:
         return ENCODER_DECODER_BAND
     if model.model_type in (*ENCODERS, "modernbert"):
         return ENCODER_BAND

@@ -14,6 +14,7 @@ from planner.setup import TrainSetup
 from planner.tools import Tool
 from planner.tools.transformers import ATTENTIONS
 
+SOUND_TRAINER = "Seq2SeqTrainer"
 REMOTE_TYPES = frozenset({"internlm3"})
 """Model types that only the code in their repository builds."""
 
@@ -139,13 +140,17 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return "launch files train adapters alone: add modules_to_save to one yourself"
     if setup.trained_layers:
         return "launch files train all layers: say in one yourself which of them do"
+    if setup.frozen_encoder and (model is None or model.front_end is None):
+        return "only models that hear have an encoder to freeze"
     if setup.quantize_experts and tool != "axolotl":
         return "experts in 4 bits (quantize_experts) are written for Axolotl alone: plan with --target axolotl"
     if model is None:
         return ""
     if setup.quantize_experts and (reason := experts_refusal(model, setup)):
         return reason
-    if model.is_encoder_decoder:
+    if model.front_end is not None and tool != "hf":
+        return f"{model.model_type} turns sound into text: transformers' {SOUND_TRAINER} trains it; use the hf target"
+    if model.is_encoder_decoder and model.front_end is None:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
     causal = model.built_class.endswith(("ForCausalLM", "LMHeadModel"))
     if model.from_tree and not causal and setup.images is None:

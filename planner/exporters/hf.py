@@ -1,7 +1,10 @@
 """A plain script on transformers and peft, for `python` or `accelerate launch`. transformers 5.23, peft 0.21."""
 
-from planner.exporters import accelerate, chat, deepspeed, slurm
+from collections.abc import Iterator, Sequence
+
+from planner.exporters import accelerate, chat, deepspeed, script_sound, slurm
 from planner.exporters.common import (
+    SOUND_TRAINER,
     attention_line,
     batch_lines,
     differing,
@@ -141,7 +144,8 @@ def opening(request: ExportRequest, head: list[str]) -> list[str]:
     parts = [comments(head), "\nimport json\nimport os\n\n"]
     for name, value in environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
-    return [*parts, "\nimport torch\nfrom datasets import load_dataset\n"]
+    audio = "Audio, " * hears(request.model)
+    return [*parts, f"\nimport torch\nfrom datasets import {audio}load_dataset\n"]
 
 
 def imported(request: ExportRequest, *names: str) -> str:
@@ -160,6 +164,8 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
+    if hears(request.model):
+        return "".join([*parts, *_on_sound(request, runs)])
     parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
     if _ulysses(setup):
         parts.append("from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig\n")
@@ -178,8 +184,23 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
     parts.append("\n" + arguments(request, runs))
-    parts.append(_RUN)
+    parts.append(run("Trainer", "tokenizer"))
     return "".join(parts)
+
+
+def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
+    """The script of a model that hears, behind what every script imports."""
+    sound, kind = script_sound, "Seq2SeqTrainingArguments"
+    yield imported(request, sound.AUTO_CLASS, "AutoProcessor", SOUND_TRAINER, kind)
+    yield "\n" + sound.constants(request) + sound.PROCESSOR
+    parts, lines = loading(request)
+    yield "".join(["\n", *parts]) + call("model", f"{sound.AUTO_CLASS}.from_pretrained", lines, first="MODEL")
+    yield sound.after_loading(request)
+    if request.setup.method != "full":
+        yield "\n" + _adapters(request)
+    yield ROWS + "\n" + sound.DATA
+    yield "\n" + arguments(request, runs, kind, sound.argument_lines())
+    yield run(SOUND_TRAINER, "processor", sound.DIVIDES)
 
 
 def constants(request: ExportRequest) -> str:
@@ -203,6 +224,11 @@ def _collator(setup: TrainSetup) -> str:
     if setup.context_degree > 1:
         return CUT
     return PACKED if setup.packing else PADDED
+
+
+def hears(model: ModelSpec | None) -> bool:
+    """Whether samples are clips of sound; peft's own forward of any task asks for text then."""
+    return model is not None and model.front_end is not None
 
 
 def _auto_class(setup: TrainSetup) -> str:
@@ -299,7 +325,7 @@ TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACT
 def adapter_lines(request: ExportRequest) -> list[Line | None]:
     """What peft's configuration of the setup's adapter is given."""
     setup, hyper = request.setup, request.hyper
-    row, task = setup.kind, Line("task_type", TASKS[setup.aim.head])
+    row, task = setup.kind, None if hears(request.model) else Line("task_type", TASKS[setup.aim.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":
@@ -335,8 +361,10 @@ def _norm_names(model: ModelSpec | None) -> list[str]:
     return list(dict.fromkeys(one.name.rpartition(".")[2] for one in tuned_norms(model)))
 
 
-def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments") -> str:
-    """The Trainer's arguments, of the class `kind`, for the setup that runs."""
+def arguments(
+    request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments", more: Sequence[Line | None] = ()
+) -> str:
+    """The Trainer's arguments, of the class `kind`, for the setup that runs, with `more`."""
     hyper = request.hyper
     sharded = accelerate.checkpoints(setup)
     kwargs = checkpointing_kwargs(setup)
@@ -365,6 +393,7 @@ def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingAr
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),
             Line("remove_unused_columns", False),
+            *more,
             *_saving(request, setup),
         ],
     )
@@ -392,8 +421,13 @@ def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:
     return lines
 
 
-_RUN = """
-trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, processing_class=tokenizer)
+def run(trainer: str, processing: str, then: str = "") -> str:
+    """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
+    made = f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows, data_collator=collate, "
+    return f"\n{made}processing_class={processing})\n{then}{_RUN}"
+
+
+_RUN = """\
 counts = {
     "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     "micro_batch_seqs": arguments.per_device_train_batch_size,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from planner.choices.kernels import KERNELS, LIGER_LOSS, kernels_refusal
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.sound import WITH_SOUND, WITH_TWO_HALVES
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
@@ -149,7 +150,7 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     Source: the GPU table (flash-attention 2); bitsandbytes 0.50 (`backends/mps` has no optimizer, `get_paged` needs
     CUDA's managed memory); Triton compiles for NVIDIA cards from compute capability 7.0 on, and for AMD.
     """
-    if reason := attention_refusal(model, setup.attention):
+    if reason := attention_refusal(model, setup.attention) or halves_refusal(model, setup):
         return reason
     if setup.images is not None and setup.attention == "flash-attention-2" and _sees_ahead(model):
         return (
@@ -172,6 +173,18 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return f"{KERNELS[setup.kernels].words} are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
+    return ""
+
+
+def halves_refusal(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no trainer runs this setup of an encoder-decoder, "" where one does or it is none."""
+    if not model.is_encoder_decoder:
+        return "only an encoder-decoder has an encoder to freeze" if setup.frozen_encoder else ""
+    with_it = WITH_SOUND if model.front_end is not None else WITH_TWO_HALVES
+    for name, allowed in with_it.items():
+        if (value := getattr(setup, name)) not in allowed:
+            planned = ", ".join(map(str, allowed))
+            return f"{model.model_type} is not planned with {name} {value!r} (planned: {planned})"
     return ""
 
 

@@ -89,30 +89,32 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     `eager_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
     Shapes: scores [seqs, heads, tokens, keys].
     """
-    tokens, attention = context.tokens, dealt_heads(attention, context.setup)
+    tokens, keys = context.tokens, context.of_length(attention.key_tokens)
+    attention = dealt_heads(attention, context.setup)
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
     if context.kernel == "linear":
         return linear_attention_saved(attention, context.flow, tokens), 0
-    scores = tokens * context.row_tokens
+    scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
         # a single head of keys is repeated by a view
         wide = attention.num_kv_heads not in (1, attention.num_heads) and (
             context.kernel == "efficient" or context.traits.expands_kv
         )
-        kept = query_width + value_width + (query_width + value_width if wide else kv_width)
+        kept = tokens * (query_width + value_width) + keys.tokens * (query_width + value_width if wide else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
         handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
         mask = size * scores if handed else 0
-        return size * tokens * kept + 4 * tokens * attention.num_heads, mask
+        return size * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)
     if context.kernel == "eager":
         wide_size = 4 if context.traits.fp32_scores and not context.flow.autocast else size
-        return tokens * (2 * wide_size * query_width + size * value_width), scores * held.kept
-    return 4 * tokens * (2 * query_width + value_width), scores * held.kept
+        kept = tokens * wide_size * query_width + keys.tokens * (wide_size * query_width + size * value_width)
+        return kept, scores * held.kept
+    return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
 
 
 def attention_held(layer: LayerSpec, context: LayerContext) -> int:
@@ -167,6 +169,8 @@ def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec],
     if traits.position_bias and flow.residual == "fp16":
         # T5 clamps each sum in fp16; the clamp keeps what it was given
         saved.norm += sums * 2 * width
+    if traits.clamps_encoder and flow.residual == "fp16" and layer.cross_attention is None:
+        saved.norm += SIZE_BYTES[flow.residual] * width
     if traits.residual_dropout:
         # masks of one byte after attention(s) and after the MLP
         saved.norm += sums * width
@@ -183,8 +187,11 @@ def _add_attention(
     qkv = context.flow.linear_out(normed)
     saved.norm += sum(norm_saved(norm, context, qkv) for norm in layer.norms if norm.rows_per_token > 1)
     projections = [one for role in ("q", "k", "v", "qkv", "mixer", "other") for one in by_role.get(role, ())]
-    for group in by_input(projections):
-        saved.add("attention", inputs_saved(group, context, normed))
+    cross = layer.cross_attention
+    for group in by_input(projections, apart=cross is not None):
+        there = group[0].of_encoder  # which all layers share
+        rows = context.of_length(cross.key_tokens) if cross is not None and there else context
+        saved.add("attention", inputs_saved(group, rows, normed, kept_elsewhere=there, pinned_elsewhere=there))
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
             kept, scores = attention_saved(attention, context, qkv)
@@ -192,8 +199,10 @@ def _add_attention(
             saved.scores += scores
     saved.attention += _pinned_by_values(layer, context, qkv)
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
-    joined = context.traits.joins_rotated or (layer.attention is not None and layer.attention.rotary_fraction < 1.0)
-    copied = joined and context.kernel == "flash" and "rotary" not in context.fused
+    traits = context.traits
+    in_part = layer.attention is not None and layer.attention.rotary_fraction < 1.0
+    laid_out = in_part or traits.joins_rotated or traits.heads_apart
+    copied = laid_out and context.kernel == "flash" and "rotary" not in context.fused
     exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
     fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):

@@ -1,5 +1,7 @@
 """What the terms of one layer's activations need to know of a setup, and what they add up to."""
 
+from dataclasses import replace
+
 from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import Flow
 from planner.memory.traits import Traits
@@ -30,6 +32,13 @@ class LayerContext:
         """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row."""
         setup = self.setup
         return self.tokens if setup.packing else setup.seq_len_tokens + setup.virtual_tokens
+
+    def of_length(self, tokens: int) -> "LayerContext":
+        """The same for sequences of so many tokens; 0: of their own length."""
+        if not tokens:
+            return self
+        setup = self.setup.trusted_with(seq_len_tokens=tokens)
+        return replace(self, setup=setup, tokens=setup.forward_tokens)
 
     @property
     def trained(self) -> bool:

@@ -5,6 +5,7 @@ is any checkpointing: a walk over the space works it out once for all of those (
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, masked
@@ -26,6 +27,19 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
 from planner.records import dataclass
 from planner.setup import TrainSetup
+
+
+class LayerMoment(NamedTuple):
+    """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
+
+    recomputed: int
+    transient: int
+    dequantized: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.recomputed + self.transient + self.dequantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +86,16 @@ def layer_costs(
         adapted: names of the matrices with adapters, by kind of layer.
     """
     traits, fused = traits_of(model), setup.fused_parts(model.model_type)
-    tokens = setup.forward_tokens
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     found = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
+        own = setup.trusted_with(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
         context = LayerContext(
-            setup=setup,
+            setup=own,
             flow=flow,
             adapted=names,
-            kernel=_kernel(model, layer, gpu, setup, flow),
-            tokens=tokens,
+            kernel=_kernel(model, layer, gpu, own, flow),
+            tokens=own.forward_tokens,
             hidden=model.hidden_size,
             traits=traits,
             stacks=stacks,

@@ -107,9 +107,11 @@ def adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
     return flow.adapter == input_dtype, flow.adapter
 
 
-def by_input(linears: Sequence[LinearSpec]) -> list[list[LinearSpec]]:
-    """Matrices grouped by the width of their input: those of one width share it."""
-    groups: dict[int, list[LinearSpec]] = {}
+def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list[LinearSpec]]:
+    """Matrices grouped by the width of their input: those of one width share it; `apart`: those of one module that do
+    not take the encoder's output, and those that do."""
+    groups: dict[tuple[int, str, bool], list[LinearSpec]] = {}
     for linear in linears:
-        groups.setdefault(linear.in_features, []).append(linear)
+        module = linear.name.rpartition(".")[0] if apart else ""
+        groups.setdefault((linear.in_features, module, linear.of_encoder), []).append(linear)
     return list(groups.values())

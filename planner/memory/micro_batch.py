@@ -12,11 +12,12 @@ from typing import NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.encoder import NO_ENCODER, EncoderBytes, around_the_encoder
 from planner.memory.layer_context import LayerContext
-from planner.memory.layer_costs import LayerCosts, layer_costs
+from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
 from planner.memory.position_bias import position_bias
 from planner.memory.streams import kept_around_the_layers
-from planner.memory.trained import adapted_names, frozen_below, trained_parameters
+from planner.memory.trained import adapted_names, decoder_alone, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
@@ -26,21 +27,10 @@ ON_DEVICE_INPUTS = 2
 """Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""
 
 
-PARTS = ("norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "streams", "bias", "masks")
+PARTS = (
+    "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "streams", "bias", "masks", "sound", "output",
+)  # fmt: skip
 """Of what the layers keep."""
-
-
-class LayerMoment(NamedTuple):
-    """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
-
-    recomputed: int
-    transient: int
-    dequantized: int
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return self.recomputed + self.transient + self.dequantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +84,8 @@ class ActivationParts:
     """With gradients, one after another, before one backward; all that is kept is of all of them."""
     at_first_decoder_layer: int = 0
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
+    encoder: EncoderBytes = NO_ENCODER
+    """Of an encoder-decoder: what of this is the encoder's; `layer_moments` and `forward_temp` are the decoder's."""
     tower: TowerBytes = NO_TOWER
     """Of the pictures (`planner.memory.tower`)."""
     hooked: int = 0
@@ -136,33 +128,82 @@ def activation_parts(
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
+    halves = Halves.of(model, counts, kept)
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
     last = costs[-1]
     biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
     stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
     final_norm = _add_around(stored, model, setup, flow)
     behind = _gone_behind(model, setup, costs, kept)
-    layer_moments = _largest_moments(setup, costs, counts, kept, behind)
+    layer_moments = _largest_moments(setup, costs, *halves.decoder, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
     adapter_casts = 0
     if casts_adapters:
         adapters, adapter_casts = _adapter_casts(model, setup, flow, sum(kept) / max(1, sum(counts)))
         stored["adapters"] += adapters
     casts = _weight_casts(model, setup, flow)
+    encoder = _encoder(stored, model, setup, flow, costs, halves, casts[1]) if model.is_encoder_decoder else NO_ENCODER
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()},
         recomputed=largest.recomputed,
         transient=largest.transient,
         layer_moments=layer_moments,
-        forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
+        forward_temp=_forward_temporaries(setup, costs, *halves.decoder, behind),
         dequantized=max(one.dequantized for one in costs),
         final_norm=forwards * final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_casts,
         forwards=forwards,
         at_first_decoder_layer=biases.at_first_decoder_layer,
+        encoder=encoder,
         hooked=hooked_bytes(model, setup),
     )
+
+
+class Halves(NamedTuple):
+    """Of each kind of layer, how many there are and how many keep their activations, in each half of an
+    encoder-decoder; a decoder alone has no encoder."""
+
+    encoder: tuple[Sequence[int], Sequence[int]]
+    decoder: tuple[Sequence[int], Sequence[int]]
+
+    @classmethod
+    def of(cls, model: ModelSpec, counts: Sequence[int], kept: Sequence[int]) -> "Halves":
+        """Cut where layers begin to look at what the encoder gives."""
+        encodes = [model.is_encoder_decoder and one.cross_attention is None for one in model.layer_kinds]
+
+        def of(nums: Sequence[int], half: bool) -> list[int]:
+            return [num if one is half else 0 for num, one in zip(nums, encodes, strict=True)]
+
+        return cls((of(counts, True), of(kept, True)), (of(counts, False), of(kept, False)))
+
+
+def _encoder(
+    stored: dict[str, int],
+    model: ModelSpec,
+    setup: TrainSetup,
+    flow: Flow,
+    costs: Sequence[LayerCosts],
+    halves: Halves,
+    casts: int,
+) -> EncoderBytes:
+    """What is the encoder's; adds its convolutions and its output to what is stored.
+
+    Args:
+        casts: bytes of autocast's copies that the graph keeps of both halves' weights.
+    """
+    counts, kept = halves.encoder
+    layers = sum(_kept_by_layers(setup, costs, counts, kept, entry_pinned=False).values())
+    weights = [sum(one.num_weights for one in layer.linears) for layer in model.layer_kinds]
+    own, other = (sum(num * one for num, one in zip(half[1], weights, strict=True)) for half in halves)
+    layers += casts * own // max(1, own + other)
+    reached = frozen_below(model, setup) == 0
+    found = around_the_encoder(model, setup, flow, reached=reached)
+    stored["sound"], stored["output"] = found.sound, found.output
+    # with nothing to keep its layers run as checkpointed ones do
+    run = halves.encoder if reached else (_checkpointed(model, 1, 0)[0], [0] * len(costs))
+    forward = _forward_temporaries(setup, costs, *Halves.of(model, *run).encoder, 0)
+    return replace(found, layers=layers, forward=forward, moments=_largest_moments(setup, costs, counts, kept, 0))
 
 
 def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[LayerCosts, ...]:
@@ -341,9 +382,10 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
     batched = traits_of(model).dense_experts and setup.method == "full"
     if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
         return 0, 0
+    copied = decoder_alone(model) if setup.frozen_encoder else model
     copies = 2 * sum(
         num * one.num_weights
-        for layer, num in model.layer_counts
+        for layer, num in copied.layer_counts
         for one in layer.linears
         if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
     )

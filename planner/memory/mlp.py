@@ -143,4 +143,4 @@ def _add_last(
     activated = activation_dtype(mlp.activation, flow, flow.linear_out(normed))
     of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
     saved.add("mlp", of_down)
-    saved.down = of_down.base + of_down.adapters
+    saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again

@@ -2,6 +2,7 @@
 
 from planner.hardware.kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -36,7 +37,7 @@ def position_bias(
     Shapes: [1, heads, tokens, tokens].
     """
     spec = model.layer_kinds[0].attention
-    if not model.is_encoder_decoder or spec is None:
+    if not traits_of(model).position_bias or spec is None:
         return PositionBias()
     scores = spec.num_heads * row_tokens * row_tokens
     bias, zeros = SIZE_BYTES[flow.table], SIZE_BYTES[flow.linear_out(flow.residual)]

@@ -16,13 +16,13 @@ from planner.models.targets import lora_linears
 from planner.records import dataclass
 from planner.setup import TrainSetup
 
-MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "last", "end", "step")
+MOMENTS = ("start", "gather", "forward", "loss", "head", "first", "turn", "last", "end", "step")
 """The moments that can be the peak: the first weights arriving, before any activation; those for the last layer or the
 head arriving; the last layer's forward; the loss; the head's gradient on its way (all activations still there); the
-backward's first and last layer; its end (the embedding's gradient and what is still in buffers, all activations gone);
-and the optimizer step."""
-COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "last")
-BACKWARD = ("head", "first", "last", "end")
+backward's first layer; its turn from an encoder-decoder's decoder to its encoder; its last layer; its end (the
+embedding's gradient and what is still in buffers, all activations gone); and the optimizer step."""
+COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "turn", "last")
+BACKWARD = ("head", "first", "turn", "last", "end")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,28 +160,29 @@ def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
 
 def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:
     """Bytes of the gradients that are kept whole, at the backward's "first" layer, its "last" one (all there but the
-    embedding's and this layer's) and its "end" (the embedding's own, when all activations are gone).
+    embedding's and this layer's), its "end" (the embedding's own, when all activations are gone) and the "turn" to an
+    encoder-decoder's encoder (the decoder's).
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along (not counted here), and a new one only until
-    it is added. With checkpointing an encoder-decoder is at its first decoder layer when its position biases meet their
-    gradients: the decoder's gradients are there.
+    it is added.
     """
     size = trained.outer_bytes
     # of several forwards autograd adds up a weight's gradients before it gives them to the weight
     if setup.live_forwards > 1:
         whole = trained.size_bytes
-        return {"first": 0, "last": whole, "end": whole + trained.embeddings * size}
+        return {"first": 0, "turn": 0, "last": whole, "end": whole + trained.embeddings * size}
     head = 0 if accumulated else trained.head * size
     largest = trained.embeddings * size
+    if model.front_end is not None:
+        return _of_a_decoders_table(model, setup, trained, accumulated=accumulated)
     # the head's, which waits for the embedding's; copies of a tied pair are two
     half = trained.head * size if model.tied and setup.method == "full" else 0
-    first = head
+    first = turn = head
     if accumulated:
         last = half
     else:
-        if model.is_encoder_decoder and setup.checkpointing:
-            first += int(decoder_share(model) * max(0, trained.size_bytes - head))
+        turn += int(decoder_share(model) * max(0, trained.size_bytes - head))
         others = trained.size_bytes - (0 if half >= largest else largest)
         last = max(0, others - (others - head) // max(1, model.num_layers))
     # beside the gradients kept: the other half of a tied one, their sum, and a new one about to be accumulated, of the
@@ -189,7 +190,21 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
     more = half * (1 + int(halves_stay_apart(model, setup)))
     if accumulated:
         more = max(more + half, half + largest)
-    return {"first": first, "last": last, "end": (0 if accumulated else trained.size_bytes) + more}
+    end = (0 if accumulated else trained.size_bytes) + more
+    return {"first": first, "turn": turn, "last": last, "end": end}
+
+
+def _of_a_decoders_table(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:
+    """The same where the tied table is the decoder's alone: its gradient comes before the encoder's, at the "end" of
+    the decoder's backward, and what comes last is a convolution's."""
+    half = trained.head * trained.outer_bytes
+    halves = half * (1 + int(halves_stay_apart(model, setup)))
+    if accumulated:
+        return {"first": half, "turn": 0, "last": 0, "end": halves + half}
+    layers = trained.size_bytes - half
+    decoders = int((1.0 if setup.frozen_encoder else decoder_share(model)) * layers)
+    last = trained.size_bytes - int((1.0 - decoder_share(model)) * layers) // max(1, model.num_encoder_layers)
+    return {"first": half, "turn": half + decoders, "last": last, "end": half + decoders + halves}
 
 
 def decoder_share(model: ModelSpec) -> float:

@@ -15,7 +15,7 @@ from planner.choices.losses import LossChain
 from planner.hardware.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.layer_costs import LayerCosts
+from planner.memory.layer_costs import LayerCosts, LayerMoment
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
 from planner.memory.rank_part import RankPart
@@ -44,6 +44,8 @@ _PART_NAMES = {
     "streams": "residual streams made and joined",
     "bias": "position biases (tokens x tokens)",
     "masks": "attention masks (tokens x tokens)",
+    "sound": "what the convolutions keep",
+    "output": "the encoder's norm and output",
 }
 
 HOOKED = "layer inputs and gradients that FSDP 1's hooks hold"
@@ -86,8 +88,9 @@ def step_parts(
 def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) -> tuple[Moment, ...]:
     """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
 
-    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
-    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes.
+    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between;
+    between an encoder-decoder's halves they do so apart), each at every moment of a layer, or when all activations are
+    gone and the embedding's gradient comes.
 
     Args:
         last: whether the part has the loss.
@@ -119,17 +122,47 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
     if parts.hooked > at_last[2]:
         at_last = ("activations", HOOKED, parts.hooked)
-    at_first = stored
-    if parts.at_first_decoder_layer:
-        at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)
+    if model.is_encoder_decoder:
+        return (*found, *_halves(model, parts, stored))
     for moment in parts.layer_moments:
-        of_layer: tuple[Term, ...] = (
-            ("activations", "one recomputed layer", moment.recomputed),
-            ("workspace", "one layer's gradients of activations", moment.transient),
-            ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
-        )
-        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *seen[:3], *of_layer))]
+        of_layer = _of_layer(moment)
+        found += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen[:3], *of_layer))]
     return (*found, Moment("end", (("activations", left, others),) if others else ()))
+
+
+def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
+    """What one layer's backward makes."""
+    return (
+        ("activations", "one recomputed layer", moment.recomputed),
+        ("workspace", "one layer's gradients of activations", moment.transient),
+        ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
+    )
+
+
+def _halves(model: ModelSpec, parts: ActivationParts, stored: tuple[Term, ...]) -> list[Moment]:
+    """The forward of an encoder and the backward of both halves: at the turn the decoder's activations are gone but for
+    position biases, which meet their gradients at its first layer. A decoder's own table has its gradient then too."""
+    encoder = parts.encoder
+    name = "what is left of the activations"
+    kept: Term = ("activations", name, encoder.layers + encoder.sound)
+    together = parts.stored["bias"] + parts.at_first_decoder_layer
+    biases: Term = ("activations", "position biases and their gradients", together)
+    gradient: Term = ("workspace", "the gradient of the encoder's output", encoder.gradient)
+    running: Term = ("activations", "one layer's forward temporaries", encoder.forward)
+    found = [Moment("forward", (kept, running))]
+    for moment in parts.layer_moments:
+        of_layer = (gradient, *_of_layer(moment))
+        found += [Moment("first", (*stored, *of_layer)), Moment("turn", (kept, biases, *of_layer))]
+        if not encoder.moments:
+            found.append(Moment("last", _of_layer(moment)))
+    share = encoder.layers // max(1, model.num_encoder_layers) + encoder.sound
+    for moment in encoder.moments:
+        found.append(Moment("turn", (kept, *_of_layer(moment))))
+        found.append(Moment("last", (("activations", name, share), *_of_layer(moment))))
+    if model.front_end is None:
+        return [*found, Moment("end", ())]
+    end: Term = ("workspace", "the convolutions' gradients", encoder.end)
+    return [*found, Moment("last", (("activations", name, encoder.sound), end)), Moment("end", (kept, gradient))]
 
 
 def _stored(parts: ActivationParts) -> tuple[Term, ...]:
@@ -148,13 +181,6 @@ def _seen(parts: ActivationParts) -> tuple[Term, ...]:
         ("activations", "between tower and text", parts.tower.behind),
         ("activations", "the tower's outputs", parts.tower.held),
     )
-
-
-def _at_first_decoder_layer(parts: ActivationParts, stored: int) -> int:
-    """Of what is stored, what is left where an encoder-decoder's position biases meet their gradients: the decoder's
-    activations are gone."""
-    biases = parts.stored["bias"]
-    return (stored - biases) // 2 + biases + parts.at_first_decoder_layer
 
 
 def loss_terms(
@@ -364,6 +390,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
         ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
+        ("activations", "sound of the step's clips", steps * parts.encoder.inputs),
         ("activations", "the stage's boundary buffers", boundary),
     ]
 

@@ -55,6 +55,8 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     """
     if setup.trained_layers:
         model = last_layers(model, setup.trained_layers)
+    if setup.frozen_encoder:
+        model = decoder_alone(model)
     if setup.method == "full":
         dtype = "fp32" if setup.widens_trained else setup.weight_dtype
         return _trained_full(model, dtype, setup.by.wide_embedding_states, setup.images is not None)
@@ -95,9 +97,36 @@ def last_layers(model: ModelSpec, num: int) -> ModelSpec:
 def frozen_below(model: ModelSpec, setup: TrainSetup) -> int:
     """Layers below the first that trains, which keep nothing for the backward: it ends above them. With checkpointing
     adapters make the embeddings ask for gradients (`enable_input_require_grads`), and it goes through all layers."""
+    if model.is_encoder_decoder and not _reaches_encoder(model, setup):
+        return model.num_encoder_layers
     if not setup.trained_layers or (setup.method != "full" and setup.checkpointing):
         return 0
     return max(0, model.num_layers - setup.trained_layers)
+
+
+def _reaches_encoder(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether the backward goes into an encoder-decoder's encoder."""
+    if setup.method == "full" or setup.checkpointing or not setup.kind.adapts_matrices:
+        return not setup.frozen_encoder
+    names = adapted_names(model, setup.lora_targets)
+    kinds = zip(model.layer_kinds, names, strict=True)
+    return any(adapted for layer, adapted in kinds if layer.cross_attention is None)
+
+
+@lru_cache(maxsize=64)
+def decoder_alone(model: ModelSpec) -> ModelSpec:
+    """What trains where the encoder is frozen (transformers 5.23 `freeze_encoder`): convolutions, its layers, its norm
+    and its table are not there."""
+    kinds = [layer for layer in model.layer_kinds if layer.cross_attention is not None]
+    first = model.layer_kinds.index(kinds[0])
+    return replace(
+        model,
+        layer_kinds=tuple(kinds),
+        layer_order=tuple(kind - first for kind in model.layer_order[model.num_encoder_layers :]),
+        outer_norms=model.outer_norms[1:],
+        num_outer_other_params=0,
+        embeddings=tuple(one for one in model.embeddings if not one.frozen),
+    )
 
 
 def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Trained:
@@ -145,7 +174,7 @@ def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -
         one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
     ]
     return Trained(
-        num=model.num_params - idle,
+        num=model.num_params - idle - sum(table.num_params for table in model.embeddings if table.frozen),
         dtype=dtype,
         edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
         largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),

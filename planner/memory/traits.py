@@ -31,10 +31,14 @@ POST_NORM = frozenset({"olmo2", "olmo3"})
 """Types whose norms follow attention and MLP: the projections' input is the residual itself."""
 FP32_SCORES = frozenset({"gptj", "gpt_neo"})
 """Types whose own attention multiplies queries and keys in fp32."""
-PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5"})
+PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5", "whisper"})
 """Types whose eager softmax stays in its input's type, where others ask for fp32."""
 POSITION_BIAS = frozenset({"t5"})
 """Types that add a learned matrix of positions to their scores, and drop out inside their MLP."""
+HEADS_APART = frozenset({"whisper"})
+"""Types that lay out queries, keys and values head by head, so that SDPA's output is copied for what follows."""
+CLAMPS_ENCODER = frozenset({"whisper"})
+"""Types whose encoder's layers clamp what they give in fp16, and keep what was clamped."""
 FP32_DOWN = frozenset({"t5"})
 """Types whose MLP's last matrix stays fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`)."""
 MASK_BUFFERS = frozenset({"gpt_neo"})
@@ -87,6 +91,8 @@ class Traits:
     residual_dropout: bool
     expands_kv: bool
     joins_rotated: bool
+    heads_apart: bool
+    clamps_encoder: bool
     hands_on_weights: bool
     holds_probabilities: bool
     """Whether an eager layer holds the dropped probabilities to its end: under autocast fp32, beside what is kept."""
@@ -135,6 +141,8 @@ def _read_traits(model: ModelSpec) -> Traits:
         residual_dropout=residual_dropout,
         expands_kv=kind in EXPANDS_KV,
         joins_rotated=kind in JOINS_ROTATED,
+        heads_apart=kind in HEADS_APART,
+        clamps_encoder=kind in CLAMPS_ENCODER,
         hands_on_weights=kind in HANDS_ON_WEIGHTS,
         holds_probabilities=kind in ENCODERS and attention_dropout,
         dense_experts=kind in DENSE_EXPERTS,

@@ -184,7 +184,8 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     if context.setup.adapter != "lora" and context.adapted:
         adapted = [one for one in layer.linears if one.name in context.adapted]
         mlp += gradient_bytes(adapted, context.setup, flow)
-    norm = (2 * size if "norm" in context.fused else 3 * 4) * context.hidden
+    plain = context.traits.norm == "layer" and not flow.autocast  # one kernel in the stream's own type
+    norm = (2 * size if "norm" in context.fused else 3 * (SIZE_BYTES[flow.residual] if plain else 4)) * context.hidden
     attention = exchange = 0
     if layer.attention is not None:
         spec = layer.attention

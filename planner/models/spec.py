@@ -38,6 +38,7 @@ class LinearSpec:
         num_active: through how many of them each token passes (top-k experts); equals `num` for dense layers.
         kept: nothing quantizes it: a checkpoint that is published quantized holds it in 16 bits, or its class is a
             child of nn.Linear, which transformers passes over (`integrations/bitsandbytes.py`: `type(module) is`).
+        of_encoder: its input is the encoder's output (keys and values of a cross attention).
     """
 
     name: str
@@ -49,6 +50,7 @@ class LinearSpec:
     num: int = 1
     num_active: int = 1
     kept: bool = False
+    of_encoder: bool = False
 
     @property
     def quantizes(self) -> bool:
@@ -111,6 +113,9 @@ class AttentionSpec:
         softcap: whether logits are soft-capped (eager only; flash kernels take it as an argument).
         sinks: attention sinks (gpt-oss).
         cross: cross attention of an encoder-decoder.
+        causal: whether a query sees no key behind its own place.
+        key_tokens: so many keys whatever the sequence's length (a cross attention's, of a fixed encoder); 0: as many as
+            queries.
         sees_ahead: the tokens of one picture attend to each other both ways, which takes a mask (Gemma 3).
         padded: sequences are padded behind a mask (Gemma 4's tower).
     """
@@ -126,6 +131,8 @@ class AttentionSpec:
     softcap: bool = False
     sinks: bool = False
     cross: bool = False
+    causal: bool = True
+    key_tokens: int = 0
     sees_ahead: bool = False
     padded: bool = False
 
@@ -153,6 +160,8 @@ class LayerSpec:
             path.index.name. For an idle part that is no list, the part's own name.
         num_other_params: parameters in neither linears nor norms (a convolution, scales, attention sinks, a relative
             position table).
+        fixed_tokens: so many tokens of every sequence pass through it, whatever the text's length (Whisper's encoder);
+            0: the text's.
     """
 
     kind: str
@@ -164,6 +173,7 @@ class LayerSpec:
     parallel_residual: bool = False
     num_other_params: int = 0
     path: str = "model.layers"
+    fixed_tokens: int = 0
 
     @property
     def num_params(self) -> int:
@@ -177,16 +187,43 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingSpec:
-    """One lookup table [num_rows, dim]."""
+    """One lookup table [num_rows, dim]; `frozen`: its class never trains it (Whisper's sinusoids)."""
 
     name: str
     num_rows: int
     dim: int
+    frozen: bool = False
 
     @property
     def num_params(self) -> int:
         """Elements of the table."""
         return self.num_rows * self.dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontEnd:
+    """Two convolutions of kernel 3 around GELUs that make an encoder's input of sound (Whisper): the second halves the
+    frames.
+
+    Attributes:
+        mel_bins: numbers of a frame.
+        frames: of a clip, which is padded or cut to them.
+        path: dotted name of the module that holds conv1 and conv2.
+    """
+
+    mel_bins: int
+    frames: int
+    path: str
+
+    @property
+    def seconds(self) -> float:
+        """Of a clip: a frame is taken every 160 samples of 16,000 a second (`WhisperFeatureExtractor`)."""
+        return self.frames / 100
+
+    @property
+    def input_elements(self) -> int:
+        """Numbers of one clip as the feature extractor gives it."""
+        return self.mel_bins * self.frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +245,8 @@ class ModelSpec:
         num_idle_other_params: the rest of such towers.
         logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
         attentions: the attention implementations that transformers' class supports.
-        is_encoder_decoder: T5 family.
+        is_encoder_decoder: T5, Whisper.
+        front_end: the convolutions before the first layer of what hears; None: it reads text.
         from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.
@@ -232,6 +270,7 @@ class ModelSpec:
     num_idle_other_params: int = 0
     logit_softcap: bool = False
     is_encoder_decoder: bool = False
+    front_end: FrontEnd | None = None
     attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
     from_tree: bool = False
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
@@ -271,6 +310,18 @@ class ModelSpec:
         return tuple(zip(self.layer_kinds, counts, strict=True))
 
     @cached_property
+    def num_encoder_layers(self) -> int:
+        """Of an encoder-decoder: the layers before the first that looks at what others gave."""
+        if not self.is_encoder_decoder:
+            return 0
+        return sum(num for layer, num in self.layer_counts if layer.cross_attention is None)
+
+    @cached_property
+    def encoder_tokens(self) -> int:
+        """Tokens of every sequence in an encoder of fixed length; 0: there is none."""
+        return max((layer.fixed_tokens for layer in self.layer_kinds), default=0)
+
+    @cached_property
     def num_embedding_params(self) -> int:
         """Parameters of all lookup tables (a tied head is in here)."""
         return sum(table.num_params for table in self.embeddings)
@@ -286,7 +337,7 @@ class ModelSpec:
     def num_params(self) -> int:
         """Unique parameters of the module tree, a tied head counted once.
 
-        Measured: equals the built module tree for all 165 catalogue models (tests/planner/test_models.py).
+        Measured: equals the built module tree for all 180 catalogue models (tests/planner/test_models.py).
         """
         total = self.num_embedding_params + self.num_head_params + self.num_outer_other_params
         if self.tied and self.head is not None:

@@ -19,6 +19,7 @@ from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.packages import PACKAGED
 from planner.choices.precisions import PRECISIONS, precision_of
 from planner.choices.rollouts import GENERATORS, Rollout
+from planner.choices.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.choices.stacks import DEFAULT as DEFAULT_STACK
 from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import missing_kernels, supported_attentions
@@ -63,7 +64,10 @@ def dimension_values(workload: Workload) -> Values:
     for name, allowed in workload.fixed.items():
         values[name] = tuple(allowed)
     if workload.images is not None:
-        _keep_for_images(values, workload)
+        _keep_allowed(values, workload, WITH_IMAGES, "images are")
+    if workload.model.is_encoder_decoder:
+        hears = workload.model.front_end is not None
+        _keep_allowed(values, workload, WITH_SOUND if hears else WITH_TWO_HALVES, f"{workload.model.model_type} is")
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)
@@ -104,13 +108,14 @@ def _open_values(workload: Workload) -> Values:
     return values
 
 
-def _keep_for_images(values: Values, workload: Workload) -> None:
-    for name, allowed in WITH_IMAGES.items():
+def _keep_allowed(values: Values, workload: Workload, with_it: Mapping[str, tuple[object, ...]], what: str) -> None:
+    """Of every dimension the values that go with what is trained; `what`: it, for people."""
+    for name, allowed in with_it.items():
         if name in values:
             values[name] = tuple(value for value in values[name] if value in allowed)
             if not values[name]:
                 raise UsageError(
-                    f"images are not planned with {name} {', '.join(map(str, workload.fixed[name]))}",
+                    f"{what} not planned with {name} {', '.join(map(str, workload.fixed[name]))}",
                     hint=f"planned: {', '.join(map(str, allowed))}",
                 )
 
@@ -165,7 +170,10 @@ def _keep_for_experts(values: Values, workload: Workload) -> None:
 
 def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     """Of one dimension the values that have kernels for this model on this GPU."""
-    usual = {"attention": supported_attentions(workload.model, workload.gpu)[0], "images": workload.images}
+    usual = {
+        "attention": supported_attentions(workload.model, workload.gpu)[0],
+        "images": workload.images,
+    }
     tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
     missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}
     values[name] = tuple(value for value in values[name] if not missing[value])
@@ -252,13 +260,16 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
     """What all branches of a method share."""
     name = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
     objective = OBJECTIVES[name]
-    usual = {"lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False}
+    usual = {
+        "lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False,
+        "frozen_encoder": False,
+    }  # fmt: skip
     return {
         **{one: values.get(one, (default,))[0] for one, default in usual.items()},
         "seq_len_tokens": workload.seq_len_tokens,
         "packing": bool(values.get("packing", (objective.packed,))[0]),
         "objective": name,
-        "stack": objective.stack(DEFAULT_STACK),
+        "stack": HALVES_STACK if workload.model.is_encoder_decoder else objective.stack(DEFAULT_STACK),
         "loss": "full" if objective.supervised else values["loss"][0],
         "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
         "checkpointing": 0 if values["checkpointing"] == (0,) else 1,

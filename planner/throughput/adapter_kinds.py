@@ -59,7 +59,7 @@ def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
             modules=0,
         )
     kind_linears(model, kind, setup.lora_targets)  # refuses stacked experts
-    linears, _, modules = adapted_linears(model, setup.lora_targets)
+    linears, _, modules, _ = adapted_linears(model, setup.lora_targets)
     added = _added(linears, setup, flow)
     lora = _NOTHING
     if kind in ("dora", "adalora"):

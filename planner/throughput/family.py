@@ -164,7 +164,8 @@ class Family:
         cached = tokens / speed.cache_gain(tokens)
         layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")
         again_token, again_seq, again_micro, again = self._recompute
-        above = 1.0 - frozen_below(speed.model, setup) / max(1, speed.inv.num_layers)
+        below = max(0, frozen_below(speed.model, setup) - speed.inv.num_apart)
+        above = 1.0 - below / max(1, speed.inv.num_layers)
         again *= above
         matmul = layers.forward + above * layers.input_gradient
         if setup.method == "full":
@@ -241,9 +242,10 @@ class _Trained(NamedTuple):
 def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
     if setup.method == "full":
         inv = speed.inv
-        num = trained_parameters(speed.model, setup).num if setup.trained_layers else inv.num_params
+        part = setup.trained_layers or setup.frozen_encoder
+        num = trained_parameters(speed.model, setup).num if part else inv.num_params
         return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
-    constants = speed.constants
+    constants, apart = speed.constants, 0
     bytes_left = constants.compile_bytes if setup.compiled else 1.0
     per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
     thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
@@ -252,7 +254,7 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
         constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.modules
     else:
-        moved, edges, per_rank, calls = speed.adapters(setup, flow)
+        moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
         thin, passes, constant = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0
         params, tensors = per_rank * setup.lora_rank, 2 * calls
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
@@ -266,7 +268,7 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         forward_micro_s=moved.forward_kernels * gap + constant,
         forward_kernels=moved.forward_kernels,
         backward_kernels=moved.backward_kernels,
-        calls=calls,
+        calls=calls - apart,
     )
 
 

@@ -41,6 +41,7 @@ class Inventory:
         mixer_width: elementwise stand-in of linear attention.
         composed_width: elements of activations that are single operations in Python, `num_composed` modules.
         dropout_width: elements that the model's own dropouts mask while training, `num_dropouts` of them.
+        num_apart: layers of a length of their own, which nothing here counts but `num_params` and `num_tensors`.
         num_experts_run: expert modules in all layers (loops over experts launch kernels for each).
         num_tensors: parameter tensors of the whole model.
     """
@@ -51,6 +52,7 @@ class Inventory:
     head_trained_apart: bool
     attentions: tuple[tuple[AttentionSpec, int], ...]
     num_layers: int
+    num_apart: int
     hidden_size: int
     num_params: int
     num_tensors: int
@@ -86,16 +88,22 @@ class _Tally:
         self.merged: dict[tuple[LinearSpec, bool], int] = {}
         self.attentions: dict[AttentionSpec, int] = {}
         self.width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
-        names = ("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed")
+        names = ("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed", "apart")
         self.num = dict.fromkeys(names, 0)
 
     def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int, *, is_first: bool) -> None:
         """So many equal layers."""
+        self.num["tensors"] += repeats * sum(_tensors(one) for one in layer.linears)
+        if layer.fixed_tokens:  # `planner.throughput.encoder`
+            self.num["apart"] += repeats
+            self.num["tensors"] += 2 * repeats * len(layer.norms)
+            return
+        cross = layer.cross_attention
         for linear in layer.linears:
+            if linear.of_encoder and cross is not None and cross.key_tokens:
+                continue
             key = (linear, is_first and linear.role in _QUERY_ROLES)
             self.merged[key] = self.merged.get(key, 0) + repeats
-            tensors = (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
-            self.num["tensors"] += repeats * tensors
         for norm in layer.norms:
             self.width[norm.kind] += repeats * norm.size * norm.rows_per_token
             self.num[norm.kind] += repeats
@@ -139,6 +147,11 @@ class _Tally:
         )
 
 
+def _tensors(linear: LinearSpec) -> int:
+    """Parameter tensors of a matrix and its copies."""
+    return (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
+
+
 def _count(model: ModelSpec) -> Inventory:
     tally = _Tally()
     first = model.layer_kinds[model.layer_order[0]] if model.layer_order else None
@@ -148,15 +161,17 @@ def _count(model: ModelSpec) -> Inventory:
     for norm in model.outer_norms:
         width[norm.kind] += norm.size * norm.rows_per_token
         num[norm.kind] += 1
+    num_layers = model.num_layers - num["apart"]
     # after attention, cross-attention and MLP, and of the embeddings
-    dropouts = 2 * model.num_layers + num["crossed"] + 1 if traits_of(model).residual_dropout else 0
+    dropouts = 2 * num_layers + num["crossed"] + 1 if traits_of(model).residual_dropout else 0
     return Inventory(
         groups=tally.groups(),
         outer=model.outer_linears,
         head=model.head,
         head_trained_apart=not model.tied,
         attentions=tuple(tally.attentions.items()),
-        num_layers=model.num_layers,
+        num_layers=num_layers,
+        num_apart=num["apart"],
         hidden_size=model.hidden_size,
         num_params=model.num_params,
         num_tensors=num["tensors"] + num["rms"] + 2 * num["layer"] + len(model.embeddings) + 1,
@@ -166,7 +181,7 @@ def _count(model: ModelSpec) -> Inventory:
         num_layer_norms=num["layer"],
         rotary_width=width["rotary"],
         num_rotary=num["rotary"],
-        residual_width=2 * model.hidden_size * model.num_layers,
+        residual_width=2 * model.hidden_size * num_layers,
         gated_width=width["gated"],
         plain_width=width["plain"],
         routed_width=width["routed"],

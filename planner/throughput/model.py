@@ -82,7 +82,9 @@ def int8_bytes(linear: LinearSpec, dtype: str) -> float:
 
 
 def attended_pairs(spec: AttentionSpec, seq: int) -> float:
-    """Pairs of a query and a key in one causal sequence, within the layer's window."""
+    """Pairs of a query and a key in one sequence, within the layer's window; half of all where it is causal."""
+    if not spec.causal:
+        return float(seq) * (spec.key_tokens or seq)
     window = spec.window_tokens
     return float(seq) * seq / 2 if window is None or window >= seq else seq * window - window * window / 2.0
 
@@ -106,7 +108,7 @@ class SpeedModel:
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
         self._traffic: dict[tuple[Flow, bool, str, bool], Moved] = {}
-        self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
+        self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     @property
@@ -223,16 +225,17 @@ class SpeedModel:
             )
         return found
 
-    def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
-        """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, and modules."""
+    def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int, int]:
+        """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, modules, and those of
+        them that run at another length than the text."""
         fused = self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
         key = (setup.lora_targets, flow, setup.lora_dropout > 0, fused)
         found = self._adapters.get(key)
         if found is None:
-            linears, params, modules = adapted_linears(self.model, setup.lora_targets)
+            linears, params, modules, apart = adapted_linears(self.model, setup.lora_targets)
             moved = adapter_traffic(linears, flow, dropout=setup.lora_dropout > 0, fused=fused)
             edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
-            found = self._adapters[key] = (moved, edges, float(params), modules)
+            found = self._adapters[key] = (moved, edges, float(params), modules, apart)
         return found
 
     def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
@@ -268,7 +271,7 @@ class SpeedModel:
         kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
         pairs = attended_pairs(spec, setup.seq_len_tokens)
         each = 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)
-        full = float(setup.seq_len_tokens) ** 2
+        full = float(setup.seq_len_tokens) * (spec.key_tokens or setup.seq_len_tokens)
         if kernel not in ("flash", "efficient"):
             product_s = each * full / (0.7 * self.rates.matmul[dtype])
             ahead, back = self._score_bytes(setup, flow, kernel)

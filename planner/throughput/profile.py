@@ -11,6 +11,7 @@ from planner.throughput.rollout import Generation
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 
 if TYPE_CHECKING:
+    from planner.throughput.encoder import EncoderTime
     from planner.throughput.tower import TowerTime
 
 GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
@@ -30,6 +31,7 @@ class ThroughputProfile:
 
     __slots__ = (
         "_add_s",
+        "_beside",
         "_family",
         "_generation",
         "_head_dtype",
@@ -38,7 +40,6 @@ class ThroughputProfile:
         "_speed",
         "_step_s",
         "_times",
-        "_tower",
         "_trainer_s",
     )
 
@@ -52,7 +53,7 @@ class ThroughputProfile:
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )
-        self._tower = _tower_time(speed, setup) if setup.images is not None else None
+        self._beside = _time_beside(speed, setup)
         self._generation = Generation(speed, self._family, setup) if setup.aim.rolls_out else None
         trained_bytes = self._family.trained_params * self._family.trained_bytes
         self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
@@ -65,16 +66,16 @@ class ThroughputProfile:
         return self._family
 
     @property
-    def tower_host_s(self) -> float:
-        """Host seconds to issue the kernels of a micro-batch's pictures."""
-        return self._tower.host_s if self._tower is not None else 0.0
+    def beside_host_s(self) -> float:
+        """Host seconds to issue the kernels of a micro-batch's pictures or sound."""
+        return self._beside.host_s if self._beside is not None else 0.0
 
     def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
         parts = self._family.parts(micro_batch_seqs)
         parts["loss"] = self._loss_s(micro_batch_seqs)
-        if self._tower is not None:
-            parts["tower"] = self._tower.seconds(micro_batch_seqs)
+        if self._beside is not None:
+            parts[self._beside.name] = self._beside.seconds(micro_batch_seqs)
         return parts
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
@@ -101,7 +102,7 @@ class ThroughputProfile:
             micro = times.get(samples)
             if micro is None:
                 busy = self._family.busy_s(samples) + self._loss_s(samples)
-                busy += self._tower.seconds(samples) if self._tower is not None else 0.0
+                busy += self._beside.seconds(samples) if self._beside is not None else 0.0
                 micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
             found.append(steps * micro + (steps - 1) * add_s + step_s)
         if self._generation is not None:
@@ -128,7 +129,7 @@ class ThroughputProfile:
     def _with_host(self, busy: float, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.power, self._family.host_s
-        host += self.tower_host_s
+        host += self.beside_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def _trainer_micro_s(self) -> float:
@@ -146,6 +147,8 @@ class ThroughputProfile:
         if not full and setup.kind.like_lora:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
         needed += setup.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
+        if self._beside is not None:
+            needed += self._beside.flops(micro_batch_seqs, full=full)
         return needed * accumulation_steps
 
     def mfu_fraction(self, flops: float, seconds: float) -> float:
@@ -174,7 +177,8 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        unmeasured = self._family.unmeasured_s(seqs) * steps + generation + parts.get("tower", 0.0)
+        beside = parts[self._beside.name] if self._beside is not None else 0.0
+        unmeasured = self._family.unmeasured_s(seqs) * steps + generation + beside
         if not setup.aim.supervised:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
         unmeasured = unmeasured / total + beyond
@@ -222,7 +226,12 @@ class ThroughputProfile:
                 f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
                 "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
             )
-        if self._tower is not None:
+        if self._speed.model.encoder_tokens:
+            notes.append(
+                "No training run with sound has been compared in speed: the encoder's time is counted from the "
+                "constants of text's layers, without its convolutions; reading sound on the host is not counted."
+            )
+        elif self._beside is not None:
             notes.append(
                 "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
                 "layers, without its projector; reading and resizing pictures on the host is not counted."
@@ -249,7 +258,13 @@ class ThroughputProfile:
         return notes
 
 
-def _tower_time(speed: SpeedModel, setup: TrainSetup) -> "TowerTime":
+def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "TowerTime | EncoderTime | None":
+    if speed.model.encoder_tokens:
+        from planner.throughput.encoder import EncoderTime  # late: text alone needs none of it
+
+        return EncoderTime(speed, setup)
+    if setup.images is None:
+        return None
     from planner.throughput.tower import TowerTime  # late: text alone needs none of it
 
     return TowerTime(speed, setup)

@@ -17,6 +17,8 @@ class TowerTime:
     Measured: no run with pictures; counted from the same constants as the text's layers. Not counted: the projector.
     """
 
+    name = "tower"
+
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         assert setup.images is not None
         tower = tower_of(speed.model, setup.images)
@@ -42,6 +44,10 @@ class TowerTime:
             total += sum(seconds for name, seconds in parts.items() if self._adapts or name != "lora")
             total += parts["attention"]  # both ways, twice the pairs of a text
         return total
+
+    def flops(self, samples: int, *, full: bool) -> float:
+        """Of pictures: not counted among what a step needs."""
+        return 0.0
 
     @property
     def host_s(self) -> float:

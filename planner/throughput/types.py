@@ -17,6 +17,7 @@ PARTS = (
     "dequantization",
     "loss",
     "tower",
+    "encoder",
     "optimizer",
     "paging",
     "host",

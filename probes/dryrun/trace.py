@@ -27,8 +27,8 @@ from probes.stack import (
     wide_parameters,
 )
 from probes.stack.autocast import emulation_installed
+from probes.stack.batch import waiting_inputs
 from probes.stack.build import auto_class, build_reference
-from probes.stack.images import waiting_pixels
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import Mark, Trainer, optimizer_phase
@@ -219,7 +219,7 @@ def _train(
     gradients = _Gradients()
     with tracker:
         batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
-        waiting = waiting_pixels(setup, trainer.inner.config, device, beside=len(batches))
+        waiting = waiting_inputs(setup, trainer.inner.config, device, beside=len(batches))
         again = Again(tracker, model, log) if device == "meta" and spread is None else None
         for _ in range(steps):
             mark = _marker(tracker, model, owners, gradients)

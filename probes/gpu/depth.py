@@ -7,6 +7,7 @@ from typing import Any
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack import bare_model, layer_signatures, load_config, num_layers, period_of, truncated_config
+from probes.stack.configs import unequal_halves
 
 MIN_LAYERS = 2
 """The first and the last layer of a run differ from those between (nothing to recompute after, no gradient before)."""
@@ -38,6 +39,8 @@ def choose_depths(config: Mapping[str, Any], setup: TrainSetup, *, check: bool) 
 
     loaded = load_config(config)
     full = num_layers(loaded)
+    if unequal_halves(loaded):
+        return Depths(full=full, reason="the halves have different numbers of layers: they cannot be cut in pairs")
     signatures = layer_signatures(bare_model(load_config(config), torch.bfloat16, "eager"))
     if loaded.is_encoder_decoder:
         prefix, period = 0, 2

@@ -11,7 +11,7 @@ from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
 from planner.setup import TrainSetup
-from probes.stack.configs import num_layers
+from probes.stack.configs import hears, num_layers
 from probes.stack.quantize import is_router
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,10 +102,12 @@ def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
     return [*layers, *(name for name in names if last and (name == last or name.endswith(f".{last}")))]
 
 
-def _task(config: Any, setup: TrainSetup) -> str:
+def _task(config: Any, setup: TrainSetup) -> str | None:
     """peft's kind of task; of a score it trains the head beside the adapters."""
     if setup.aim.head != "vocabulary":
         return "SEQ_CLS" if setup.aim.head == "score" else "FEATURE_EXTRACTION"
+    if hears(config):
+        return None  # whose forward takes sound: peft's own of that task names input_ids
     return "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
 
 

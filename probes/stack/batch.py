@@ -6,7 +6,9 @@ import torch
 
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from probes.stack.images import image_inputs
+from probes.stack.build import DTYPES
+from probes.stack.configs import hears
+from probes.stack.images import image_inputs, waiting_pixels
 
 SAMPLES_PER_SEQUENCE = 4
 """A packed sequence is filled with this many samples of equal length."""
@@ -41,6 +43,8 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     shape = (1, seqs * tokens) if setup.packing else (seqs, tokens)
     ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)
     labels = ids.clone()
+    if hears(config):
+        return Batch(model_inputs={"input_features": clips(setup, config, device)}, labels=labels)
     if config.is_encoder_decoder:
         mask = torch.ones(shape, dtype=torch.int64, device=device)
         inputs: dict[str, Any] = {"input_ids": ids}
@@ -58,3 +62,24 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     if device.type != "meta":
         inputs["attention_mask"] = mask
     return Batch(model_inputs=inputs, labels=labels, held=(mask,))
+
+
+def clips(setup: TrainSetup, config: Any, device: torch.device | str) -> torch.Tensor:
+    """The sound of a micro-batch, [seqs, mel bins, frames] in fp32; without autocast in the type that the first
+    convolution multiplies.
+
+    Source: transformers 5.23 `WhisperFeatureExtractor` (clips are padded to 30 s), `WhisperEncoder.forward`.
+    """
+    shape = (setup.micro_batch_seqs, int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
+    return torch.ones(shape, dtype=DTYPES[setup.weight_dtype if narrow else "fp32"], device=device)
+
+
+def waiting_inputs(setup: TrainSetup, config: Any, device: torch.device | str, *, beside: int) -> list[torch.Tensor]:
+    """The pixels or the sound of a step's further micro-batches, which lie on the device from its beginning on.
+
+    Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
+    """
+    if hears(config):
+        return [clips(setup, config, device) for _ in range(setup.accumulation_steps - beside)]
+    return waiting_pixels(setup, config, device, beside=beside)

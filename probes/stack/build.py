@@ -14,7 +14,7 @@ from planner.choices.objectives import Head
 from planner.hardware.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
-from probes.stack.configs import load_config, truncated_config
+from probes.stack.configs import hears, load_config, truncated_config
 from probes.stack.kernels import apply_kernels
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
 
@@ -106,6 +106,8 @@ def build_from_config(
                 model.enable_input_require_grads()
         elif setup.trained_layers:
             freeze_others(model, setup)
+        elif setup.frozen_encoder:
+            model.freeze_encoder()
     apply_kernels(model, setup)
     model.train()
     return model
@@ -144,7 +146,7 @@ def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) 
     if head == "score":
         return transformers.AutoModelForSequenceClassification
     if config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM
+        return transformers.AutoModelForSpeechSeq2Seq if hears(config) else transformers.AutoModelForSeq2SeqLM
     causal, eyes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     order = (eyes,) if seeing else (causal, eyes, transformers.AutoModelForMaskedLM)
     return next((auto for auto in order if type(config) in auto._model_mapping), causal)

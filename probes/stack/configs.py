@@ -54,8 +54,23 @@ def num_layers(config: Any) -> int:
     """Layers of the (text) decoder; for an encoder-decoder, of each half together."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
-        return int(config.num_layers) + int(config.num_decoder_layers)
+        return sum(int(getattr(config, name)) for name in _half_fields(config))
     return int(getattr(text, depth_field(text)))
+
+
+def _half_fields(config: Any) -> tuple[str, str]:
+    """The names of the fields that hold the layers of an encoder-decoder's halves."""
+    return ("encoder_layers", "decoder_layers") if hears(config) else ("num_layers", "num_decoder_layers")
+
+
+def unequal_halves(config: Any) -> bool:
+    """Whether an encoder-decoder's halves have different numbers of layers, so that no pairs can be left out."""
+    return bool(config.is_encoder_decoder and len({getattr(config, name) for name in _half_fields(config)}) > 1)
+
+
+def hears(config: Any) -> bool:
+    """Whether the model takes sound (`planner.models.spec.FrontEnd`)."""
+    return bool(config.model_type == "whisper")
 
 
 def truncated_config(config: Any, depth: int) -> Any:
@@ -71,10 +86,10 @@ def truncated_config(config: Any, depth: int) -> Any:
         return config_of_layers(config, range(depth))
     short = copy.deepcopy(config)
     if depth < full:
-        if depth % 2 or config.num_layers != config.num_decoder_layers:
+        if depth % 2:
             raise ValueError("an encoder-decoder is truncated by whole pairs of layers")
-        short.num_layers = depth // 2
-        short.num_decoder_layers = depth // 2
+        for name in _half_fields(config):
+            setattr(short, name, min(depth // 2, getattr(config, name)))
     return short
 
 
@@ -119,7 +134,8 @@ def layers_of(model: Any) -> list[Any]:
 
     base = model
     if model.config.is_encoder_decoder:
-        return [*model.encoder.block, *model.decoder.block]
+        halves = (model.get_encoder(), model.get_decoder())
+        return [layer for half in halves for layer in (half.layers if hears(model.config) else half.block)]
     text = model.config.get_text_config()
     depth = int(getattr(text, depth_field(text)))
     found = [

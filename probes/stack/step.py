@@ -284,7 +284,7 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
             handles.append(layer.register_forward_pre_hook(partial(phases.before, index), prepend=True))
             handles.append(layer.register_forward_hook(partial(phases.after, index), prepend=True))
         backbone = owner_of(inner, layers[-1])
-        first = inner.encoder if inner.config.is_encoder_decoder else backbone
+        first = inner.get_encoder() if inner.config.is_encoder_decoder else backbone
         handles.append(first.register_forward_pre_hook(phases.backbone_starts))
         handles.append(backbone.register_forward_hook(phases.backbone_ends))
     try:

@@ -32,11 +32,12 @@ def kind_of(entry: catalogue.CatalogueEntry) -> str:
 TYPES = {kind_of(entry): entry for entry in reversed(catalogue.entries())}
 """Every kind of model. All models of a kind get the same settings: tests/planner/test_exporters_targets.py."""
 VOCAB, PAD, EOS = 264, 0, 1
-HEADS = ("num_attention_heads", "n_head", "num_heads")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 SMALL = {
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "intermediate_size": 64, "moe_intermediate_size": 32, "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64,
     "d_ff": 64, "shared_expert_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2, "experts_per_token": 2, "n_group": 1,
@@ -89,7 +90,7 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
                 config[tower]["out_hidden_size"] = text["hidden_size"]
     for place in {id(text): text, id(config): config}.values():
         place |= {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "decoder_start_token_id": PAD}
-        if entry.model_type != "t5":
+        if entry.model_type not in ("t5", "whisper"):
             del place["decoder_start_token_id"]
     return config
 

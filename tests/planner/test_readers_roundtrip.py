@@ -104,6 +104,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "accumulation_steps": base.with_(accumulation_steps=2),
         "seq_len_tokens": base.with_(seq_len_tokens=512),
         "packing": base.with_(packing=True),
+        "frozen_encoder": base.with_(method="full", quantization="none", lora_rank=0, frozen_encoder=True),
         "images": base.with_(images=Images(width=336, height=336)),
         "compile": base.with_(compile=True),
         "kernels": base.with_(kernels="liger"),
@@ -125,6 +126,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
         "rollout": base.with_(objective="grpo", accumulation_steps=8),
         "precomputed_reference": base.with_(objective="dpo"),
+        "frozen_encoder": base.with_(method="full", quantization="none", lora_rank=0),
         **dict.fromkeys(("hard_negatives", "cached_seqs"), contrastive),
         **dict.fromkeys(SHARDING, base.with_(num_gpus=4, parallel="fsdp2")),
     }

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
+HALVES = ("encoder_layers", "decoder_layers")
 INITIALISERS = ("kaiming_uniform_", "normal_", "uniform_", "zeros_", "ones_")
 """On meta there is nothing to set, but each is computed."""
 
@@ -28,6 +29,8 @@ def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
     """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
     config = auto_config(given)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if config.model_type == "whisper":
+        auto = transformers.AutoModelForSpeechSeq2Seq
     unset: dict[str, Any] = dict.fromkeys(INITIALISERS, lambda tensor, *_, **__: tensor)
     with torch.device("meta"), mock.patch.multiple(torch.nn.init, **unset):
         return auto.from_config(config)
@@ -37,7 +40,7 @@ def shallow(config: Mapping[str, Any], num_layers: int = 4) -> dict[str, Any]:
     """The same model with fewer layers, its pattern of layers kept at the beginning."""
     small = copy.deepcopy(dict(config))
     text = small.get("text_config", small)
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", *HALVES):
         if name in text:
             text[name] = min(text[name], num_layers)
     if "layer_types" in text:

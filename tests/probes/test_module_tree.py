@@ -66,8 +66,8 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
     "bert": {**SIZES, "intermediate_size": 1536},
 }  # fmt: skip
 """Models with a tower, or that fill masks: their text side is planned, the tower's weights lie idle."""
-NO_TREE = {"t5", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-"""Latent and linear attention, and an encoder-decoder: what their trees do not say, an adapter knows."""
+NO_TREE = {"t5", "whisper", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+"""Latent and linear attention, and encoder-decoders: what their trees do not say, an adapter knows."""
 OTHERWISE = {"bloom", "gptj", "gpt_neo", "gemma3", "gemma4", "llama4"}
 """What the tree does not say of them: activations, windows, position embeddings inside layers, what a tower is."""
 

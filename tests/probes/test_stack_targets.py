@@ -69,7 +69,7 @@ def emitted(model: ModelSpec, target: str) -> str | list[str] | None:
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl"])
 def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) -> None:
-    """165 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
+    """180 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
     differing, refused = [], []
     for entry in catalogue.entries():
         model = load(entry.model_id)
@@ -81,7 +81,7 @@ def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) 
         if chosen(module_names(model), names) != planned:
             differing.append(entry.model_id)
     assert differing == []
-    assert len(refused) <= 30  # encoder-decoders, checkpoints that the tool cannot load, classes it would mistake
+    assert len(refused) <= 45  # encoder-decoders, checkpoints that the tool cannot load, classes it would mistake
 
 
 @pytest.mark.parametrize("model_type", sorted(FIRST_OF_TYPE))

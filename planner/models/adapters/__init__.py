@@ -42,6 +42,7 @@ _OTHERS = {
     "gemma4": "gemma4:build",
     "gemma4_text": "gemma4:build",
     "t5": "t5:build",
+    "whisper": "whisper:build",
 }
 
 _CORE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -85,19 +86,10 @@ def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:
     return llama_like.build if model_type in llama_like.FAMILIES else None
 
 
-HEARING = frozenset({"whisper"})
-"""Types that are fine-tuned on sound, by programs of transformers' `Seq2SeqTrainer` that `plan trace` follows."""
-
-
 def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
     """The spec read off the module tree, where transformers can build one."""
     from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have an adapter
 
-    if model_type in HEARING:
-        raise UnknownModelError(
-            f"model_type {shown(model_type)} turns sound into text: such models are not planned",
-            hint="plan trace --gpu GPU -- python PROGRAM executes your training program and says what memory it takes",
-        )
     for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
         fields.optional_count(name, kind=kind)  # absurd sizes are refused before anything is built
     try:

@@ -47,13 +47,14 @@ def build(fields: Fields) -> ModelSpec:
         last = 2 if decoder else 1
         linears = base.projections("layer.0.SelfAttention")
         if decoder:
-            linears += base.projections("layer.1.EncDecAttention")
+            cross = base.projections("layer.1.EncDecAttention")
+            linears += tuple(replace(one, of_encoder=one.role in ("k", "v")) for one in cross)
         return LayerSpec(
             kind="decoder" if decoder else "encoder",
             linears=linears + base.mlp(f"layer.{last}.DenseReluDense", mixer),
             norms=tuple(norm(f"layer.{index}.layer_norm", base.hidden) for index in range(last + 1)),
-            attention=base.softmax(rotary=False),
-            cross_attention=base.softmax(rotary=False, cross=True) if decoder else None,
+            attention=base.softmax(rotary=False, causal=decoder),
+            cross_attention=base.softmax(rotary=False, cross=True, causal=False) if decoder else None,
             mlp=mixer,
             num_other_params=buckets * base.num_heads if first else 0,
             path="decoder.block" if decoder else "encoder.block",

@@ -1,0 +1,83 @@
+"""Formula against dry run for Whisper: sizes x methods x micro-batch x checkpointing x length of the text.
+
+    python -m benchmarks.sound [MODEL ...]    # one line a case, then median and worst; --write keeps them
+
+The dry run runs transformers' own class on meta tensors. Cases take turns, so that each method meets each of them.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from planner.hardware.gpus import find_gpu
+from planner.memory.model import predict_memory
+from planner.models import catalogue
+from planner.setup import TrainSetup
+from probes.dryrun.api import dry_run_report
+from probes.dryrun.report import DryRunReport
+
+OUT = Path(__file__).parent / "data" / "sound.jsonl"
+MODELS = (
+    "openai/whisper-tiny", "openai/whisper-base", "openai/whisper-small", "openai/whisper-medium",
+    "openai/whisper-large-v2", "openai/whisper-large-v3", "openai/whisper-large-v3-turbo",
+    "distil-whisper/distil-large-v3",
+)  # fmt: skip
+QV = {"lora_targets": ("q_proj", "v_proj"), "lora_rank": 32, "lora_dropout": 0.05}
+FULL = {"method": "full", "lora_rank": 0}
+METHODS: dict[str, dict[str, Any]] = {
+    "full fp16": {**FULL, "precision": "fp16-mixed"},
+    "full bf16, frozen encoder": {**FULL, "precision": "bf16-mixed", "frozen_encoder": True},
+    "full 16 bits": {**FULL, "precision": "bf16-pure", "optimizer": "adamw-8bit"},
+    "lora q, v": {"precision": "fp16-autocast", **QV},
+    "lora all": {},
+    "int8 q, v (PEFT)": {
+        "method": "qlora", "quantization": "int8", "precision": "fp16-autocast", "kbit_fp32_cast": True, **QV,
+    },
+    "qlora all": {"method": "qlora", "quantization": "nf4-double"},
+}  # fmt: skip
+CASES = (
+    ("rtx-4090", 1, 0, 225, 1), ("t4", 8, 1, 225, 1), ("rtx-4090", 16, 1, 48, 2), ("a100-80gb", 4, 0, 448, 2),
+    ("rtx-4090", 4, 2, 128, 4),
+)  # fmt: skip
+"""(card, micro-batch, checkpointing, tokens of text, accumulation)."""
+
+
+def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> TrainSetup:
+    """The setup of one case; a T4 has no bf16."""
+    card, micro, every, tokens, steps = case
+    setup = TrainSetup(**fields, stack="hf", micro_batch_seqs=micro, checkpointing=every).with_(
+        seq_len_tokens=tokens, accumulation_steps=steps
+    )
+    half = {"bf16-mixed": "fp16-mixed", "bf16-autocast": "fp16-autocast"}
+    return setup.with_(precision=half.get(setup.precision, setup.precision)) if card == "t4" else setup
+
+
+def main() -> None:
+    """Prints a row for each case, then the median and the worst of each model and of all."""
+    named = [word for word in sys.argv[1:] if not word.startswith("-")] or MODELS
+    rows, turn = [], 0
+    for name in named:
+        model = catalogue.load(name)
+        assert model is not None, name
+        for method, fields in METHODS.items():
+            case = CASES[turn % len(CASES)]
+            turn += 1
+            gpu, setup = find_gpu(case[0]), setup_of(fields, case)
+            report = dry_run_report(model, gpu, setup)
+            assert isinstance(report, DryRunReport), report
+            formula = predict_memory(model, gpu, setup).peak_allocated_bytes
+            real = report.prediction.peak_allocated_bytes
+            row = {"model": name, "method": method, "case": case, "formula": formula, "dry_run": real}
+            rows.append(row)
+            print(f"{formula / real - 1:+.2%}", json.dumps(row), flush=True)
+    for name in (*named, ""):
+        errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows if row["model"] == name or not name)  # type: ignore[operator]
+        print(f"| {name or 'all'} | {len(errors)} | {statistics.median(errors):.2%} | {errors[-1]:.2%} |")
+    if "--write" in sys.argv:
+        OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
