@@ -1,14 +1,13 @@
 """What stands around the layers of an encoder-decoder's encoder: convolutions over sound, the norm behind it, and its
 output, which the decoder's layers look at."""
 
-from dataclasses import dataclass
-
 from planner.memory.activations import norm_output_dtype, norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerMoment
 from planner.memory.traits import traits_of
 from planner.models.spec import FrontEnd, ModelSpec
+from planner.records import dataclass
 from planner.setup import TrainSetup
 
 
