@@ -40,6 +40,7 @@ class Adapter:
         quantizations: of the base, as peft's code takes them.
         checkpointing: whether peft runs it under gradient checkpointing.
         conv1d: whether peft's class takes GPT-2's Conv1D.
+        returns_input_type: whether an adapted matrix casts its result to its input's type, as a quantized one does.
         merges: whether the trained adapter can be folded into the base, so that serving costs nothing.
         config: peft's configuration class.
         arguments: what is set in it, beside size, targets, alpha, dropout and task.
@@ -60,6 +61,7 @@ class Adapter:
     quantizations: tuple[str, ...] = _ALL
     checkpointing: bool = True
     conv1d: bool = True
+    returns_input_type: bool = False
     merges: bool
     config: str
     arguments: Mapping[str, Any]
@@ -216,6 +218,7 @@ _ROWS = (
         size="rank",
         usual_size=256,
         shapes=_vera,
+        returns_input_type=True,
         merges=True,
         config="VeraConfig",
         arguments={},
@@ -231,6 +234,7 @@ _ROWS = (
         usual_size=32,
         shapes=_oft,
         conv1d=False,
+        returns_input_type=True,
         merges=True,
         config="OFTConfig",
         arguments={"r": 0},

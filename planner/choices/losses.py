@@ -194,14 +194,15 @@ class ChunkedLoss(Loss):
     def memory(self, shape: LossShape) -> LossChain:
         logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
         head = shape.vocab_size * shape.hidden_size
-        tile = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
-        if shape.head_cast:  # the casts of two neighbouring tiles of the head
-            tile += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
+        tile = again = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
+        if shape.head_cast:  # the cast of one tile of the head within its product, of two neighbours in the backward
+            tile += logit * shape.hidden_size * min(shape.vocab_size, TRL_VOCAB_CHUNK)
+            again += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
         gradients = 4 * hidden + (4 * head if shape.head_trained else 0)
         # the head's fp32 gradient is cast to the weight's type at the end, beside the last tile
         cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
         rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
-        return LossChain(loss_bytes=tile + rows, backward_bytes=tile + cast + gradients + 2 * rows)
+        return LossChain(loss_bytes=tile + rows, backward_bytes=again + cast + gradients + 2 * rows)
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
         return Tiling(tokens=min(tokens, TRL_TOKEN_CHUNK), forwards=2, head_traffic_bytes=8.0)

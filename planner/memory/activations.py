@@ -12,7 +12,7 @@ from planner.memory.dtypes import SIZE_BYTES, promote
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.linear_attention import linear_attention_saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
-from planner.memory.mlp import add_mlp
+from planner.memory.mlp import activation_dtype, add_mlp
 from planner.memory.scores import ScoreBytes, eager_scores, math_scores
 from planner.memory.trained import of_tokens
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec
@@ -57,6 +57,13 @@ def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
     return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
 
 
+def norm_behind(layer: LayerSpec) -> NormSpec | None:
+    """The norm that takes what the MLP gives, where there is one."""
+    return next(
+        (norm for norm in layer.norms if norm.name in ("post_feedforward_layernorm", "post_mlp_layernorm")), None
+    )
+
+
 def keeps_stream(norm: NormSpec, context: LayerContext) -> bool:
     """Whether a norm on the residual stream keeps the stream itself, not a copy in another type."""
     if norm_fused(norm, context):
@@ -99,11 +106,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         return linear_attention_saved(attention, context.flow, tokens), 0
     scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
-        # a single head of keys is repeated by a view
-        wide = attention.num_kv_heads not in (1, attention.num_heads) and (
-            context.kernel == "efficient" or context.traits.expands_kv
-        )
-        kept = tokens * (query_width + value_width) + keys.tokens * (query_width + value_width if wide else kv_width)
+        width = query_width + value_width
+        kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
         handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
         mask = size * scores if handed else 0
@@ -115,6 +119,29 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         kept = tokens * wide_size * query_width + keys.tokens * (wide_size * query_width + size * value_width)
         return kept, scores * held.kept
     return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
+
+
+def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
+    """Whether a fused kernel is handed keys and values repeated to all heads; a single head is repeated by a view."""
+    several = attention.num_kv_heads not in (1, attention.num_heads)
+    return several and (context.kernel != "flash" or context.traits.expands_kv)
+
+
+def cached_keys(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes of the keys and values that the cache behind a prefix holds until the forward's outputs are gone, where the
+    attention does not keep the same tensors: repeated to all heads, or cast, it keeps others.
+
+    Source: transformers 5.23 `cache_utils.py` DynamicLayer.update (joins the prefix's and the layer's own).
+    Shapes: [seqs, key heads, prefix + tokens, head].
+    """
+    spec, flow = layer.attention, context.flow
+    if spec is None or context.setup.kind.form != "prefix":
+        return 0
+    made = qkv_dtype(layer, context)
+    same = context.kernel in ("flash", "efficient") and (flow.autocast or made) == made
+    if same and not repeats_keys(spec, context):
+        return 0
+    return SIZE_BYTES[made] * context.key_tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
 
 
 def attention_held(layer: LayerSpec, context: LayerContext) -> int:
@@ -146,15 +173,59 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     for linear in layer.linears:
         by_role.setdefault(linear.role, []).append(linear)
     block_norms = [norm for norm in layer.norms if norm.rows_per_token == 1]
-    normed = norm_output_dtype(block_norms[0], context, flow.residual) if block_norms else flow.residual
+    normed = _normed_dtype(layer, context)
     _add_stream(saved, layer, block_norms, context)
+    saved.norm_stream = saved.norm
     _add_attention(saved, layer, by_role, context, normed)
     before = saved.total
     late_norms = block_norms[1:] if not layer.parallel_residual else []
     saved.late = sum(norm_saved(norm, context, flow.residual) for norm in late_norms)
     add_mlp(saved, layer, by_role, context, normed)
-    saved.late += saved.total - before
+    saved.fed = saved.total - before
+    saved.late += saved.fed
+    if last := norm_behind(layer):
+        saved.behind = norm_saved(last, context, context.flow.residual)
     return saved
+
+
+def not_asked(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """Bytes of (norms, the MLP) that the first layer does not keep where nothing asks for the embeddings' gradient: its
+    first norm, and in a parallel block every norm on the stream, and the MLP up to its first adapted matrix.
+
+    The embeddings ask where checkpointing hooks them, or where something trains before the first layer: towers of
+    pictures
+    do.
+    """
+    setup = context.setup
+    if context.trained or setup.checkpointing or setup.images or setup.kind.form in ("prompt", "rows", "norms"):
+        return 0, 0
+    norms = [norm for norm in layer.norms if norm.rows_per_token == 1 and not context.traits.post_norm]
+    if not layer.parallel_residual:
+        return sum(norm_saved(norm, context, context.flow.residual) for norm in norms[:1]), 0
+    roles = {one.role for one in layer.linears if one.name in context.adapted}
+    if roles & {"gate", "up", "gate_up"}:
+        return saved.norm_stream, 0
+    return saved.norm_stream, saved.mlp if "down" in roles else saved.fed
+
+
+def _normed_dtype(layer: LayerSpec, context: LayerContext) -> str:
+    """Type of what the layer's first matrices take."""
+    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
+    residual = context.flow.residual
+    return residual if first is None else norm_output_dtype(first, context, residual)
+
+
+def qkv_dtype(layer: LayerSpec, context: LayerContext) -> str:
+    """Type of queries, keys and values as their matrices give them."""
+    return context.flow.linear_out(_normed_dtype(layer, context))
+
+
+def input_dtype(linear: LinearSpec, layer: LayerSpec, context: LayerContext) -> str:
+    """Type of what one of the layer's matrices takes."""
+    flow, made = context.flow, qkv_dtype(layer, context)
+    if linear.role == "down" and layer.mlp is not None:
+        return activation_dtype(layer.mlp.activation, flow, made)
+    return flow.autocast or made if linear.role == "o" else _normed_dtype(layer, context)
 
 
 def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec], context: LayerContext) -> None:
@@ -197,7 +268,7 @@ def _add_attention(
             kept, scores = attention_saved(attention, context, qkv)
             saved.attention += kept
             saved.scores += scores
-    saved.attention += _pinned_by_values(layer, context, qkv)
+    saved.attention += _pinned_by_views(layer, context, qkv)
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
     traits = context.traits
     in_part = layer.attention is not None and layer.attention.rotary_fraction < 1.0
@@ -209,18 +280,21 @@ def _add_attention(
         saved.add("attention", inputs_saved([output], context, context.flow.autocast or qkv, kept_elsewhere=fused))
 
 
-def _pinned_by_values(layer: LayerSpec, context: LayerContext, qkv_dtype: str) -> int:
-    """Queries and keys before their rotation, where values are a view into one fused projection: it is kept whole.
+def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
+    """What else a fused projection of type `made` holds where its values are a view into it, which keeps it whole:
+    queries and keys before their rotation. Behind a prefix, with which keys and values are joined anew, the queries are
+    that view where nothing rotates them, and the rest is keys and values.
 
-    Not where the values are copied on the way to the kernel: cast by autocast, repeated to all heads (a single head
-    is repeated by a view), or made one batch of heads for eager attention's product (but in a micro-batch of one).
+    Not where what is viewed is copied on the way to the kernel: cast by autocast, repeated to all heads, or made one
+    batch of heads for eager attention's product (but in a micro-batch of one).
     """
     spec = layer.attention
     fused = [one for one in layer.linears if one.role == "qkv"]
-    if spec is None or not fused or not spec.rotary or context.kernel not in ("flash", "efficient"):
+    if spec is None or not fused or context.kernel not in ("flash", "efficient"):
         return 0
-    repeated = spec.num_kv_heads not in (1, spec.num_heads) and (context.kernel != "flash" or context.traits.expands_kv)
-    cast = context.flow.autocast is not None and SIZE_BYTES[qkv_dtype] == 4
-    if cast or repeated:
+    prefixed = context.setup.kind.form == "prefix"
+    cast = context.flow.autocast is not None and SIZE_BYTES[made] == 4
+    if cast or spec.rotary == prefixed or (repeats_keys(spec, context) and not prefixed):
         return 0
-    return SIZE_BYTES[qkv_dtype] * context.tokens * (fused[0].out_features - spec.num_kv_heads * spec.value_head_dim)
+    viewed = spec.num_heads * spec.head_dim if prefixed else spec.num_kv_heads * spec.value_head_dim
+    return SIZE_BYTES[made] * context.tokens * (fused[0].out_features - viewed)

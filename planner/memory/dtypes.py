@@ -21,7 +21,8 @@ class Flow:
         compute: inputs and outputs of matrix multiplications.
         autocast: the autocast type, None without.
         adapter: LoRA matrices.
-        linear_out: what a base matrix returns, given its input's type (bitsandbytes returns its input's type).
+        quantized: whether the base is.
+        returns_input: whether matrices return their input's type: bitsandbytes', and those of adapters that cast back.
     """
 
     table: str
@@ -30,19 +31,20 @@ class Flow:
     autocast: str | None
     adapter: str
     quantized: bool
+    returns_input: bool
 
     @property
     def attention_input(self) -> str:
         """Data type of queries, keys and values as the attention kernel sees them."""
-        return self.autocast or (self.residual if self.quantized else self.compute)
+        return self.autocast or (self.residual if self.returns_input else self.compute)
 
     def linear_out(self, input_dtype: str) -> str:
         """Data type that a base projection returns.
 
         Source: bitsandbytes 0.50 `Linear4bit.forward` casts to its compute dtype and back to the input's; PyTorch
-        autocast returns its own type.
+        autocast returns its own type; peft 0.21 `tuners/vera/layer.py` and `tuners/oft/layer.py` cast back.
         """
-        if self.quantized:
+        if self.returns_input:
             return input_dtype
         return self.autocast or self.compute
 
@@ -55,6 +57,7 @@ def flow_of(setup: TrainSetup) -> Flow:
 
     Source: peft 0.21 `prepare_model_for_kbit_training`; PyTorch autocast op lists; transformers 5.23 modeling code.
     """
+    casts_back = setup.kind.returns_input_type and setup.lora_targets == "all-linear"
     table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
     return Flow(
         table=table,
@@ -63,4 +66,5 @@ def flow_of(setup: TrainSetup) -> Flow:
         autocast=setup.autocast_dtype,
         adapter=setup.resolved_adapter_dtype,
         quantized=setup.quantized,
+        returns_input=setup.quantized or casts_back,
     )

@@ -41,6 +41,12 @@ class LayerContext:
         return replace(self, setup=setup, tokens=setup.forward_tokens)
 
     @property
+    def key_tokens(self) -> int:
+        """Tokens that have keys and values: those that pass through the layer, and a prefix's."""
+        prefixed = self.setup.kind.form == "prefix"
+        return self.tokens + prefixed * self.setup.micro_batch_seqs * self.setup.virtual_tokens
+
+    @property
     def trained(self) -> bool:
         """Whether the base weights themselves are trained."""
         return self.setup.method == "full"
@@ -81,6 +87,13 @@ class Saved:
     pinned_again: int = 0
     late: int = 0
     """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
+    norm_stream: int = 0
+    """Of all these, what norms of whole tokens keep."""
+    fed: int = 0
+    """Of all these, what the MLP keeps, its norm apart."""
+    behind: int = 0
+    """Of all these, what a norm behind the MLP keeps: gone when the MLP's own backward begins, not there yet when its
+    forward ends."""
     down: int = 0
     """Of all these, what the MLP's last matrix and its adapter keep of their input: gone when the activation's own
     backward begins."""

@@ -9,16 +9,18 @@ from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import attention_held, keeps_stream, layer_saved
+from planner.memory.activations import attention_held, cached_keys, keeps_stream, layer_saved, not_asked
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
 from planner.memory.streams import kept_in_a_layer
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
+    at_last_matrix,
     backward_transient,
     constant_transients,
     forward_transient,
+    held_probabilities,
     magnitude_moment,
     merged_stacks,
 )
@@ -51,10 +53,13 @@ class LayerCosts:
         entry: a checkpointed layer's input; `entry_again`: of it, what the layer's first norm keeps, which is the same.
         held: what selective checkpointing keeps of it.
         forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
-        beside: in a forward that keeps everything: DoRA's largest norm and its copies, probabilities held to the end.
+        beside: in a forward that keeps everything: DoRA's largest norm and its copies, probabilities held to the end,
+            what stands beside the last matrix's adapter.
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
         mask: the attention's mask, which layers of one window share.
+        not_asked: of norms and MLP, what the first layer does not keep.
+        cached: keys and values that a prefix's cache holds until the forward ends.
     """
 
     saved: Saved
@@ -67,6 +72,8 @@ class LayerCosts:
     moments: tuple[tuple[int, int], ...]
     dequantized: int
     mask: int
+    not_asked: tuple[int, int]
+    cached: int
     row_tokens: int
     kernel: Kernel
 
@@ -113,11 +120,11 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     if layer.attention is not None:
         each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention, masks_packed=traits.masks_packed))
         mask = each * tokens * context.row_tokens
-        if traits.holds_probabilities and context.kernel == "eager" and flow.autocast:
-            numbers = layer.attention.num_heads * context.row_tokens + 4 * context.hidden  # and norms, dropped outputs
-            beside = SIZE_BYTES["fp32"] * tokens * numbers
+        if held := held_probabilities(layer, context):
+            beside = tokens * (held + SIZE_BYTES["fp32"] * 4 * context.hidden)  # and norms, dropped outputs
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
         beside = sum(magnitude_moment(layer, context, graph=True))
+    beside = max(beside, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
         dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
     return LayerCosts(
@@ -131,6 +138,8 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
         moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,
+        not_asked=not_asked(layer, context, saved),
+        cached=cached_keys(layer, context),
         row_tokens=context.row_tokens,
         kernel=context.kernel,
     )

@@ -107,6 +107,12 @@ def adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
     return flow.adapter == input_dtype, flow.adapter
 
 
+def handed_on(flow: Flow, input_dtype: str) -> str:
+    """Type in which an adapter is handed its matrix's input: cast to its own, but by bitsandbytes' layers under
+    autocast."""
+    return input_dtype if flow.quantized and flow.autocast else flow.adapter
+
+
 def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list[LinearSpec]]:
     """Matrices grouped by the width of their input: those of one width share it; `apart`: those of one module that do
     not take the encoder's output, and those that do."""

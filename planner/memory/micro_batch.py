@@ -88,6 +88,10 @@ class ActivationParts:
     """Of an encoder-decoder: what of this is the encoder's; `layer_moments` and `forward_temp` are the decoder's."""
     tower: TowerBytes = NO_TOWER
     """Of the pictures (`planner.memory.tower`)."""
+    key_cache: int = 0
+    """Keys and values behind a prefix that only their cache holds, until the forward's outputs are gone."""
+    with_rows: int = 0
+    """At the forward's beginning, alone: a copy of the embedding with its trained rows, its output, and that scaled."""
     hooked: int = 0
     """At the backward's end, in place of what is left of what is stored: `hooked_bytes`."""
 
@@ -96,16 +100,21 @@ class ActivationParts:
         """What autocast keeps until the forward ends, beyond what lives on into the backward."""
         return self.weight_casts[0] - self.weight_casts[1] + self.adapter_casts
 
+    @property
+    def until_loss(self) -> int:
+        """Bytes that are gone when the loss's own backward begins."""
+        return self.cast_cache + self.key_cache
+
 
 def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
 
-    nn.LayerNorm returns fp32 under autocast and bitsandbytes' layers return their input's type, so the stream of a
-    quantized model with LayerNorm is fp32 from its first layer on; so is that of a model with a LayerNorm behind its
+    nn.LayerNorm returns fp32 under autocast, so the stream of a model with LayerNorm is fp32 from its first layer on
+    where matrices return their input's type (`Flow.returns_input`); so is that of a model with a LayerNorm behind its
     embeddings (BLOOM).
     """
     flow = flow_of(setup)
-    widens = flow.quantized or traits_of(model).embedding_norm
+    widens = flow.returns_input or traits_of(model).embedding_norm
     if flow.autocast and (traits_of(model).streams > 1 or (widens and traits_of(model).norm == "layer")):
         return replace(flow, residual="fp32")
     return flow
@@ -128,10 +137,9 @@ def activation_parts(
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
-    halves = Halves.of(model, counts, kept)
-    stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
-    last = costs[-1]
-    biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
+    halves, first = Halves.of(model, counts, kept), model.layer_order[frozen_below(model, setup)]
+    stored = _kept_by_layers(setup, costs, counts, kept, first=first, entry_pinned=traits.post_norm)
+    biases = position_bias(model, setup, flow, costs[-1].kernel, row_tokens=costs[-1].row_tokens, num_kept=sum(kept))
     stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
     final_norm = _add_around(stored, model, setup, flow)
     behind = _gone_behind(model, setup, costs, kept)
@@ -156,6 +164,8 @@ def activation_parts(
         forwards=forwards,
         at_first_decoder_layer=biases.at_first_decoder_layer,
         encoder=encoder,
+        key_cache=sum(cost.cached * count for cost, count in zip(costs, counts, strict=True)),
+        with_rows=_with_rows(model, setup, flow),
         hooked=hooked_bytes(model, setup),
     )
 
@@ -193,7 +203,8 @@ def _encoder(
         casts: bytes of autocast's copies that the graph keeps of both halves' weights.
     """
     counts, kept = halves.encoder
-    layers = sum(_kept_by_layers(setup, costs, counts, kept, entry_pinned=False).values())
+    first = model.layer_order[frozen_below(model, setup)]
+    layers = sum(_kept_by_layers(setup, costs, counts, kept, first=first, entry_pinned=False).values())
     weights = [sum(one.num_weights for one in layer.linears) for layer in model.layer_kinds]
     own, other = (sum(num * one for num, one in zip(half[1], weights, strict=True)) for half in halves)
     layers += casts * own // max(1, own + other)
@@ -213,12 +224,19 @@ def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[LayerCo
 
 
 def _kept_by_layers(
-    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], *, entry_pinned: bool
+    setup: TrainSetup,
+    costs: Sequence[LayerCosts],
+    counts: Sequence[int],
+    kept: Sequence[int],
+    *,
+    first: int,
+    entry_pinned: bool,
 ) -> dict[str, int]:
     """What all layers keep of one micro-batch, by part.
 
     Args:
         counts, kept: layers of each kind, and how many of them keep their activations.
+        first: the kind of the first layer that trains.
         entry_pinned: whether int8 matrices keep the very input that a checkpoint keeps.
     """
     stored = dict.fromkeys(PARTS, 0)
@@ -235,6 +253,8 @@ def _kept_by_layers(
                 stored["inputs"] += again * cost.entry
             stored["pinned"] += again * saved.pinned
             stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
+    for part, less in zip(("norm", "mlp"), costs[first].not_asked, strict=True):
+        stored[part] -= less if kept[first] else 0
     return stored
 
 
@@ -261,10 +281,15 @@ def _largest_moments(
             # an offloaded input is copied to the host when its layer is done, and back when its turn comes
             again = cost.saved.total - cost.entry_again + (cost.entry if setup.activation_offload else 0)
             again = max(0, again - (cost.held if setup.selective_checkpointing else 0) - behind)
-            moments.append([LayerMoment(again, *one) for one in cost.moments])
+            moments.append([_moment(again, *one) for one in cost.moments])
         if num:
-            moments.append([LayerMoment(0, *one) for one in cost.moments])
+            moments.append([_moment(0, *one) for one in cost.moments])
     return tuple([max(of_all_kinds, key=lambda moment: moment.total) for of_all_kinds in zip(*moments, strict=True)])
+
+
+def _moment(recomputed: int, transient: int, constant: int) -> LayerMoment:
+    """One moment, where less than nothing beside what is recomputed is part of that which is not there."""
+    return LayerMoment(max(0, recomputed + min(0, transient)), max(0, transient), constant)
 
 
 def _forward_temporaries(
@@ -300,12 +325,36 @@ def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float
 def _add_around(stored: dict[str, int], model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
     """Adds what stands around the layers to the backward's end; the bytes of the norm behind them."""
     tokens = setup.forward_tokens
-    if setup.kind.form == "prompt" and setup.checkpointing:  # a hook makes the text's embeddings a leaf of their own
-        stored["inputs"] += SIZE_BYTES[flow.table] * model.hidden_size * setup.micro_batch_seqs * setup.seq_len_tokens
+    stored["inputs"] += _embedded(model, setup, flow)
     stored["streams"] = kept_around_the_layers(model, flow, tokens, traits_of(model).streams)
     before, behind = _outer_norms(model, setup, flow, tokens)
     stored["norm"] += before
     return behind
+
+
+def _with_rows(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
+    """`ActivationParts.with_rows`. Source: peft 0.21 `tuners/trainable_tokens/layer.py` forward (index_copy)."""
+    if setup.kind.form != "rows" or setup.method == "full":
+        return 0
+    table = max(one.num_params for one in model.embeddings)
+    return SIZE_BYTES[flow.table] * (table + 2 * model.hidden_size * setup.forward_tokens)
+
+
+def _embedded(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
+    """Bytes of the text's embeddings, and of their dropout's mask, that adapters keep with checkpointing where the
+    first layer takes another tensor: a hook makes the embeddings a leaf that asks for gradients. Less what that layer's
+    own input is smaller than every other's: it is widened behind it.
+
+    Source: transformers 5.23 `PreTrainedModel.enable_input_require_grads`.
+    """
+    traits = traits_of(model)
+    if not setup.checkpointing or setup.method == "full":
+        return 0
+    wider = 0 if traits.embedding_norm or traits.streams > 1 else SIZE_BYTES[flow.residual] - SIZE_BYTES[flow.table]
+    apart = setup.kind.form == "prompt" or (traits.behind_embeddings and setup.kind.form != "rows")  # ask by themselves
+    leaf = apart * SIZE_BYTES[flow.table] + (traits.behind_embeddings and traits.residual_dropout)
+    text = setup.forward_tokens * setup.seq_len_tokens // setup.layer_tokens
+    return model.hidden_size * (leaf * text - wider * setup.forward_tokens)
 
 
 def _outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> tuple[int, int]:

@@ -99,7 +99,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     norm: Term = ("activations", "final norm", parts.final_norm)
     seen = _seen(parts)
     of_text, stored = stored, (*stored, *seen[:3])
-    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache))
+    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache), _prefixed(parts))
     temporaries: tuple[Term, ...] = (
         ("activations", "one layer's forward temporaries", parts.forward_temp),
         ("dequantization", "one dequantized matrix in the forward", parts.dequantized),
@@ -110,6 +110,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         Moment("forward", (*kept, *temporaries)),
         Moment("loss", (*stored, norm) if last else ()),
         Moment("head", stored),
+        Moment("forward", (("activations", "a copy of the embedding with its rows", parts.with_rows),)),
     ]
     if seen:
         found.append(
@@ -171,6 +172,11 @@ def _stored(parts: ActivationParts) -> tuple[Term, ...]:
     return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
 
 
+def _prefixed(parts: ActivationParts) -> Term:
+    """Of a prefix: what its cache alone holds until the forward's outputs are gone."""
+    return "activations", "keys and values in the prefix's cache", parts.key_cache
+
+
 def _seen(parts: ActivationParts) -> tuple[Term, ...]:
     """Of pictures: what their tower keeps for its backward, and what its forward hands to the text's."""
     if not parts.tower.inputs:
@@ -196,10 +202,11 @@ def loss_terms(
     forward = chain.loss_bytes + outputs_bytes
     backward = chain.backward_bytes + state.loss_backward_bytes
     head = state.trained.head * state.trained.outer_bytes + chain.logits_bytes
-    if forward + parts.cast_cache + state.loss_forward_bytes > max(backward, head):
+    if forward + parts.until_loss + state.loss_forward_bytes > max(backward, head):
         return (
             ("loss", name, forward),
             ("activations", "autocast's cache in the loss", parts.cast_cache),
+            _prefixed(parts),
             ("loss", beside, state.loss_forward_bytes),
         )
     if head > backward:

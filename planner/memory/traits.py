@@ -31,6 +31,8 @@ POST_NORM = frozenset({"olmo2", "olmo3"})
 """Types whose norms follow attention and MLP: the projections' input is the residual itself."""
 FP32_SCORES = frozenset({"gptj", "gpt_neo"})
 """Types whose own attention multiplies queries and keys in fp32."""
+CASTS_PROBABILITIES = frozenset({"gpt2"})
+"""Types that cast their probabilities to the values' type before they drop some, and hand them on."""
 PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5", "whisper"})
 """Types whose eager softmax stays in its input's type, where others ask for fp32."""
 POSITION_BIAS = frozenset({"t5"})
@@ -54,6 +56,11 @@ FP32_ROUTED = {
 }
 """Types whose router weighs the experts' outputs in fp32, without autocast ("plain") or under it.
 Seen in the dry run's events: the type of the weighted outputs' gradients."""
+HOLDS_ATTENTION = frozenset({"bloom", "gpt2", "gpt_neo", "stablelm"})
+"""Types whose layer holds the attention's output in a name of its own while its MLP runs, after adding it up."""
+BEHIND_EMBEDDINGS = frozenset({"bloom", "gpt2", "gpt_neo", "granite", "opt", "t5"})
+"""Types whose first layer takes another tensor than the embedding gives: with positions added, scaled, normalised or
+dropped out."""
 EMBEDDING_NORM = frozenset({"bloom"})
 """Types with a norm between the embeddings and the first layer."""
 ALIBI_SUM = frozenset({"bloom"})
@@ -94,6 +101,8 @@ class Traits:
     heads_apart: bool
     clamps_encoder: bool
     hands_on_weights: bool
+    holds_wide_probabilities: bool
+    """The same of one that casts them to its values' type, where that is fp32."""
     holds_probabilities: bool
     """Whether an eager layer holds the dropped probabilities to its end: under autocast fp32, beside what is kept."""
     dense_experts: bool
@@ -105,6 +114,8 @@ class Traits:
     inner_dropout: bool
     fp32_down: bool
     embedding_norm: bool
+    behind_embeddings: bool
+    holds_attention: bool
     alibi_sum: bool
     mask_buffers: bool
     masks_packed: bool
@@ -145,6 +156,7 @@ def _read_traits(model: ModelSpec) -> Traits:
         clamps_encoder=kind in CLAMPS_ENCODER,
         hands_on_weights=kind in HANDS_ON_WEIGHTS,
         holds_probabilities=kind in ENCODERS and attention_dropout,
+        holds_wide_probabilities=kind in CASTS_PROBABILITIES and attention_dropout,
         dense_experts=kind in DENSE_EXPERTS,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(kind, 0),
         post_norm=kind in POST_NORM,
@@ -153,6 +165,8 @@ def _read_traits(model: ModelSpec) -> Traits:
         position_bias=kind in POSITION_BIAS,
         fp32_down=kind in FP32_DOWN,
         embedding_norm=kind in EMBEDDING_NORM,
+        behind_embeddings=kind in BEHIND_EMBEDDINGS,
+        holds_attention=kind in HOLDS_ATTENTION,
         alibi_sum=kind in ALIBI_SUM,
         mask_buffers=kind in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(kind, ()),

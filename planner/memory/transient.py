@@ -1,15 +1,24 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import keeps_stream, norm_output_dtype, score_bytes
-from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
+from planner.memory.activations import input_dtype, keeps_stream, norm_behind, norm_output_dtype, qkv_dtype, score_bytes
+from planner.memory.adapter_kinds import (
+    NormBytes,
+    forward_bytes,
+    norm_bytes,
+    rotated_bytes,
+    summed_bytes,
+    unsummed_bytes,
+    waiting_bytes,
+    weighed_bytes,
+)
 from planner.memory.context_parallel import exchanged_bytes
-from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.dtypes import SIZE_BYTES, promote
 from planner.memory.layer_context import LayerContext, Saved
-from planner.memory.matrix_inputs import adapter_input
+from planner.memory.matrix_inputs import adapter_input, handed_on
 from planner.memory.mlp import ACTIVATION_COPIES, activation_dtype, gated_fused, lora_mlp
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
-from planner.models.spec import LayerSpec
+from planner.models.spec import LayerSpec, LinearSpec
 
 
 def mlp_width(layer: LayerSpec) -> int:
@@ -39,8 +48,7 @@ def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[
     Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `lora/bnb.py`.
     """
     flow = context.flow
-    direct = flow.quantized and flow.autocast is not None
-    adapter = dtype if direct else flow.adapter
+    adapter = handed_on(flow, dtype)
     cast = adapter != dtype
     multiplied = flow.autocast or adapter
     dropout = context.setup.lora_dropout > 0
@@ -56,13 +64,16 @@ def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[
 
 def routed_gradients(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes per token when the experts' weighted outputs are sorted back: their gradient, its zeros and its scatter,
-    each [tokens * active experts, hidden].
+    each [tokens * active experts, hidden]; of experts that are modules each one's rows go into gradients of all tokens.
 
+    Measured: the latter, 12 bytes per hidden element of 16-bit experts (benchmarks/experts_of_transformers_4.py).
     Source: transformers 5.23 `integrations/moe.py` `grouped_mm_experts_forward`; PyTorch `index_backward`.
     """
     mlp, flow = layer.mlp, context.flow
     if mlp is None or mlp.kind != "moe" or context.traits.dense_experts:
         return 0
+    if has_expert_modules(layer):
+        return 12 * context.hidden
     fp32 = ("autocast" if flow.autocast else "plain") in context.traits.fp32_routed
     size = 4 if fp32 else SIZE_BYTES[flow.table]
     return 3 * size * _rows_at_once(layer, context.hidden)
@@ -100,6 +111,8 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     wide = SIZE_BYTES[activated]
     if down.name not in context.adapted:
         return max(wide * width, gradients - gone), wide * width
+    if context.setup.adapter == "ia3":  # two gradients, of what is scaled and of the vector, beside what comes
+        return max(3 * SIZE_BYTES[promote(activated, flow.adapter)] * width, gradients - gone), wide * width
     _, backward = adapter_temporaries(width, activated, context)
     end = at_last_matrix(layer, context, saved) if context.setup.checkpointing else 0
     together = (wide + SIZE_BYTES[flow.autocast or activated]) * width - gone  # the base multiplies in 16 bits
@@ -114,6 +127,9 @@ def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int
     if mlp is None or down is None:
         return 0
     activated = activation_dtype(mlp.activation, flow, flow.linear_out(flow.residual))
+    if context.setup.adapter == "oft" and (not flow.quantized or ends_behind(layer, context)):
+        rotated = rotated_bytes(flow, activated) * down.in_features
+        return rotated + _held_by_frame(layer, context) + _waiting(layer, context)
     copies, _ = adapter_temporaries(down.in_features, activated, context)
     kept = context.trained or saved.pinned or mlp.activation == "relu"  # the input itself
     shared = kept or (not copies and context.setup.lora_dropout == 0)
@@ -122,56 +138,160 @@ def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int
 
 
 def _magnitude_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> list[tuple[int, int]]:
-    """DoRA at the MLP's last matrix in a recomputed forward, as `constant_transients`: finding its norm, when nothing
-    of what it keeps is there yet, and weighing its two results beside the norm's identity and two copies of the matrix.
-
-    fp32 adapters on a 16-bit stream make the weighed result fp32, and its gradient in two steps.
+    """DoRA in a recomputed forward, as `constant_transients`: finding the norms of the MLP's first matrix (a fused one
+    is the largest of all) and of its last, when nothing of what they keep is there yet, and weighing the last one's two
+    results beside what is left of its norm.
     """
-    flow, mlp = context.flow, layer.mlp
-    norms, _ = magnitude_moment(layer, context, graph=True)
-    downs = [one for one in layer.linears if one.role == "down" and not one.is_expert and one.name in context.adapted]
-    if mlp is None or not downs:
-        return [(context.tokens * SIZE_BYTES[flow.residual] * context.hidden, norms)] * 2
-    down = downs[0]
-    activated = activation_dtype(mlp.activation, flow, flow.linear_out(flow.residual))
-    copies, _ = adapter_temporaries(down.in_features, activated, context)
-    wide = SIZE_BYTES[activated] * down.in_features
-    beside = SIZE_BYTES[flow.residual] * context.hidden + copies + _beside_last_matrix(layer, context)
-    direct, _ = adapter_input(flow, activated)
-    beside += 6 * context.hidden * (copies > 0)
-    left = SIZE_BYTES[flow.autocast or flow.adapter] * down.in_features**2
-    left += 2 * SIZE_BYTES[flow.adapter] * down.num_weights
-    return [
-        (context.tokens * (beside + wide) - saved.down, norms),
-        (context.tokens * (beside + wide * (not direct)), left),
-    ]
+    flow, residual = context.flow, SIZE_BYTES[context.flow.residual] * context.hidden
+    adapted = [one for one in layer.linears if one.name in context.adapted and not one.is_expert]
+    downs = [one for one in adapted if one.role == "down"]
+    firsts = [one for one in adapted if one.role in ("gate", "up", "gate_up")]
+    if layer.mlp is None or not downs:
+        norms, _ = magnitude_moment(layer, context, graph=True)
+        return [(context.tokens * residual, norms)] * 3
+    down, held = downs[0], residual + _held_by_frame(layer, context)
+    taken = input_dtype(down, layer, context)
+    held += _waiting(layer, context)
+    found = []
+    for one, gone in ((max(firsts or downs, key=lambda linear: linear.num_weights), saved.fed), (down, saved.down)):
+        taken = input_dtype(one, layer, context)
+        copies, _ = adapter_temporaries(one.in_features, taken, context)
+        made = SIZE_BYTES[taken] * one.in_features + SIZE_BYTES[flow.linear_out(taken)] * one.out_features
+        norm = _norm_of(one, layer, context, graph=True)
+        found.append((context.tokens * (held + copies + made) - gone - saved.behind, norm.largest))
+    direct, _ = adapter_input(flow, taken)
+    product = 0 if direct else SIZE_BYTES[taken] * down.in_features
+    whole = ends_behind(layer, context)
+    weighed = weighed_bytes(down, flow, handed_on(flow, taken), taken, whole=whole)
+    return [*found, (context.tokens * (held + copies + product + weighed) - saved.behind, norm.left)]
+
+
+def ends_behind(layer: LayerSpec, context: LayerContext) -> bool:
+    """Whether something behind the MLP's last matrix keeps a tensor, so that a recomputed forward runs through it."""
+    return context.traits.residual_dropout or norm_behind(layer) is not None
+
+
+def _waiting(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes per token of gradients that wait for the layer to be recomputed, beside the stream's own."""
+    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
+    if down is None or ends_behind(layer, context):
+        return 0
+    taken = input_dtype(down, layer, context)
+    return waiting_bytes(down, context.setup, context.flow, handed_on(context.flow, taken), taken)
+
+
+def _base_of_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """When a recomputed forward multiplies the MLP's last matrix itself, as `constant_transients`: its input, that cast
+    to the multiplied type, its result, and what the layer's frame holds; the adapter keeps nothing yet.
+
+    A recomputed forward ends where the last tensor is kept: not here, where neither an adapter, nor a dropout, nor a
+    norm keeps something behind it.
+
+    Source: torch 2.13 `utils/checkpoint.py` _StopRecomputationError.
+    """
+    flow, setup = context.flow, context.setup
+    down = next((one for one in layer.linears if one.role == "down" and not one.is_expert), None)
+    if down is None or not setup.checkpointing or setup.quantization == "int8":  # which dequantizes in the backward
+        return 0, 0
+    adapted = down.name in context.adapted and setup.kind.form in ("low-rank", "shared")
+    if not (adapted or ends_behind(layer, context)):
+        return 0, 0
+    taken = input_dtype(down, layer, context)
+    multiplied = SIZE_BYTES[setup.compute_dtype]
+    inputs = SIZE_BYTES[taken] + (multiplied if setup.compute_dtype != taken else 0)
+    stream = (SIZE_BYTES[flow.residual] + multiplied) * context.hidden + _held_by_frame(layer, context)
+    held = context.tokens * (inputs * down.in_features + stream) - saved.down - saved.behind
+    return held, dequantized_bytes(down, setup, flow.residual)
+
+
+def _last_of_firsts(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[LinearSpec | None, int]:
+    """The last of the matrices that a dense MLP begins with, and what of all that the layer keeps is not there yet when
+    it is multiplied, or gone when its gradient comes: of two their activation's gradient stands for what it kept."""
+    firsts = [one for one in layer.linears if one.role in ("gate", "up", "gate_up") and not one.is_expert]
+    if not firsts or context.fused & {"lora", "inputs"}:
+        return None, 0
+    result = SIZE_BYTES[context.flow.linear_out(input_dtype(firsts[-1], layer, context))] * firsts[-1].out_features
+    kept = saved.mlp if len(firsts) == 1 else context.tokens * result
+    return firsts[-1], saved.down + saved.behind + kept
+
+
+def _first_matrix_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> list[tuple[int, int]]:
+    """The last of the matrices that the MLP begins with, as `constant_transients`, where it is adapted: its result and
+    the adapter's added up in a recomputed forward, and their gradient; where it is quantized, its own product in
+    either."""
+    flow, setup = context.flow, context.setup
+    one, gone = _last_of_firsts(layer, context, saved)
+    if one is None:
+        return [(0, 0)] * 2
+    taken, residual = input_dtype(one, layer, context), SIZE_BYTES[flow.residual] * context.hidden
+    returned, multiplied = SIZE_BYTES[flow.linear_out(taken)], SIZE_BYTES[setup.compute_dtype]
+    stream = residual + _held_by_frame(layer, context)
+    summed = unsummed = 0
+    if one.name in context.adapted:
+        copies, _ = adapter_temporaries(one.in_features, taken, context)
+        summed = stream + copies + _waiting(layer, context)
+        summed += returned * one.out_features * (setup.adapter != "dora")  # which keeps it
+        summed += summed_bytes(one, setup, flow, handed_on(flow, taken), taken)
+        unsummed = residual + unsummed_bytes(one, setup, flow, taken)
+    left = 0
+    if setup.adapter == "dora" and one.name in context.adapted:
+        left = _norm_of(one, layer, context, graph=True).left
+    moments = [(context.tokens * max(summed * (setup.checkpointing > 0), unsummed) - gone, left)]
+    cast = multiplied * (multiplied != returned)
+    forward = stream + cast * context.hidden + multiplied * one.out_features
+    backward = residual + (returned + cast) * one.out_features + multiplied * context.hidden
+    held = max(forward * (setup.checkpointing > 0 and setup.quantization != "int8"), backward)
+    copy = dequantized_bytes(one, setup, flow.residual) if setup.quantized else 0
+    return [*moments, (context.tokens * held - gone, copy) if copy else (0, 0)]
 
 
 def _beside_last_matrix(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes per token of the hidden size when a recomputed forward comes to its last matrix's adapter: that matrix's
-    result and the gradient of its adapter's product, and where the layer does not keep them the sum before the second
-    norm and that norm's result, which the layer's own frame holds.
+    result and the gradient of its adapter's product, and what the layer's own frame holds."""
+    flow, multiplied = context.flow, context.flow.autocast or context.flow.adapter
+    results = SIZE_BYTES[flow.linear_out(flow.residual)] + SIZE_BYTES[multiplied]
+    if context.setup.adapter == "adalora":  # the gradient in fp32, and the product scaled
+        results += SIZE_BYTES[multiplied] + SIZE_BYTES["fp32"]
+    if context.setup.kind.form == "shared":
+        results += SIZE_BYTES[promote(multiplied, flow.adapter)] - SIZE_BYTES[multiplied]
+    return results * context.hidden + _held_by_frame(layer, context)
 
-    Seen in the dry run's events; the frame is that of every decoder layer in transformers 5.23.
+
+def _held_by_frame(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes per token that a layer's own frame holds while its MLP runs, where nothing else keeps them: the sum before
+    the second norm and that norm's result; in a parallel block, and in some classes beside these, the attention's
+    output; and an eager attention's dropped probabilities in fp32, which are kept in 16 bits.
+
+    Seen in the dry run's events; the frame is that of the decoder layers of transformers 5.23.
     """
     flow = context.flow
-    result = SIZE_BYTES[flow.linear_out(flow.residual)]
     norms = [one for one in layer.norms if one.rows_per_token == 1]
     if not norms:
-        return 2 * result * context.hidden
+        return held_probabilities(layer, context)
     normed = norm_output_dtype(norms[-1], context, flow.residual)
     direct, _ = adapter_input(flow, normed)
     held = 0 if keeps_stream(norms[-1], context) else SIZE_BYTES[flow.residual]
     held += 0 if direct and context.setup.lora_dropout == 0 else SIZE_BYTES[normed]
-    return (2 * result + held) * context.hidden
+    if context.traits.holds_attention or layer.parallel_residual:
+        held += SIZE_BYTES[flow.linear_out(flow.autocast or flow.linear_out(normed))]
+    return held * context.hidden + held_probabilities(layer, context)
+
+
+def held_probabilities(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes per token of the fp32 probabilities that an eager layer holds to its end (`Traits.holds_probabilities`)."""
+    traits = context.traits
+    held = traits.holds_probabilities or (traits.holds_wide_probabilities and qkv_dtype(layer, context) == "fp32")
+    if not held or layer.attention is None or context.kernel != "eager" or not context.flow.autocast:
+        return 0
+    return SIZE_BYTES["fp32"] * layer.attention.num_heads * context.row_tokens
 
 
 def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
     """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps, where no
     matrix is being dequantized.
 
-    RMSNorm's backward holds three fp32 tensors of the hidden size (a fused one two of the type that comes);
-    attention's the gradients of q, k, v and, with a
+    RMSNorm's backward holds five fp32 tensors of the hidden size (a fused one two of the type that comes), when the MLP
+    is gone, or behind the MLP when all is there; attention's the gradients of q, k, v and, with a
     kernel that keeps tokens x tokens matrices, their gradient before and after the softmax, when what stands behind the
     attention is gone (`saved.late`). The gradient of the residual is alive all along.
 
@@ -181,11 +301,10 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp, _ = _mlp_moments(layer, context, saved)
-    if context.setup.adapter != "lora" and context.adapted:
-        adapted = [one for one in layer.linears if one.name in context.adapted]
-        mlp += gradient_bytes(adapted, context.setup, flow)
     plain = context.traits.norm == "layer" and not flow.autocast  # one kernel in the stream's own type
-    norm = (2 * size if "norm" in context.fused else 3 * (SIZE_BYTES[flow.residual] if plain else 4)) * context.hidden
+    norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[flow.residual] if plain else 4)
+    norm = (2 * size if "norm" in context.fused else norms) * context.hidden
+    gone = 0 if norm_behind(layer) else saved.fed
     attention = exchange = 0
     if layer.attention is not None:
         spec = layer.attention
@@ -195,7 +314,8 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         qkv = flow.linear_out(flow.residual)
         attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
     return max(
-        context.tokens * (residual + max(mlp, norm, routed_gradients(layer, context))),
+        context.tokens * (residual + max(mlp, routed_gradients(layer, context))) - saved.behind,
+        context.tokens * (residual + norm) - gone,
         context.tokens * (residual + attention) + exchange - saved.late,
     )
 
@@ -209,14 +329,17 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     residual = SIZE_BYTES[context.flow.residual] * context.hidden
     mlp, at_matrix = _mlp_moments(layer, context, saved)
     stack = stack_transient(layer, context)
-    found = []
+    found = _first_matrix_moments(layer, context, saved)
     if context.setup.adapter == "dora" and context.setup.checkpointing and context.adapted:
         found += _magnitude_moments(layer, context, saved)
     if context.stacks:
-        found.append((context.tokens * (residual + mlp) + stack, 0))
+        found.append((context.tokens * (residual + mlp) - saved.behind + stack, 0))
     if context.setup.quantized:
-        copy = max(dequantized_bytes(one, context.setup, context.flow.residual) for one in layer.linears)
-        found.append((context.tokens * (residual + at_matrix) + stack, copy))
+        lasts = [one for one in layer.linears if one.role == "down" and not one.is_expert]
+        copies = [dequantized_bytes(one, context.setup, context.flow.residual) for one in lasts or layer.linears]
+        copy = max(copies)
+        found.append((context.tokens * (residual + at_matrix) - saved.behind + stack, copy))
+        found.append(_base_of_last_matrix(layer, context, saved))
     return tuple(found)
 
 
@@ -245,12 +368,19 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
 
 def magnitude_moment(layer: LayerSpec, context: LayerContext, *, graph: bool) -> tuple[int, int]:
     """(bytes of DoRA's largest norm of a matrix, bytes of the copies of that matrix's input that stand beside it)."""
-    adapted = [one for one in layer.linears if one.name in context.adapted]
-    norms, width = max((norm_moment(one, context.flow, graph=graph), one.in_features) for one in adapted)
-    copies, _ = adapter_temporaries(width, context.flow.compute, context)
-    if copies:  # and the input itself, which nothing keeps
-        copies += SIZE_BYTES[context.flow.compute] * width
-    return norms, context.tokens * copies
+    found = []
+    for one in layer.linears:
+        if one.name in context.adapted:
+            taken = input_dtype(one, layer, context)
+            copies, _ = adapter_temporaries(one.in_features, taken, context)
+            copies += SIZE_BYTES[taken] * one.in_features * (copies > 0)  # and the input itself, which nothing keeps
+            found.append((_norm_of(one, layer, context, graph=graph).largest, context.tokens * copies))
+    return max(found)
+
+
+def _norm_of(linear: LinearSpec, layer: LayerSpec, context: LayerContext, *, graph: bool) -> NormBytes:
+    handed = handed_on(context.flow, input_dtype(linear, layer, context))
+    return norm_bytes(linear, context.flow, handed, graph=graph)
 
 
 def stack_transient(layer: LayerSpec, context: LayerContext) -> int:

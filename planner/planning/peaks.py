@@ -146,7 +146,7 @@ class Rank:
     ) -> tuple[int, int]:
         """Bytes of the loss at its largest moment, that of other micro-batches in flight included, and of the logits
         that the stack's loop holds all along."""
-        key = (loss, micro, flight, parts.cast_cache, setup.checkpointing > 0)
+        key = (loss, micro, flight, parts.until_loss, setup.checkpointing > 0)
         found = self._in_loss.get(key)
         if found is None:
             chain = self._losses.get(key[:3])

@@ -90,7 +90,8 @@ def _run(
 ) -> DryRunReport:
     config = load_config(raw_config)
     unlike = deep_layers(setup, config)
-    whole = full_depth or setup.trained_layers > 0  # layers that train are not like those that do not
+    # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together
+    whole = full_depth or setup.trained_layers > 0 or setup.kind.form == "prefix"
     plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
     return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 

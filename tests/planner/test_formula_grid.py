@@ -1,4 +1,4 @@
-"""The formula against the kept dry runs of random setups (benchmarks/data): no torch, every point."""
+"""The formula against the kept dry runs of random setups and of every kind of adapter: no torch, every point."""
 
 import json
 import statistics
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.adapter_kinds import AIM, cells, compared
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
@@ -49,3 +50,10 @@ def test_formula_stays_as_close_to_the_dry_run_as_the_docs_say(errors: dict[str,
 def test_the_kept_points_cover_every_type_of_the_catalogue() -> None:
     seen = {json.loads(line)["model_type"] for line in GRID.read_text().splitlines()}
     assert seen == {entry.model_type for entry in catalogue.entries()}
+
+
+def test_every_kind_of_adapter_lies_within_the_aim_on_six_model_types() -> None:
+    found = {cell: error for cell, _, _, error in compared()}
+    assert set(found) == set(cells())
+    worst = max(found, key=lambda cell: abs(found[cell]))
+    assert abs(found[worst]) <= AIM, (found[worst], worst)

@@ -63,8 +63,9 @@ def test_liger_keeps_what_its_functions_save() -> None:
     setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
     eager, liger = kept(setup), kept(setup.with_(kernels="liger"))
     tokens, layers, hidden, inner = 1024, 32, 4096, 14336
-    assert eager["norm"] - liger["norm"] == 2 * layers * 2 * tokens * hidden
-    assert liger["norm"] == 2 * layers * (2 * tokens * hidden + 4 * tokens)
+    norms = 2 * layers - 1  # before the first one nothing asks for a gradient
+    assert eager["norm"] - liger["norm"] == norms * 2 * tokens * hidden
+    assert liger["norm"] == norms * (2 * tokens * hidden + 4 * tokens)
     assert eager["mlp"] - liger["mlp"] == layers * 2 * tokens * inner
     assert all(eager[part] == liger[part] for part in eager if part not in ("norm", "mlp"))
 
@@ -292,13 +293,19 @@ def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[s
     the attention's output and its log-sums; the residual after attention, gate and up; the norms' deviations."""
     config = {
         "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": False,
+        "num_key_value_heads": 4, "vocab_size": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     values = {"precision": "bf16-pure", "checkpointing": False, "seq_len_tokens": 512, "stack": "torchtune"}
     setup = asked_setup({**values, **adapters, "compile": True})
-    model = spec_from_config(config, model_id="one-layer", source="by hand")
-    parts = activation_parts(model, find_gpu("a100-80gb"), setup)
-    assert sum(parts.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
+    one, two = (
+        activation_parts(
+            spec_from_config(config | {"num_hidden_layers": layers}, model_id="layers", source="by hand"),
+            find_gpu("a100-80gb"),
+            setup,
+        )
+        for layers in (1, 2)
+    )
+    assert sum(two.stored.values()) - sum(one.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
 
 
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(

@@ -110,9 +110,10 @@ def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
     backward = [moment for moment in computing(model, parts) if moment.name in ("first", "last")]
     copies = {size for moment in backward for category, _, size in moment.terms if category == "dequantization"}
     assert copies == {0, 2 * 4096 * 14336}
-    plain, copying = parts.layer_moments
-    assert (plain.dequantized, copying.dequantized) == (0, 2 * 4096 * 14336)
-    assert copying.transient < plain.transient
+    plain, copying = (
+        [one for one in parts.layer_moments if (one.dequantized > 0) is copies] for copies in (False, True)
+    )
+    assert max(one.transient for one in copying) < max(one.transient for one in plain)
 
 
 def test_t5_keeps_position_biases() -> None:
@@ -213,7 +214,8 @@ def test_a_gelu_of_products_keeps_every_factor() -> None:
     model = load("eleutherai/gpt-neox-20b")
     setup = TrainSetup(precision="fp32", checkpointing=0, lora_targets="attention", seq_len_tokens=1000)
     kept = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
-    assert kept == 7 * 4 * 4 * model.hidden_size
+    # but in the first layer, a parallel block whose MLP has nothing before it that asks for a gradient
+    assert kept == 7 * 4 * 4 * model.hidden_size * (model.num_layers - 1) / model.num_layers
 
 
 @pytest.mark.parametrize(
@@ -281,5 +283,5 @@ def test_bloom_hands_its_probabilities_on_in_its_queries_type(fields: dict[str, 
     again = activation_parts(model, A100, setup)
     assert again.forward_temp == (2 + 2 + 4 + 4 + handed_on) * scores
     kept = activation_parts(model, A100, setup.with_(checkpointing=0))  # those of a kept layer are counted with it
-    layer = again.recomputed + again.stored["inputs"] // model.num_layers  # its norm keeps the checkpoint's fp32 input
+    layer = again.recomputed + 4 * 4096 * model.hidden_size  # its norm keeps the checkpoint's fp32 input
     assert kept.forward_temp == 12 * scores - layer
