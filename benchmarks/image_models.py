@@ -96,6 +96,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
     },
+    "Llama-3.2-11B-Vision-Instruct": {  # the class's defaults
+        "model_type": "mllama",
+        "architectures": ["MllamaForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_index": 128256,
+        "text_config": {
+            "model_type": "mllama_text_model", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+            "max_position_embeddings": 131072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        },
+        "vision_config": {"model_type": "mllama_vision_model", "image_size": 560},
+    },
     "paligemma-3b-pt-448": {
         "model_type": "paligemma",
         "architectures": ["PaliGemmaForConditionalGeneration"],

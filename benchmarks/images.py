@@ -42,7 +42,7 @@ def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     for owner in ("google", "Qwen"):
         if found := catalogue.load(f"{owner}/{name}"):
             return with_eyes(found)
-    return spec_of_tree(config, model_id=name, source="benchmarks")
+    return with_eyes(spec_of_tree(config, model_id=name, source="benchmarks"))
 
 
 def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int, int]) -> TrainSetup:

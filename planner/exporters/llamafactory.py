@@ -263,6 +263,7 @@ _TEMPLATES = {
     "paligemma": "paligemma",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "mllama": "mllama",
     "mistral3": "mistral_small",  # of the text below it: "ministral3"
     "internvl": "intern_vl",
 }

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.hardware.kernels import masked
 from planner.memory.context_parallel import dealt_heads
-from planner.memory.dtypes import SIZE_BYTES, promote
+from planner.memory.dtypes import SIZE_BYTES, Flow, promote
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.linear_attention import linear_attention_saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
@@ -16,6 +16,9 @@ from planner.memory.mlp import activation_dtype, add_mlp
 from planner.memory.scores import ScoreBytes, eager_scores, math_scores
 from planner.memory.trained import of_tokens
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec
+
+MASK_ALIGNMENT = 16
+"""Columns of a mask are padded to a multiple of this for the memory-efficient kernel."""
 
 
 def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
@@ -96,7 +99,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     `eager_attention_forward`; PyTorch `_scaled_dot_product_attention_math`.
     Shapes: scores [seqs, heads, tokens, keys].
     """
-    tokens, keys = context.tokens, context.of_length(attention.key_tokens)
+    tokens = context.tokens
+    keys = context.of_keys if context.looked_at else context.of_length(attention.key_tokens)
     attention = dealt_heads(attention, context.setup)
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
@@ -110,7 +114,9 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
         handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
-        mask = size * scores if handed else 0
+        if handed and attention.adds_mask and SIZE_BYTES[context.flow.table] == size:
+            handed = keys.row_tokens % MASK_ALIGNMENT > 0
+        mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
         return size * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)
@@ -142,6 +148,14 @@ def cached_keys(layer: LayerSpec, context: LayerContext) -> int:
     if same and not repeats_keys(spec, context):
         return 0
     return SIZE_BYTES[made] * context.key_tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
+
+
+def _aligned(keys: int) -> int:
+    """Columns of a mask as that kernel takes it.
+
+    Source: PyTorch `aten/src/ATen/native/transformers/attention.cpp` pad_bias.
+    """
+    return -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def attention_held(layer: LayerSpec, context: LayerContext) -> int:
@@ -254,15 +268,23 @@ def _add_attention(
     context: LayerContext,
     normed: str,
 ) -> None:
-    """Adds what the attention keeps, its matrices and the norms of its heads, given the type of its input."""
-    qkv = context.flow.linear_out(normed)
-    saved.norm += sum(norm_saved(norm, context, qkv) for norm in layer.norms if norm.rows_per_token > 1)
+    """Adds what the attention keeps, its matrices and the norms of its heads, given the type of its input. Features of
+    pictures, which a layer that looks at them is handed, are the tower's."""
+    flow = context.flow
+    qkv = flow.linear_out(normed)
+    of_keys = context.of_keys
+    for norm in layer.norms:
+        if norm.rows_per_token > 1:
+            saved.norm += norm_saved(norm, of_keys if norm.name.endswith("k_norm") else context, qkv)
+    looks = ("k", "v") if layer.looks else ()
     projections = [one for role in ("q", "k", "v", "qkv", "mixer", "other") for one in by_role.get(role, ())]
     cross = layer.cross_attention
-    for group in by_input(projections, apart=cross is not None):
+    for group in by_input([one for one in projections if one.role not in looks], apart=cross is not None):
         there = group[0].of_encoder  # which all layers share
         rows = context.of_length(cross.key_tokens) if cross is not None and there else context
         saved.add("attention", inputs_saved(group, rows, normed, kept_elsewhere=there, pinned_elsewhere=there))
+    seen = [one for one in projections if one.role in looks]
+    saved.add("attention", inputs_saved(seen, of_keys, looked_at_dtype(flow), kept_elsewhere=True))
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
             kept, scores = attention_saved(attention, context, qkv)
@@ -278,6 +300,12 @@ def _add_attention(
     fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):
         saved.add("attention", inputs_saved([output], context, context.flow.autocast or qkv, kept_elsewhere=fused))
+
+
+def looked_at_dtype(flow: Flow) -> str:
+    """Data type of the pictures' features that layers of the text look at: of the tower's LayerNorms under autocast,
+    which a quantized projector returns as it comes."""
+    return "fp32" if flow.quantized and flow.autocast else flow.linear_out(flow.residual)
 
 
 def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:

@@ -15,6 +15,7 @@ class LayerContext:
 
     `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
     `fused`: what is computed by kernels of its own (`planner.choices.kernels.parts_of`).
+    `looked_at`: rows of pictures that this layer attends to instead of its own tokens, of the micro-batch.
     """
 
     setup: TrainSetup
@@ -26,11 +27,15 @@ class LayerContext:
     traits: Traits
     stacks: bool = False
     fused: frozenset[str] = frozenset()
+    looked_at: int = 0
 
     @property
     def row_tokens(self) -> int:
-        """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row."""
+        """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row, or the
+        pictures of its sample."""
         setup = self.setup
+        if self.looked_at:
+            return self.looked_at // setup.micro_batch_seqs
         return self.tokens if setup.packing else setup.seq_len_tokens + setup.virtual_tokens
 
     def of_length(self, tokens: int) -> "LayerContext":
@@ -45,6 +50,11 @@ class LayerContext:
         """Tokens that have keys and values: those that pass through the layer, and a prefix's."""
         prefixed = self.setup.kind.form == "prefix"
         return self.tokens + prefixed * self.setup.micro_batch_seqs * self.setup.virtual_tokens
+
+    @property
+    def of_keys(self) -> "LayerContext":
+        """The same of the rows that keys and values are made of."""
+        return replace(self, tokens=self.looked_at) if self.looked_at else self
 
     @property
     def trained(self) -> bool:

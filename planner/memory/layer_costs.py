@@ -107,9 +107,19 @@ def layer_costs(
             traits=traits,
             stacks=stacks,
             fused=fused,
+            looked_at=_looked_at(model, layer, setup),
         )
         found.append(_costs(layer, context))
     return tuple(found)
+
+
+def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
+    """Rows of the micro-batch's pictures that a layer attends to instead of its own tokens."""
+    if not layer.looks or setup.images is None:
+        return 0
+    from planner.models.towers import tower_of  # late: text alone needs none of it
+
+    return setup.micro_batch_seqs * setup.images.num * tower_of(model, setup.images).projectors[0].tokens
 
 
 def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
@@ -118,7 +128,8 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     saved.norm += kept_in_a_layer(context)
     mask = beside = dequantized = 0
     if layer.attention is not None:
-        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention, masks_packed=traits.masks_packed))
+        handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)
+        each = mask_bytes(context.kernel, flow, masked=handed, adds=layer.attention.adds_mask)
         mask = each * tokens * context.row_tokens
         if held := held_probabilities(layer, context):
             beside = tokens * (held + SIZE_BYTES["fp32"] * 4 * context.hidden)  # and norms, dropped outputs

@@ -259,9 +259,9 @@ def _kept_by_layers(
 
 
 def _masks(model: ModelSpec, costs: Sequence[LayerCosts]) -> int:
-    """Bytes of the attention masks: layers of one window share theirs."""
+    """Bytes of the attention masks: layers of one window share theirs, and those that look at pictures."""
     attended = [(one.attention, cost) for one, cost in zip(model.layer_kinds, costs, strict=True)]
-    return sum({one.window_tokens: cost.mask for one, cost in attended if one is not None}.values())
+    return sum({(one.window_tokens, one.cross): cost.mask for one, cost in attended if one is not None}.values())
 
 
 def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept: Sequence[int]) -> int:

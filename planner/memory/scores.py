@@ -67,14 +67,14 @@ def _with_sinks(value: int, flow: Flow, qkv_dtype: str) -> ScoreBytes:
     return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=3 * wide + cast - kept)
 
 
-def mask_bytes(kernel: str, flow: Flow, *, masked: bool) -> int:
+def mask_bytes(kernel: str, flow: Flow, *, masked: bool, adds: bool = False) -> int:
     """Bytes per pair of positions of the mask that all layers of one kind share: eager attention adds one in the
-    model's type, SDPA gets a boolean one where it gets one at all.
+    model's type, SDPA gets a boolean one where it gets one at all, but of a class that `adds` its own.
 
     Source: transformers 5.23 `masking_utils.py` `eager_mask`, `sdpa_mask`.
     Shapes: [seqs, 1, tokens, keys].
     """
-    if kernel == "eager":
+    if kernel == "eager" or (adds and masked):
         return SIZE_BYTES[flow.table]
     return int(masked and kernel in ("efficient", "math"))
 

@@ -24,6 +24,7 @@ def tower_setup(setup: TrainSetup, tower: Tower) -> TrainSetup:
     return setup.trusted_with(
         **targets,
         images=None,
+        checkpointing=setup.checkpointing * tower.checkpoints,
         micro_batch_seqs=setup.micro_batch_seqs * setup.images.num * tower.frames,
         seq_len_tokens=tower.patches,
     )
@@ -82,15 +83,22 @@ def projectors_saved(tower: Tower, setup: TrainSetup, flow: Flow, adapted: froze
     return total
 
 
-def _leaf(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
-    """Bytes of the patches' embeddings, which a hook made a leaf, where they are not the first layer's input."""
+def _before(tower: Tower, setup: TrainSetup, own: TrainSetup, flow: Flow) -> int:
+    """Bytes of the patches' embeddings, which a hook made a leaf, where they are not the first layer's input, and of
+    what a norm before the layers keeps of them."""
     hooked = tower.named_embeddings and not tower.embeds_whole and setup.checkpointing and setup.method != "full"
-    return _rows(tower, setup) * SIZE_BYTES[flow.table] * bool(hooked)
+    norm = SIZE_BYTES["fp32" if flow.autocast else flow.table] * tower.norm_first
+    return _rows(tower, own) * (SIZE_BYTES[flow.table] * bool(hooked) + norm)
 
 
 def _rows(tower: Tower, setup: TrainSetup) -> int:
     """Numbers in one hidden state of all frames."""
     return setup.micro_batch_seqs * tower.patches * tower.model.hidden_size
+
+
+def _seen(tower: Tower, setup: TrainSetup) -> int:
+    """Rows of the micro-batch's pictures that come out of the first projector."""
+    return setup.micro_batch_seqs * tower.projectors[0].tokens
 
 
 def _mask(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
@@ -109,6 +117,8 @@ def held_outputs(model: ModelSpec, tower: Tower, setup: TrainSetup, flow: Flow) 
 
     Source: transformers 5.23 `mm_encoder_outputs` of every class's forward.
     """
+    if tower.looked_at:
+        return SIZE_BYTES[flow.residual] * _seen(tower, setup) * tower.answer_width
     states = (tower.model.num_layers + 1) if tower.keeps_states else 1
     features = sum(one.num * one.tokens for one in tower.projectors) * model.hidden_size
     return SIZE_BYTES[flow.residual] * (states * _rows(tower, setup) + setup.micro_batch_seqs * features)
@@ -158,20 +168,29 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     parts = activation_parts(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
     inputs, outputs = own.micro_batch_seqs * tower.input_bytes, held_outputs(model, tower, own, flow)
     answered = outputs if tower.answers_states else 0
+    if tower.looked_at:
+        answered = SIZE_BYTES[flow.linear_out(flow.residual)] * _seen(tower, own) * model.hidden_size
+        outputs += answered
     if not asks_gradients(tower, setup, adapted):
         forward = parts.forward_temp + _mask(tower, own, flow)
         return TowerBytes(inputs=inputs, behind=answered, held=outputs - answered, forward=forward)
     casts, residual = parts.weight_casts, SIZE_BYTES[flow.residual] * _rows(tower, own)
     pooled = _rows(tower, own) * SIZE_BYTES["fp32" if flow.autocast else flow.residual] if tower.pooled else 0
     beside = _text_leaf(model, setup) + (residual if tower.pooled else 0)  # and one more gradient of what is averaged
+    behind = parts.final_norm + pooled + projectors_saved(tower, own, flow, adapted) + answered
+    moments = [moment.total for moment in parts.layer_moments]
+    if tower.looked_at:  # text is embedded after the tower has run, so that its gradients come back first
+        beside += SIZE_BYTES[flow.residual] * _seen(tower, own) * tower.answer_width
+        beside += SIZE_BYTES[flow.table] * model.num_embedding_params * (setup.method == "full")
+        moments.append(behind)  # at the projector: its input and the features' gradient, as large as they
     return TowerBytes(
         inputs=inputs,
-        stored=sum(parts.stored.values()) + casts[1] + _leaf(tower, own, flow),
+        stored=sum(parts.stored.values()) + casts[1] + _before(tower, setup, own, flow),
         mask=_mask(tower, own, flow),
-        behind=parts.final_norm + pooled + projectors_saved(tower, own, flow, adapted) + answered,
+        behind=behind,
         held=outputs - answered + casts[0] - casts[1],
         forward=parts.forward_temp,
-        backward=tuple(moment.total + beside for moment in parts.layer_moments),
+        backward=tuple(moment + beside for moment in moments),
     )
 
 

@@ -1,6 +1,14 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import input_dtype, keeps_stream, norm_behind, norm_output_dtype, qkv_dtype, score_bytes
+from planner.memory.activations import (
+    input_dtype,
+    keeps_stream,
+    looked_at_dtype,
+    norm_behind,
+    norm_output_dtype,
+    qkv_dtype,
+    score_bytes,
+)
 from planner.memory.adapter_kinds import (
     NormBytes,
     forward_bytes,
@@ -300,6 +308,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     flow = context.flow
     residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
+    seen = SIZE_BYTES[looked_at_dtype(flow)] * context.looked_at  # features of pictures, in their type
     mlp, _ = _mlp_moments(layer, context, saved)
     plain = context.traits.norm == "layer" and not flow.autocast  # one kernel in the stream's own type
     norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[flow.residual] if plain else 4)
@@ -310,10 +319,13 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         spec = layer.attention
         exchange = exchanged_bytes(spec, context)[1]
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
-        attention = size * 2 * width
+        of_keys = context.of_keys.tokens * width // context.tokens
+        attention = size * (width + of_keys)
+        if context.looked_at and looked_at_dtype(flow) != flow.attention_input:  # before the kernel's copies of them
+            attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
         qkv = flow.linear_out(flow.residual)
         attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
-    return max(
+    return seen * context.hidden + max(  # the gradient of the features, of the layers above
         context.tokens * (residual + max(mlp, routed_gradients(layer, context))) - saved.behind,
         context.tokens * (residual + norm) - gone,
         context.tokens * (residual + attention) + exchange - saved.late,

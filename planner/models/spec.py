@@ -112,12 +112,15 @@ class AttentionSpec:
         rotary: whether rotary position embeddings are applied to q and k; `rotary_fraction` to what part of each head.
         softcap: whether logits are soft-capped (eager only; flash kernels take it as an argument).
         sinks: attention sinks (gpt-oss).
-        cross: cross attention of an encoder-decoder.
+        cross: cross attention of an encoder-decoder; where it is the layer's only one, keys and values are of pictures
+            (Llama 3.2 Vision).
         causal: whether a query sees no key behind its own place.
         key_tokens: so many keys whatever the sequence's length (a cross attention's, of a fixed encoder); 0: as many as
             queries.
         sees_ahead: the tokens of one picture attend to each other both ways, which takes a mask (Gemma 3).
         padded: sequences are padded behind a mask (Gemma 4's tower).
+        adds_mask: that mask is added as it is, one in the model's type for all layers; elsewhere each makes its own of
+            a boolean one.
     """
 
     kind: Literal["softmax", "linear"] = "softmax"
@@ -135,6 +138,7 @@ class AttentionSpec:
     key_tokens: int = 0
     sees_ahead: bool = False
     padded: bool = False
+    adds_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +178,11 @@ class LayerSpec:
     num_other_params: int = 0
     path: str = "model.layers"
     fixed_tokens: int = 0
+
+    @property
+    def looks(self) -> bool:
+        """Whether it attends to pictures instead of to the text."""
+        return self.attention is not None and self.attention.cross
 
     @property
     def num_params(self) -> int:

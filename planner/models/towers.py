@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.choices.images import Images
 from planner.errors import SetupError
-from planner.models.eyes import gemma4, pixtral, qwen, siglip, tiles
+from planner.models.eyes import gemma4, mllama, pixtral, qwen, siglip, tiles
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
 
@@ -27,6 +27,7 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]]
     "gemma4": gemma4.tower,
     "paligemma": siglip.paligemma,
     "mistral3": pixtral.tower,
+    "mllama": mllama.tower,
     "idefics3": tiles.idefics3,
     "smolvlm": tiles.idefics3,
     "internvl": tiles.internvl,
@@ -37,12 +38,12 @@ SEEING = tuple(_MAKERS)
 
 _NOT_MODELLED = {
     "gemma3n": "its tower is timm's MobileNet-V5, whose convolutions are not modelled",
-    "mllama": "its text looks at pictures through layers of their own, which are not modelled",
 }
 """Types with eyes that no tower here describes, and why."""
 _EYES_APART = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "mllama": "MllamaForConditionalGeneration",
 }
 """Types whose causal class has no eyes, with the class that has them."""
 
@@ -56,9 +57,10 @@ def with_eyes(model: ModelSpec) -> ModelSpec:
 
 
 def _seeing(model: ModelSpec, built: str) -> ModelSpec:
-    """With its tower idle, and the text's layers one name deeper."""
+    """With its tower idle, and the text's layers one name deeper, those that look at pictures among them."""
     tower = _tower(model, 32, 32)
     parts = [*tower.model.layer_counts, *((one.layer, one.num) for one in tower.projectors)]
+    model = mllama.looking(model) if model.model_type == "mllama" else model
     return replace(
         model,
         built_class=built,

@@ -49,11 +49,13 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
         return whole  # an encoder-decoder's two halves grow together, and its models are small
     pattern = _pattern(config)
     signatures = pattern.signatures
-    shared = full - int(getattr(config.get_text_config(), "num_kv_shared_layers", 0) or 0)
+    text = config.get_text_config()
+    shared = {*range(full - int(getattr(text, "num_kv_shared_layers", 0) or 0), full)}
+    shared |= {*(getattr(text, "cross_attention_layers", None) or ())}  # all of them look at the same pictures
     last = {signature: layer for layer, signature in enumerate(signatures)}
     for every in dict.fromkeys((checkpointing or 1, math.lcm(pattern.period, checkpointing or 1))):
         kinds: list[Kind] = [
-            (signature, layer % every, min(layer, unlike), layer >= shared and last[signature] == layer)
+            (signature, layer % every, min(layer, unlike), layer in shared and last[signature] == layer)
             for layer, signature in enumerate(signatures)
         ]
         chosen = fewest(kinds, reach)
@@ -75,8 +77,8 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
 
 Kind = tuple[int, int, int, bool]
 """What a layer does: its signature, its place among those of which one is checkpointed, its place where that matters,
-and whether it is the last of its signature among those that take another's keys and values (in the backward it is the
-first, and makes the gradient that the others add to)."""
+and whether it is the last of its signature among those that take another's keys and values, or look at pictures (in the
+backward it is the first, and makes the gradient that the others add to)."""
 
 
 def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:

@@ -150,6 +150,11 @@ KINDS = {
         },
         marks=(("image_break_token", "[IMG_BREAK]"), ("image_end_token", "[IMG_END]")),
     ),
+    "mllama": _Kind(
+        picture="<|image|>",
+        tokens={"image_token": ("<|image|>", "image_token_id")},
+        sizes=lambda config: {"size": _square(config), "max_image_tiles": config.vision_config.max_num_tiles},
+    ),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,

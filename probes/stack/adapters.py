@@ -10,6 +10,7 @@ from planner.memory.trained import of_tokens, scaled_inputs
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
+from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.stack.configs import hears, num_layers
 from probes.stack.quantize import is_router
@@ -17,11 +18,12 @@ from probes.stack.quantize import is_router
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def target_modules(config: Any, targets: Targets) -> str | list[str]:
+def target_modules(config: Any, targets: Targets, *, seeing: bool = False) -> str | list[str]:
     """PEFT's `target_modules` for transformers' configuration, at any depth: what the planner counts and writes."""
     if targets != "attention":  # words and names need no inventory
         return targets if isinstance(targets, str) else list(targets)
-    return peft_target_modules(spec_of(config), targets)
+    spec = spec_of(config)
+    return peft_target_modules(with_eyes(spec) if seeing else spec, targets)
 
 
 def spec_of(config: Any) -> ModelSpec:
@@ -48,7 +50,7 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
         settings = {name: value for name, value in settings.items() if name != "init_lora_weights"}
     settings["task_type"] = _task(model.config, setup)
     if row.adapts_matrices:
-        settings["target_modules"] = target_modules(model.config, setup.lora_targets)
+        settings["target_modules"] = target_modules(model.config, setup.lora_targets, seeing=setup.images is not None)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
         if setup.trained_layers:
             settings["layers_to_transform"] = trained_layers(model.config, setup)

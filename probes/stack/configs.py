@@ -9,7 +9,7 @@ from planner.models.stored import kept_names
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")
-_LISTS_OF_INDICES = ("mlp_only_layers", "moe_layers")
+_LISTS_OF_INDICES = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
 
 
 def load_config(config: Mapping[str, Any]) -> Any:

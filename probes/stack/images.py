@@ -54,7 +54,8 @@ def pixel_shape(setup: TrainSetup, tower: Tower) -> tuple[int, ...]:
         return (samples * frames, *tower.shape)
     if len(tower.shape) == 2:
         return samples * frames * tower.shape[0], tower.shape[1]
-    return (samples, frames, *tower.shape) if tower.masked_pixels else (samples * frames, *tower.shape)
+    apart = tower.masked_pixels or len(tower.shape) == 4  # of tiles
+    return (samples, frames, *tower.shape) if apart else (samples * frames, *tower.shape)
 
 
 def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -80,6 +81,11 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
         found["mm_token_type_ids"][:, :num] = 1
     elif tower.joined:
         found["image_sizes"] = [tower.shape[1:]] * all_images
+    elif config.model_type == "mllama":
+        tiles = (setup.micro_batch_seqs, setup.images.num, tower.shape[0])
+        found["aspect_ratio_ids"] = torch.ones(tiles[:2], dtype=torch.int64, device=device)
+        found["aspect_ratio_mask"] = torch.ones(tiles, dtype=torch.int64, device=device)
+        found["cross_attention_mask"] = torch.ones((*ids.shape, *tiles[1:]), dtype=torch.int64, device=device)
     return found
 
 

@@ -14,6 +14,7 @@ from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
+from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
 from tests.launch.conftest import Run, num_saved, write_launch
@@ -63,6 +64,22 @@ def _idefics(pictures: Any, tokenizer: Any) -> tuple[Any, Any]:
     return processor, Idefics3Config(vision_config=vision, text_config=text, image_token_id=image, scale_factor=2)
 
 
+def _mllama(pictures: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """(processor, configuration) of Llama 3.2 Vision: every second layer of its text looks at the picture."""
+    from transformers import MllamaConfig
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+    from transformers.models.mllama.processing_mllama import MllamaProcessor
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    made = pictures(size={"height": SIDE, "width": SIDE})
+    processor = MllamaProcessor(made, tokenizer, chat_template=TEMPLATE.replace("<image>", "<|image|>"))
+    text = MllamaTextConfig(**SIZES, **_text(tokenizer), cross_attention_layers=[1])
+    sizes = {"vision_output_dim": 64, "intermediate_layers_indices": [0], "num_global_layers": 1}
+    vision = MllamaVisionConfig(**SIZES | {"attention_heads": 4}, **FRAME, **sizes)
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    return processor, MllamaConfig(vision_config=vision, text_config=text, image_token_index=image)
+
+
 def _text(tokenizer: Any) -> dict[str, int]:
     return {
         "num_key_value_heads": 2,
@@ -73,7 +90,7 @@ def _text(tokenizer: Any) -> dict[str, int]:
     }
 
 
-MADE = {"llava": _llava, "idefics3": _idefics}
+MADE = {"llava": _llava, "idefics3": _idefics, "mllama": _mllama}
 
 
 def tiny_model_with_eyes(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec:
@@ -91,7 +108,7 @@ def tiny_model_with_eyes(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec
     config.text_config.vocab_size = len(processor.tokenizer)  # with the processor's own marks
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    return spec_of_tree(json.loads((folder / "config.json").read_text()), model_id=kind, source="test")
+    return with_eyes(spec_of_tree(json.loads((folder / "config.json").read_text()), model_id=kind, source="test"))
 
 
 def write_rows(folder: Path, num: int) -> None:
@@ -108,7 +125,7 @@ def write_rows(folder: Path, num: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "tokens"), some([("idefics3", 256), ("llava", 128)], 2))
+@pytest.mark.parametrize(("kind", "tokens"), some([("idefics3", 256), ("llava", 128), ("mllama", 64)], 3))
 def test_two_steps_on_pictures_train_as_planned(
     kind: str, tokens: int, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
 ) -> None:
@@ -172,7 +189,13 @@ def test_what_trl_hands_paligemma_shows_every_token_those_after_it() -> None:
 
 def test_llamafactory_is_told_the_template_of_the_type() -> None:
     found = {}
-    names = ("InternVL3-2B-hf", "Mistral-Small-3.1-24B-Instruct-2503", "SmolVLM-Instruct", "paligemma-3b-pt-448")
+    names = (
+        "InternVL3-2B-hf",
+        "Llama-3.2-11B-Vision-Instruct",
+        "Mistral-Small-3.1-24B-Instruct-2503",
+        "SmolVLM-Instruct",
+        "paligemma-3b-pt-448",
+    )
     for name in names:
         model = spec_of(name, configs()[name])
         setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).with_(loss="full")
@@ -181,6 +204,7 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
         found[name] = launch.refused or next(line for line in lines if line.startswith("template: "))
     assert found == {
         "InternVL3-2B-hf": "template: intern_vl",
+        "Llama-3.2-11B-Vision-Instruct": "template: mllama",
         "Mistral-Small-3.1-24B-Instruct-2503": "template: mistral_small",
         "SmolVLM-Instruct": "LLaMA-Factory has no template for the pictures of idefics3",
         "paligemma-3b-pt-448": "template: paligemma",

@@ -36,7 +36,8 @@ QWEN2, QWEN3, GEMMA, LLAVA = "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-4B-Instruct", "
 MISTRAL, INTERN = "Mistral-Small-3.1-24B-Instruct-2503", "InternVL3-2B-hf"
 IDEFICS, SMOL = "SmolVLM-Instruct", "SmolVLM2-500M-Video-Instruct"
 HYBRID, PALI, FOURTH = "Qwen3.5-2B", "paligemma-3b-pt-448", "gemma-4-31B-it"
-EVERY = [QWEN2, QWEN3, GEMMA, LLAVA, MISTRAL, INTERN, IDEFICS, SMOL, HYBRID, PALI, FOURTH]
+CROSSED = "Llama-3.2-11B-Vision-Instruct"
+EVERY = [QWEN2, QWEN3, GEMMA, LLAVA, MISTRAL, INTERN, IDEFICS, SMOL, HYBRID, PALI, FOURTH, CROSSED]
 
 
 def shallow(name: str) -> dict[str, Any]:
@@ -57,6 +58,9 @@ def shallow(name: str) -> dict[str, Any]:
     if name == LLAVA:
         config["vision_config"] |= {"hidden_size": 1024, "model_type": "clip_vision_model", "image_size": 336}
         config["vision_config"] |= {"patch_size": 14, "intermediate_size": 4096, "num_attention_heads": 16}
+    if name == CROSSED:
+        config["text_config"]["cross_attention_layers"] = [1, 3]
+        config["vision_config"] |= {"num_global_layers": 1, "intermediate_layers_indices": [0, 1, 2, 3, 3]}
     if name == GEMMA:
         config["text_config"]["sliding_window_pattern"] = 2
     return config
@@ -77,7 +81,7 @@ def test_every_matrix_of_a_tower_is_one_that_transformers_builds(name: str) -> N
     built = bare_model(load_config(config), torch.bfloat16, "sdpa", seeing=True)
     assert model.num_params == sum(one.numel() for one in built.parameters())
     shapes = {key: tuple(value.shape) for key, value in built.named_parameters()}
-    layers = [(tower.model.layer_kinds[kind], f".{index}") for index, kind in enumerate(tower.model.layer_order)]
+    layers = [(layer, f".{index}") for layer, num in tower.model.layer_counts for index in range(num)]
     layers += [(one.layer, f".{index}" if one.num > 1 else "") for one in tower.projectors for index in range(one.num)]
     for layer, place in layers:
         for one in layer.linears:
@@ -138,7 +142,7 @@ def test_a_tower_is_that_of_its_own_configuration() -> None:
     [(QWEN2, "lora"), (QWEN2, "lora, no checkpointing"), (QWEN3, "lora attention"), (QWEN3, "full"), (GEMMA, "lora"),
      (LLAVA, "qlora"), (MISTRAL, "lora"), (MISTRAL, "lora, no checkpointing"), (INTERN, "lora"), (INTERN, "qlora"),
      (IDEFICS, "lora attention"), (SMOL, "lora"), (HYBRID, "lora"), (PALI, "qlora"),
-     (FOURTH, "lora, no checkpointing"), (FOURTH, "qlora")],
+     (FOURTH, "lora, no checkpointing"), (FOURTH, "qlora"), (CROSSED, "lora attention"), (CROSSED, "full")],
 )  # fmt: skip
 def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     config = shallow(name)

@@ -50,6 +50,10 @@ class Tower:
         answers_states: whether the model's answer holds its outputs, so that they live through the loss.
         num_other_params: outside layers and projectors (patches' convolution, positions), where it is asked.
         clipped: whether every matrix clamps what it takes and what it gives.
+        answer_width: of a row of its answer, where it joins the outputs of several layers, else 0.
+        looked_at: whether the text looks at what comes out in layers of its own, and no token stands for it: the
+            features then live until the last of those layers is done.
+        checkpoints: whether its class takes part in gradient checkpointing.
         joined: whether the frames of a micro-batch are one sequence, kept apart by a mask.
     """
 
@@ -75,6 +79,9 @@ class Tower:
     pooled: bool = False
     clipped: bool = False
     joined: bool = False
+    answer_width: int = 0
+    looked_at: bool = False
+    checkpoints: bool = True
 
     @property
     def input_bytes(self) -> int:
