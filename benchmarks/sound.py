@@ -1,6 +1,7 @@
 """Formula against dry run for Whisper: sizes x methods x micro-batch x checkpointing x length of the text.
 
     python -m benchmarks.sound [MODEL ...]    # one line a case, then median and worst; --write keeps them
+    python -m benchmarks.sound --published    # batch sizes that others say fit, or do not, against the dry run
 
 The dry run runs transformers' own class on meta tensors. Cases take turns, so that each method meets each of them.
 """
@@ -15,6 +16,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from planner.units import GIB
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
 
@@ -44,6 +46,43 @@ CASES = (
 """(card, micro-batch, checkpointing, tokens of text, accumulation)."""
 
 
+OLD = {"reentrant_checkpointing": True, "expandable_segments": False, "optimizer": "adamw"}
+"""transformers 4's own, under which the published batch sizes were found."""
+EVENT = (
+    "github.com/huggingface/community-events, whisper-fine-tuning-event/README.md, Recommended Training Configurations"
+)
+FAST = "github.com/Vaibhavs10/fast-whisper-finetuning README.md, benchmarks on a free Colab T4"
+PUBLISHED = (
+    ("openai/whisper-small", "full fp16", "v100-16gb", 16, True, EVENT),
+    ("openai/whisper-medium", "full fp16", "v100-16gb", 2, True, EVENT),
+    ("openai/whisper-small", "full fp16", "a100-40gb", 64, True, EVENT),
+    ("openai/whisper-medium", "full fp16", "a100-40gb", 32, True, EVENT),
+    ("openai/whisper-small", "full fp16", "t4", 16, True, "huggingface.co/blog/fine-tune-whisper"),
+    ("openai/whisper-large-v2", "int8 q, v (PEFT)", "t4", 24, True, FAST),
+    ("openai/whisper-large-v2", "int8 q, v (PEFT)", "t4", 32, False, FAST),
+    ("openai/whisper-large-v2", "full fp16", "t4", 1, False, FAST),
+    ("openai/whisper-large", "full fp16", "rtx-3090", 1, False, "github.com/huggingface/transformers/issues/20348"),
+)
+"""(model, method, card, micro-batch, whether it fits, source), all with checkpointing; none says how long texts are."""
+COMMON_VOICE = 100
+"""Tokens of its longer sentences; judgement."""
+
+
+def published() -> None:
+    """Prints what the dry run says of each, at Common Voice's lengths and at twice."""
+    for name, method, card, micro, fits, source in PUBLISHED:
+        model, gpu, peaks = catalogue.load(name), find_gpu(card), []
+        assert model is not None
+        for tokens in (COMMON_VOICE, 2 * COMMON_VOICE):
+            setup = setup_of(METHODS[method], ("", micro, 1, tokens, 1)).with_(**OLD)
+            report = dry_run_report(model, gpu, setup)
+            assert isinstance(report, DryRunReport), report
+            peaks.append(report.prediction.peak_device_bytes / GIB)
+        said, shown = "fits" if fits else "does not", " and ".join(f"{one:.1f}" for one in peaks)
+        of = f"{shown} of {gpu.memory_bytes / GIB:.1f}"
+        print(f"| {name} | {method} | {gpu.name} | {micro} | {said} | {of} | {source} |")
+
+
 def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> TrainSetup:
     """The setup of one case; a T4 has no bf16."""
     card, micro, every, tokens, steps = case
@@ -56,6 +95,9 @@ def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> Tr
 
 def main() -> None:
     """Prints a row for each case, then the median and the worst of each model and of all."""
+    if "--published" in sys.argv:
+        published()
+        return
     named = [word for word in sys.argv[1:] if not word.startswith("-")] or MODELS
     rows, turn = [], 0
     for name in named:

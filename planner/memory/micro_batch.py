@@ -249,9 +249,10 @@ def _kept_by_layers(
         if again := count - num:
             if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
                 stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
-            elif not (entry_pinned and saved.pinned):
+            elif not (entry_pinned and saved.pinned) or setup.reentrant_checkpointing:
                 stored["inputs"] += again * cost.entry
-            stored["pinned"] += again * saved.pinned
+            # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
+            stored["pinned"] += 0 if setup.reentrant_checkpointing else again * saved.pinned
             stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
     for part, less in zip(("norm", "mlp"), costs[first].not_asked, strict=True):
         stored[part] -= less if kept[first] else 0

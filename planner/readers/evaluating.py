@@ -48,9 +48,10 @@ def of_program(trainer: Made | None, arguments: Settings) -> int:
     return sequences("hf-script", arguments.values)
 
 
-def keeps_logits(trainer: Made | None) -> bool:
-    """Whether the evaluation's logits are kept for metrics, as they come."""
-    return given(trainer, "compute_metrics") and not given(trainer, "preprocess_logits_for_metrics")
+def keeps_logits(trainer: Made | None, arguments: Settings) -> bool:
+    """Whether the evaluation's logits are kept for metrics, as they come; one that generates keeps tokens."""
+    generates = arguments.values.get("predict_with_generate") is True
+    return not generates and given(trainer, "compute_metrics") and not given(trainer, "preprocess_logits_for_metrics")
 
 
 def given(trainer: Made | None, name: str) -> bool:

@@ -59,6 +59,8 @@ WITH_EYES = (
     "SmolVLMFor", "InternVLFor", "AutoModelForVision2Seq", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
 )  # fmt: skip
 """Beginnings of the classes of models of pictures, some of which are planned with theirs."""
+WITH_EARS = ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq")
+"""Classes of models that make text of clips, some of which are planned."""
 RECIPE_PARTS = {
     "torchtune": (
         "dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz", "teacher_model",

@@ -12,7 +12,7 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
-from planner.readers import common, evaluating, hf, lengths, program_changes, training, versions
+from planner.readers import common, evaluating, hf, lengths, program_changes, sound, training, versions
 from planner.readers.fields import said
 from planner.readers.objectives import CONFIGS
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
@@ -118,15 +118,6 @@ class _Script:
                 f"no TRL version named: the defaults of {self.defaults.said} (--assume trl==VERSION for another)"
             )
 
-    def _contrast(self) -> dict[str, int]:
-        """What a contrastive program's data and loss say; a cache holds no more than the batch."""
-        found = {name: value for name, value in self.found.contrast.items() if value is not None}
-        if "cached_seqs" in found:
-            found["cached_seqs"] = min(found["cached_seqs"], self.arguments.integer("per_device_train_batch_size", 8))
-        elif "cached_seqs" in self.found.contrast:
-            self.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
-        return found
-
     def _configured(self) -> tuple[str, ...]:
         """The settings of the configuration class that TRL has for the objective."""
         made = self.found.arguments
@@ -177,7 +168,7 @@ class _Script:
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
             eval_seqs=evaluating.of_program(self.found.trainer, arguments),
-            eval_logits=evaluating.keeps_logits(self.found.trainer),
+            eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
         )
 
     def _fields(self) -> dict[str, Any]:
@@ -208,8 +199,8 @@ class _Script:
         if self.aim.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
-            fields |= self._contrast()
-        fields |= self._spread(constants)
+            fields |= training.contrast(self.found, arguments, self.missing)
+        fields |= sound.fields(self.found, self.model, arguments, fields, self.missing) | self._spread(constants)
         return common.adapter(arguments, fields, self.adapters.kind(), self.model)
 
     def _method(self) -> dict[str, Any]:
@@ -353,7 +344,9 @@ class _Script:
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
-            taken = "the checkpoint's own, taken to be bf16" if default == "auto" else f"{default} ({self._why()})"
+            stored = self.model.config.get("torch_dtype") if self.model is not None and self.found.hears else None
+            own = f"the checkpoint's own, {stored or 'taken to be bf16'}"
+            taken = own if default == "auto" else f"{default} ({self._why()})"
             loader.assume(f"no dtype on from_pretrained: {taken}")
         weights = hf.weight_dtype(loader, key, default, self.model)
         return common.precision(self.arguments, weights, autocast, method)

@@ -10,6 +10,7 @@ from planner.readers.objectives import (
     CONFIGS,
     OTHER_TRAINERS,
     PLANNED,
+    WITH_EARS,
     WITH_EYES,
     of_model,
     of_other_trainer,
@@ -40,7 +41,7 @@ class Training:
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
         open_objective: why it is not certain that `objective` is what is trained.
-        pictures: the model's class, where it is one of pictures whose eyes may be modelled.
+        pictures: the model's class, where it is one of pictures whose eyes may be modelled; hears: of sound.
         contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
     """
 
@@ -59,6 +60,7 @@ class Training:
     objective: str = "sft"
     open_objective: str = ""
     pictures: str = ""
+    hears: str = ""
     contrast: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -233,6 +235,8 @@ def _check_model_class(found: Training, loader: Made, program: Program, name: st
     objective, owner = of_model(classes)
     if objective == "vision" and owner.startswith(WITH_EYES) and found.objective == "sft":
         found.pictures = owner
+    elif owner in WITH_EARS and found.objective == "sft":
+        found.hears = owner
     elif objective:
         raise _other_objective(name, objective, owner)
     for made in program.made:
@@ -285,6 +289,16 @@ def _adapter_among(call: Made) -> Made | None:
     configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
     given = (*call.positional, *call.keywords.values())
     return next((one for one in given if isinstance(one, Made) and one.name in configs), None)
+
+
+def contrast(found: Training, arguments: Settings, missing: dict[str, str]) -> dict[str, int]:
+    """What a contrastive program's data and loss say; a cache holds no more than the batch."""
+    known = {name: value for name, value in found.contrast.items() if value is not None}
+    if "cached_seqs" in known:
+        known["cached_seqs"] = min(known["cached_seqs"], arguments.integer("per_device_train_batch_size", 8))
+    elif "cached_seqs" in found.contrast:
+        missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
+    return known
 
 
 def _only_loader(found: Training, program: Program) -> None:

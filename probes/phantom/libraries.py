@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -13,11 +14,13 @@ from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
 from probes.phantom.repeats import repeated_once
+from probes.phantom.sound import whispers_parts_stand_in
 from probes.phantom.texts import (
     data_sets_stand_in,
     encoding_stands_in,
     metrics_stand_in,
     processor_stands_in,
+    stand_in_tokenizer,
     tokenizer_stands_in,
 )
 
@@ -41,6 +44,14 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "transformers.models.auto.tokenization_auto": of(tokenizer_stands_in),
         "transformers.models.auto.processing_auto": of(processor_stands_in),
         "datasets": of(data_sets_stand_in),
+        **{
+            f"transformers.models.whisper.{file}_whisper": of(partial(_whisper, which))
+            for file, which in (
+                ("processing", "processor"),
+                ("feature_extraction", "feature_extractor"),
+                ("tokenization", "tokenizer"),
+            )
+        },
         "transformers.integrations.moe": of(_grouped_experts),
         "bitsandbytes": of(_kernels_do_nothing),
         "transformers.modeling_utils": of(load_without_weights),
@@ -48,6 +59,10 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "transformers.trainer": of(repeated_once),
         "torch.utils.data": of(_one_process),
     }
+
+
+def _whisper(which: str, phantom: Phantom, module: Any, patch: Patch) -> None:
+    whispers_parts_stand_in(phantom, module, patch, stand_in_tokenizer, which)
 
 
 def _generate(phantom: Phantom, module: Any, patch: Patch) -> None:

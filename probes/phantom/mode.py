@@ -39,7 +39,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         memory: of the card.
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
-        stand_in_rows: the data set whose rows are ours, "" where none is.
+        stand_in_rows: the data set whose rows are ours, "" where none is; hears: whether they are clips of sound.
         num_micro_batches, num_repeated: of transformers' Trainer; those of them that were not run again.
     """
 
@@ -55,6 +55,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.handlers: dict[Any, Callable[..., Any]] = {}
         self.log = KernelLog(capability=card.capability)
         self.stand_in_rows = ""
+        self.hears = False
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}

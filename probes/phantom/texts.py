@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planner.records import dataclass
+from probes.phantom import sound
 from probes.phantom.images import PICTURE, processor_for
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
@@ -84,6 +85,10 @@ def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
             from transformers import AutoConfig, AutoTokenizer
 
             config = AutoConfig.from_pretrained(name)
+            if hasattr(config, "num_mel_bins"):
+                phantom.hears = True
+                phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
+                return sound.processor_for(config, lambda: stand_in_tokenizer(str(name)))
             if hasattr(config, "vision_config"):
                 phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
                 return processor_for(str(name), config, lambda tokens: stand_in_tokenizer(str(name), tokens))
@@ -274,11 +279,14 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
 def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: str) -> Any:
     """A data set in the place of `path`'s, said aloud."""
     options = phantom.options
-    row = columns_of(f"{path} {name}", options.num_tokens, options.image_size, options.objective)
+    tokens = options.num_tokens
+    row = columns_of(f"{path} {name}", tokens, options.image_size, options.objective)
+    if phantom.hears or any(word in f"{path} {name}".lower() for word in sound.WORDS):
+        row, tokens = sound.clip(tokens), len(sound.clip(tokens)["text"])
     pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
     phantom.note(
         f"{path}: this data set is not on this machine ({why}); {NUM_ROWS} stand-in rows with {', '.join(row)} of "
-        f"{options.num_tokens:,} tokens and more{pictures} were used, which the program cuts to its own maximum length"
+        f"{tokens:,} tokens and more{pictures} were used, which the program cuts to its own maximum length"
     )
     phantom.stand_in_rows = path
     made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})

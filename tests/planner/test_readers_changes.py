@@ -223,6 +223,35 @@ def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
         read_text(program.replace("AutoModelForImageTextToText", "MllamaForConditionalGeneration"), "train.py")
 
 
+SOUND = (
+    HEAD
+    + """
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperForConditionalGeneration
+model = WhisperForConditionalGeneration.from_pretrained("NAME")
+{more}
+args = Seq2SeqTrainingArguments(
+    output_dir="o", per_device_train_batch_size=16, gradient_checkpointing=True, fp16=True, eval_strategy="steps",
+    per_device_eval_batch_size=8, predict_with_generate=True, generation_max_length=225,
+)
+Seq2SeqTrainer(args=args, model=model, train_dataset=rows, eval_dataset=rows, compute_metrics=wer).train()
+"""
+)
+
+
+def test_a_program_of_sound_is_read_as_the_course_has_it() -> None:
+    whisper = catalogue.load("openai/whisper-small")
+    found = read_text(SOUND.format(more=""), "train.py", model=whisper, sharding=Sharding())
+    setup = found.setup
+    assert (setup.method, setup.precision, setup.seq_len_tokens, setup.loss) == ("full", "fp16-mixed", 225, "full")
+    assert (setup.micro_batch_seqs, setup.frozen_encoder, found.missing) == (16, False, ())
+    assert any("225 tokens" in one for one in found.assumptions)
+    assert not found.eval_logits  # an evaluation that generates keeps tokens
+    frozen = read_text(SOUND.format(more="model.freeze_encoder()"), "train.py", model=whisper, sharding=Sharding())
+    assert frozen.setup.frozen_encoder
+    with pytest.raises(NotPlanned, match="speech"):
+        read_text(SOUND.format(more=""), "train.py", model=catalogue.load("google-t5/t5-base"), sharding=Sharding())
+
+
 LEFT_OUT = {
     "axolotl.yml": (f"base_model: NAME\n{AXOLOTL}lisa_n_layers: 4\n", "LISA"),
     "lf.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}use_asft_loss: true\n", "ASFT"),

@@ -52,6 +52,7 @@ BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_g
 SAME_OBJECT = (
     "to", "cuda", "train", "eval", "half", "bfloat16", "float", "requires_grad_", "for_training", "for_inference",
     "gradient_checkpointing_enable", "gradient_checkpointing_disable", "enable_input_require_grads", "add_callback",
+    "freeze_encoder",
 )  # fmt: skip
 """Methods that change a model or trainer and give it back, or nothing."""
 PREPARED = ("prepare", "prepare_model", "compile")

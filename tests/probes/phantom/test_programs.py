@@ -24,6 +24,8 @@ from probes.phantom.images import processor_for
 from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
+from probes.phantom.sound import clip
+from probes.phantom.sound import processor_for as whisper_processor
 from probes.phantom.texts import columns_of
 from tests.whole import these
 
@@ -387,3 +389,20 @@ def test_trls_trainer_holds_the_same_whether_triton_is_installed_or_not(
     assert answer["peak_allocated_bytes"] == WITH_TRITON_BYTES
     assert {"name": "(backward)"}.items() not in [one.items() for one in answer["by_module"]]
     assert not any("triton" in note for note in answer["notes"])
+
+
+def test_a_processor_of_sound_is_made_of_the_configuration() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(num_mel_bins=128)
+    processor = whisper_processor(config, lambda: transformers.PreTrainedTokenizerFast(tokenizer_object=_bytes()))
+    row = clip(8192)
+    made = processor.feature_extractor([row["audio"]["array"]], sampling_rate=16_000, return_tensors="pt")
+    assert tuple(made.input_features.shape) == (1, 128, 3000)
+    assert len(row["text"]) == 225
+    processor.tokenizer.set_prefix_tokens(language="hindi", task="transcribe")
+
+
+def _bytes() -> Any:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
