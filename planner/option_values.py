@@ -38,6 +38,24 @@ def amount(text: str | int) -> int:
 
 
 _NO_MARKS = str.maketrans("", "", ",_")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def duration_s(name: str, text: str, *, unit: str) -> float:
+    """Seconds of "90s", "9m", "24h", "3d" or "1.5w"; a bare number is in `unit`s.
+
+    Raises:
+        UsageError: anything else, or nothing.
+    """
+    text = text.strip()
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _SECONDS else (text, unit)
+    try:
+        value = float(number) * _SECONDS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf:
+        raise UsageError(f"--{name} must be a time such as 90s, 9m, 1.5h or 3d; got {text!r}", hint=f"--{name} 2h")
+    return value
 
 
 def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

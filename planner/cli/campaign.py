@@ -9,9 +9,10 @@ from planner.app import machine
 from planner.app.progress import ProgressLine
 from planner.cli import options, probing
 from planner.cli.output import console, print_json
-from planner.errors import EXIT_ENVIRONMENT, UsageError
+from planner.errors import EXIT_ENVIRONMENT
 from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
+from planner.option_values import duration_s
 from planner.outcome import Measurement
 from planner.units import gib, seconds
 from reports.setup_text import trial_words
@@ -20,24 +21,6 @@ if TYPE_CHECKING:
     from probes.campaign import CampaignReport, Step
     from probes.campaign_spec import CampaignSpec, Chain
     from probes.store import Store
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of "90s", "9m", "1.5h" or "540".
-
-    Raises:
-        UsageError: anything else, or nothing.
-    """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
-    try:
-        value = float(number) * _UNITS[unit]
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"--budget must be a time such as 9m, 90s or 1.5h; got {text!r}")
-    return value
 
 
 def campaign(
@@ -59,7 +42,7 @@ def campaign(
     from probes.campaign_spec import read_spec
 
     plan = read_spec(spec)
-    budget_s = parse_budget(budget) if budget is not None else None
+    budget_s = duration_s("budget", budget, unit="s") if budget is not None else None
     if dry:
         return _list(plan, as_json=as_json)
     devices = machine.pick_devices(device if slurm is None else device or "cuda:0")

@@ -7,10 +7,12 @@ import typer
 
 from planner.cli import cluster_options, options
 from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.option_values import memory_and_headroom, positive
+from planner.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,39 +26,88 @@ if TYPE_CHECKING:
 SHOWN_CHANGES = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The GPUs of the job."""
+
+    gpus: cluster_options.Gpus = None
+    nodes: cluster_options.Nodes = None
+    interconnect: cluster_options.Interconnect = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOptions:
+    """What the command line says that the file leaves open."""
+
+    accelerate: Annotated[
+        Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
+    ] = None
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting that the file leaves open; repeatable."),
+    ] = None
+    arguments: Annotated[
+        str | None, typer.Option("--args", help="The words behind the script on its command line, as one text.")
+    ] = None
+    assume: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable."),
+    ] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
+
+    def asked(self) -> Asked:
+        """The settings, words and versions.
+
+        Raises:
+            UsageError: one that makes no sense.
+        """
+        return Asked.of(self.sets, self.arguments, self.assume, strict=self.strict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixOptions:
+    """The improved file."""
+
+    fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
+    ] = None
+
+    def target(self, file: Path) -> Path | None:
+        """Where the improved file goes, None where none is asked for."""
+        return (self.out or file.with_name(f"{file.stem}.fixed{file.suffix}")) if self.fix else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """What the run may take of the card."""
+
+    memory_gib: options.MemoryGib = None
+    headroom: options.Headroom = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """The rung of the answer, and its form."""
+
+    no_dry_run: options.NoDryRun = False
+    as_json: options.Json = False
+    annotations: Annotated[
+        str | None, typer.Option("--annotations", help="For CI: github or sarif, formula rung.", show_default=False)
+    ] = None
+
+
+@takes_options
 def check(
     file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script; or a folder.")],
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
-    gpus: cluster_options.Gpus = None,
-    nodes: cluster_options.Nodes = None,
-    interconnect: cluster_options.Interconnect = None,
-    accelerate: Annotated[
-        Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting that the file leaves open; repeatable."),
-    ] = None,
-    arguments: Annotated[
-        str | None, typer.Option("--args", help="The words behind the script on its command line, as one text.")
-    ] = None,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option("--assume", metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
-    ] = None,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
-    no_dry_run: options.NoDryRun = False,
-    as_json: options.Json = False,
-    annotations: Annotated[
-        str | None, typer.Option("--annotations", help="For CI: github or sarif, formula rung.", show_default=False)
-    ] = None,
+    *,
+    cluster: ClusterOptions,
+    asked: AskedOptions,
+    fix: FixOptions,
+    limits: LimitOptions,
+    answer: AnswerOptions,
 ) -> int:
     """Does an existing config fit, how fast should it run, and which single changes help?
 
@@ -65,32 +116,32 @@ def check(
     """
     from planner.check import check as run
 
-    if out is not None and not fix:
+    if fix.out is not None and not fix.fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
-    asked = Asked.of(sets, arguments, assume, strict=strict)
-    if annotations not in (None, "github", "sarif"):
-        raise UsageError(f"--annotations must be github or sarif, got {annotations!r}", hint="--annotations github")
-    if file.is_dir() or annotations is not None:
-        if fix:
+    wishes: dict[str, Any] = {
+        "model": model,
+        "num_gpus": positive("gpus", cluster.gpus) or 1,
+        "accelerate": asked.accelerate,
+    }
+    wishes["asked"] = asked.asked()
+    if answer.annotations not in (None, "github", "sarif"):
+        given = answer.annotations
+        raise UsageError(f"--annotations must be github or sarif, got {given!r}", hint="--annotations github")
+    if file.is_dir() or answer.annotations is not None:
+        if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
-        return _many(
-            file, gpu, annotations, as_json=as_json, model=model, num_gpus=positive("gpus", gpus) or 1,
-            accelerate=accelerate, asked=asked, memory_gib=memory_gib, headroom=headroom,
-        )  # fmt: skip
-    config, spec, card = load(
-        file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate, asked=asked
-    )
-    cluster = cluster_options.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
-    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    predict = predictor(spec, card, cluster)
-    if not no_dry_run:
+        wishes |= {"memory_gib": limits.memory_gib, "headroom": limits.headroom}
+        return _many(file, gpu, answer.annotations, as_json=answer.as_json, **wishes)
+    config, spec, card = load(file, gpu, **wishes)
+    memory, reserve = memory_and_headroom(card, limits.memory_gib, limits.headroom)
+    job = cluster_options.cluster_of(card, config.setup.num_gpus, cluster.nodes, cluster.interconnect)
+    predict = predictor(spec, card, job)
+    if not answer.no_dry_run:
         predict = corrected(predict, config.setup, spec, card, memory)
     result = run(config, spec, card, memory - reserve, predict)
-    fixed = None
-    if fix:
-        target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
-        fixed = _fixed(file, target, result, spec, predict, accelerate, asked)
-    if as_json:
+    target = fix.target(file)
+    fixed = _fixed(file, target, result, spec, predict, asked.accelerate, wishes["asked"]) if target else None
+    if answer.as_json:
         print_json(as_document(result, fixed))
     else:
         print_lines(text_lines(result, fixed))

@@ -16,7 +16,7 @@ from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
 from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
-from planner.option_values import positive
+from planner.option_values import duration_s, positive
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.workload import Workload
@@ -41,11 +41,12 @@ class SearchOptions:
 
     def tuning(self, *, out: Path | None, store: Path | None, device: str | None, dry_run: bool) -> Tuning:
         """How the search goes; its study lies beside the plan where nothing else is said."""
-        from planner.cli.campaign import parse_budget
         from search.stopping import Budget
 
         return Tuning(
-            budget=Budget(max_probes=positive("max-probes", self.max_probes), seconds=parse_budget(self.budget)),
+            budget=Budget(
+                max_probes=positive("max-probes", self.max_probes), seconds=duration_s("budget", self.budget, unit="s")
+            ),
             sampler=self.sampler,
             dry_run=dry_run,
             storage=self.storage if self.storage is not None else out,

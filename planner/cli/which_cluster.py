@@ -15,7 +15,7 @@ from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.option_values import amount, positive
+from planner.option_values import amount, duration_s, positive
 from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
 
 DEFAULT_MAX_GPUS = 64
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class WorkOptions:
         tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * _epochs(self.epochs)
         if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
             raise UsageError(f"--budget must be US dollars above 0, got {self.budget}", hint="for example --budget 500")
-        deadline_s = None if self.deadline is None else parse_deadline(self.deadline)
+        deadline_s = None if self.deadline is None else duration_s("deadline", self.deadline, unit="h")
         return {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": self.budget}
 
 
@@ -136,23 +135,6 @@ def which_cluster(
     )
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)
-
-
-def parse_deadline(text: str) -> float:
-    """Seconds of "90m", "24h", "3d", "1.5w"; a bare number is hours.
-
-    Raises:
-        UsageError: anything else, or nothing.
-    """
-    text = text.strip()
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "h")
-    try:
-        value = float(number) * _UNITS[unit]
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"--deadline must be a time such as 90m, 24h or 3d; got {text!r}", hint="--deadline 24h")
-    return value
 
 
 def _epochs(epochs: float) -> float:

@@ -21,11 +21,11 @@ from planner.cli.probe import probe
 from planner.cli.report import which_gpu
 from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.tune import tune
-from planner.cli.which_cluster import parse_deadline
 from planner.cli.wish_options import SpaceOptions, WishOptions
 from planner.errors import UsageError
 from planner.hardware.cluster import links
 from planner.hardware.gpus import find_gpu
+from planner.option_values import duration_s
 from planner.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup_fields import PARALLELS as FIELD_VALUES
@@ -279,14 +279,18 @@ def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("text", "hours"), [("24h", 24), ("90m", 1.5), ("2d", 48), ("1w", 168), ("7200s", 2), ("12", 12), (" 1.5h ", 1.5)]
 )
-def test_deadlines(text: str, hours: float) -> None:
-    assert parse_deadline(text) == hours * 3600
+def test_durations(text: str, hours: float) -> None:
+    assert duration_s("deadline", text, unit="h") == hours * 3600
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1h", "0", "nan", "inf", "1y", "h"])
-def test_deadlines_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_deadline(text)
+def test_a_bare_duration_is_in_the_options_unit() -> None:
+    assert duration_s("budget", "30", unit="s") == 30.0
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1h", "0", "nan", "inf", "1y", "h", "3 parsecs"])
+def test_durations_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--deadline must be a time"):
+        duration_s("deadline", text, unit="h")
 
 
 COUNTS = ["1", "2", "3", "4", "6", "8", "12", "16", "64", "0", "-1", "999999999999", "two", ""]

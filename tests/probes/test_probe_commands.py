@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from planner.cli.app import run
-from planner.cli.campaign import parse_budget
-from planner.errors import UsageError
 from planner.outcome import FailureKind, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
@@ -91,17 +89,6 @@ def test_probe_refuses_nonsense(words: list[str], message: str, tiny: str, capsy
     told = capsys.readouterr()
     assert message in told.err
     assert "Traceback" not in told.err
-
-
-@pytest.mark.parametrize(("text", "wanted"), [("9m", 540.0), ("90s", 90.0), ("1.5h", 5400.0), ("30", 30.0)])
-def test_budget_is_read(text: str, wanted: float) -> None:
-    assert parse_budget(text) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "m", "-3m", "0", "inf", "nan", "3 parsecs"])
-def test_budget_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_budget(text)
 
 
 def test_campaign_list_says_what_would_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
