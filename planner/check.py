@@ -193,7 +193,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     predict = including(predict, config, model, gpu)
     prediction, of_step = predict(config.setup), step(config.setup)
     decides = prediction.peak_device_bytes > of_step.peak_device_bytes
-    step_band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
+    step_band = step_band_fraction(prediction, config)
     band = max(step_band, EVALUATION_BAND_FRACTION) if decides else step_band
 
     change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
@@ -217,6 +217,11 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         evaluation_bytes=evaluation,
         notes=_evaluation_notes(config, model, evaluation),
     )
+
+
+def step_band_fraction(prediction: Prediction, config: ReadConfig) -> float:
+    """Half-width of the band of a step's peak: wider by each setting that is not followed exactly."""
+    return prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
 
 
 def evaluation_label(setup: TrainSetup) -> str:
@@ -263,8 +268,7 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved
     Changes that alter the training are taken only where nothing else makes it fit. The same setup where nothing helps.
     """
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
-        config = replace(result.config, eval_seqs=0)
-        again = improve(check(config, model, result.gpu, result.budget_bytes, predict), model, predict)
+        again = improve(_without_evaluation(result, model, predict), model, predict)
         labels = (evaluation_label(again.setup), *again.labels)
         return replace(again, labels=labels, eval_seqs=again.setup.micro_batch_seqs)
     predict = including(predict, result.config, model, result.gpu)
@@ -280,6 +284,21 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved
             return found
     smaller = found.after.peak_device_bytes < result.prediction.peak_device_bytes
     return found if smaller else ending(result.config.setup, ())
+
+
+def _without_evaluation(result: CheckResult, model: ModelSpec, predict: Predict) -> CheckResult:
+    """The same config's verdict on its training step alone; its changes are not judged anew: improving does that."""
+    config = replace(result.config, eval_seqs=0)
+    prediction = including(predict, config, model, result.gpu)(config.setup)
+    band = step_band_fraction(prediction, config)
+    return replace(
+        result,
+        config=config,
+        prediction=prediction,
+        band_fraction=band,
+        verdict=judge(prediction, result.budget_bytes, band),
+        evaluation_bytes=0,
+    )
 
 
 BEAM, DEPTH = 6, 4

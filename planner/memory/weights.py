@@ -1,6 +1,7 @@
 """Weights: what the frozen or trained base model holds, after loading."""
 
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.trained import last_layers
 from planner.memory.traits import traits_of
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
@@ -77,11 +78,6 @@ def layer_extra_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return extra
 
 
-def _last_params(model: ModelSpec, setup: TrainSetup) -> int:
-    """Parameters of the layers that train alone."""
-    return sum(model.layer_kinds[kind].num_params for kind in model.layer_order[-setup.trained_layers :])
-
-
 def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
 
@@ -99,7 +95,7 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
         + layer_extra_bytes(model, setup)
-        + ((4 - plain) * _last_params(model, setup) if setup.widens_trained else 0),
+        + ((4 - plain) * last_layers(model, setup.trained_layers).num_params if setup.widens_trained else 0),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
         "outer": outer,
