@@ -2,7 +2,8 @@
 next, the verdict last. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from io import StringIO
 
 from rich.console import Console
@@ -40,6 +41,7 @@ GROUPS = (
 BAR_CELLS = 24
 MORE = "--why: the decision tree, --memory: every term, --all: the rest"
 FREE = "free"
+Part = Callable[[Page], None]
 
 
 def group_bytes(candidate: Candidate, memory_bytes: int) -> dict[str, int]:
@@ -57,12 +59,26 @@ def render_brief(
     notes = notes_of(answer)
 
     def write(page: Page, shown: int, beside: int) -> None:
-        _brief(page, answer, notes[:shown], len(notes) - shown, beside, next_command, launches)
+        for part in parts(shown, beside):
+            part(page)
+
+    def parts(shown: int, beside: int) -> Iterator[Part]:
+        yield head
+        yield besides[beside]
+        yield partial(_notes, notes=notes[:shown])
+        yield partial(_end, answer=answer, left=len(notes) - shown, command=next_command, launches=launches)
+
+    @cache
+    def lines(part: Part) -> int:
+        text = StringIO()
+        part(Page(Console(file=text, width=console.width)))
+        return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
 
     def height(shown: int, beside: int) -> int:
-        text = StringIO()
-        write(Page(Console(file=text, width=console.width)), shown, beside)
-        return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
+        return sum(lines(part) for part in parts(shown, beside))
+
+    head: Part = partial(_head, answer=answer)
+    besides: list[Part] = [partial(_instead, answer=answer, number=number) for number in range(NUM_BESIDE + 1)]
 
     urgent = sum(note.place <= Place.RISK for note in notes)
     whole = range(len(notes), urgent - 1, -1)
@@ -75,16 +91,13 @@ def render_brief(
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
-def _brief(
-    page: Page,
-    answer: Plan | NoPlan,
-    notes: Sequence[str],
-    left: int,
-    beside: int,
-    command: str,
-    launches: Sequence[str],
-) -> None:
-    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+def _subject(answer: Plan | NoPlan) -> Candidate:
+    return answer.chosen if isinstance(answer, Plan) else answer.nearest
+
+
+def _head(page: Page, answer: Plan | NoPlan) -> None:
+    """What to train with, and where the memory goes."""
+    chosen = _subject(answer)
     page.line(workload_words(answer.workload), style="bold")
     page.line(verdict_sentence(answer) if isinstance(answer, Plan) else nearest_sentence(answer))
     for sentence in (spread_sentence(chosen), epoch_sentence(answer.workload, chosen)):
@@ -92,16 +105,27 @@ def _brief(
             page.line(sentence)
     page.line()
     _groups(page, chosen, answer.workload.memory_bytes)
+
+
+def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
+    """A few alternatives, or what would make it fit."""
     if isinstance(answer, Plan):
-        _beside(page, answer, beside)
-    elif answer.remedies and beside:
+        _beside(page, answer, number)
+    elif answer.remedies and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
-        _remedies(page, answer, beside)
+        _remedies(page, answer, number)
+
+
+def _notes(page: Page, notes: Sequence[str]) -> None:
     if notes:
         page.line()
     for note in notes:
         page.line(f"· {note}")
+
+
+def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: Sequence[str]) -> None:
+    """What to type next, and the verdict; `left`: notes that are not shown."""
     page.line()
     more = f"{MORE}, {left} {plural(left, 'note')}" if left else MORE
     page.line(f"Next ({more})" if command else more, style="dim")
@@ -110,10 +134,10 @@ def _brief(
     for sentence in launches:
         page.line(clean(sentence), style="bold red" if "PREDICTED" in sentence else "")
     if isinstance(answer, Plan):
-        verdict = " ".join(one for one in (memory_sentence(chosen), speed_sentence(chosen)) if one)
+        verdict = " ".join(one for one in (memory_sentence(answer.chosen), speed_sentence(answer.chosen)) if one)
     else:
         verdict = nothing_sentence(answer)
-    page.line(verdict, style=verdict_style(chosen))
+    page.line(verdict, style=verdict_style(_subject(answer)))
 
 
 def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
