@@ -89,7 +89,7 @@ def named(command: Command) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None) -> Path:
     """An empty directory with a config of each kind that the pages name, made by our own exporters."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

@@ -119,10 +119,14 @@ def test_doctor_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: py
 
 def test_children_of_children_keep_the_current_folder_out(folder: Path) -> None:
     """torchrun, submitit and the inductor start `python -m` of their own."""
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, torch'], check=False)"
+    found = "import json, importlib.util as known; print(known.find_spec('torch').origin, flush=True)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {found!r}], check=False)"
     known = {**children.child_environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run([*children.python_argv("-c", script)], cwd=folder, env=known, capture_output=True, check=True)
+    done = subprocess.run(
+        [*children.python_argv("-c", script)], cwd=folder, env=known, capture_output=True, text=True, check=True
+    )
     assert ran(folder) == ""
+    assert "site-packages" in done.stdout
 
 
 def test_submitted_job_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

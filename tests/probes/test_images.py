@@ -28,6 +28,8 @@ from probes.dryrun.report import DryRunReport
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 
+pytestmark = pytest.mark.usefixtures("warm_children")  # module trees are read by children
+
 TOLERANCE = 0.02
 """The worst of these is 1.9 %, of models with four layers in either half; docs/images.md has those of whole models."""
 CARD = find_gpu("h100-sxm")
