@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.choices.images import Images
 from planner.errors import SetupError, Undetermined, UsageError
-from planner.readers.types import SHORT_NAMES, ReadConfig
+from planner.readers.types import SHORT_NAMES, TEXT_ALONE, ReadConfig
 from planner.setup import TrainSetup
 
 SETTABLE = tuple(TrainSetup.__dataclass_fields__)
@@ -114,7 +114,8 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     missing = tuple(one for one in config.missing if one.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
     beside = given.get(BESIDE, config.beside_bytes)
-    return replace(config, setup=setup, missing=missing, origins=origins, beside_bytes=beside)
+    assumed = tuple(one for one in config.assumptions if one != TEXT_ALONE or "images" not in given)
+    return replace(config, setup=setup, missing=missing, origins=origins, beside_bytes=beside, assumptions=assumed)
 
 
 def determined(config: ReadConfig) -> ReadConfig:

@@ -10,7 +10,7 @@ from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
-from planner.readers.types import ReadConfig
+from planner.readers.types import TEXT_ALONE, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
 
@@ -67,7 +67,7 @@ def read(
     fields |= _spread(settings, kwargs, sharding)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     if model is not None and model.model_type in SEEING:
-        settings.assume("pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)")
+        settings.assume(TEXT_ALONE)
     return config(
         FORMAT, settings, fields, kwargs,
         model_id=settings.optional_text("model_name_or_path"), dataset=settings.raw("dataset_name"),

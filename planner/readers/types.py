@@ -59,6 +59,8 @@ SHORT_NAMES = {
     "optim": "optimizer",
 }
 """Words of `--set` for fields of a setup, beside their own names."""
+TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
+"""The assumption about a model with eyes whose file says nothing of its data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from planner.models import catalogue
 from planner.readers import read_config, read_text
 from planner.readers.rewrite import rewrite
 from planner.readers.supply import parse_sets, supply
-from planner.readers.types import ReadConfig
+from planner.readers.types import TEXT_ALONE, ReadConfig
 
 PROGRAM = """
 import os, sys
@@ -365,6 +365,13 @@ def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
     assert (alone.setup.images, alone.missing) == (None, ())
     with pytest.raises(UsageError, match="NUMxWIDTHxHEIGHT"):
         parse_sets(["images=many"])
+    said = read_text(
+        "model_name_or_path: google/gemma-3-4b-it\nuse_peft: true\ndataset_name: a\n",
+        "trl.yaml",
+        model=catalogue.load("google/gemma-3-4b-it"),
+    )
+    assert TEXT_ALONE in said.assumptions
+    assert TEXT_ALONE not in supply(said, parse_sets(["images=1x512x512"])).assumptions
     blind = read_text(PICTURES, "mm.yaml", model=catalogue.load("meta-llama/Llama-3.1-8B"))
     assert not blind.missing
     assert "images are not counted, text tokens only" in blind.approximations
