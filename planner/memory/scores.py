@@ -25,8 +25,8 @@ def eager_scores(
     The softmax is fp32 where the class asks for it or autocast does, and kept; so is what meets the values: a cast copy
     of it, or with dropout the dropped copy beside a mask of one byte. A soft cap keeps its tanh. The backward's largest
     moment is the gradient of the values' product beside all that, the dropout's, the cast's, or the softmax's with its
-    output, gradient and result. BLOOM casts its probabilities back to the queries' type and hands them on in it: fp32
-    where the base is quantized.
+    output, gradient and result. BLOOM, GPT-J and GPT-Neo cast their probabilities back and hand them on: in fp32 where
+    LayerNorm's queries are that of a quantized base.
 
     Source: transformers 5.23 `eager_attention_forward` of each class, `GPTJAttention._attn`, `BloomAttention`,
     `T5Attention`; PyTorch autocast's fp32 list.
@@ -49,11 +49,13 @@ def eager_scores(
     if traits.alibi_sum or traits.hands_on_weights:
         # the sum with the mask; where an fp32 mask makes that fp32, the fp32 copy falls away and the bytes are the same
         forward += score
+    elif flow.table == "fp32":  # as is the mask's, and with it their sum
+        forward = 2 * softmax
     return ScoreBytes(
         kept=kept + (score if softcap else 0),
         forward=forward,
         backward=max(moments) - kept,
-        handed_on=SIZE_BYTES[qkv_dtype] if traits.alibi_sum else softmax if traits.hands_on_weights else 0,
+        handed_on=SIZE_BYTES[qkv_dtype] if traits.hands_on_cast else softmax if traits.hands_on_weights else 0,
     )
 
 

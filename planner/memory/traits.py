@@ -64,7 +64,9 @@ dropped out."""
 EMBEDDING_NORM = frozenset({"bloom"})
 """Types with a norm between the embeddings and the first layer."""
 ALIBI_SUM = frozenset({"bloom"})
-"""Types whose eager attention holds the biased scores, their masked sum and the last layer's probabilities at once."""
+"""Types whose eager attention holds the biased scores and their masked sum at once."""
+HANDS_ON_CAST = frozenset({"bloom", "gptj", "gpt_neo"})
+"""Types whose eager layers return their attention weights in the values' type."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 ALTUP = frozenset({"gemma3n", "gemma3n_text"})
@@ -101,6 +103,7 @@ class Traits:
     heads_apart: bool
     clamps_encoder: bool
     hands_on_weights: bool
+    hands_on_cast: bool
     holds_wide_probabilities: bool
     """The same of one that casts them to its values' type, where that is fp32."""
     holds_probabilities: bool
@@ -155,6 +158,7 @@ def _read_traits(model: ModelSpec) -> Traits:
         heads_apart=kind in HEADS_APART,
         clamps_encoder=kind in CLAMPS_ENCODER,
         hands_on_weights=kind in HANDS_ON_WEIGHTS,
+        hands_on_cast=kind in HANDS_ON_CAST,
         holds_probabilities=kind in ENCODERS and attention_dropout,
         holds_wide_probabilities=kind in CASTS_PROBABILITIES and attention_dropout,
         dense_experts=kind in DENSE_EXPERTS,

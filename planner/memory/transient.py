@@ -299,7 +299,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     matrix is being dequantized.
 
     RMSNorm's backward holds five fp32 tensors of the hidden size (a fused one two of the type that comes), when the MLP
-    is gone, or behind the MLP when all is there; attention's the gradients of q, k, v and, with a
+    is gone, or behind the MLP when all is there; attention's the gradients of q, k, v or, with a
     kernel that keeps tokens x tokens matrices, their gradient before and after the softmax, when what stands behind the
     attention is gone (`saved.late`). The gradient of the residual is alive all along.
 
@@ -318,13 +318,14 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     if layer.attention is not None:
         spec = layer.attention
         exchange = exchanged_bytes(spec, context)[1]
+        qkv = flow.linear_out(flow.residual)
+        # where there are scores their gradient is the most, when of the others the values' stands in the values' place
+        attention = score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
         of_keys = context.of_keys.tokens * width // context.tokens
-        attention = size * (width + of_keys)
+        attention = attention or size * (width + of_keys)
         if context.looked_at and looked_at_dtype(flow) != flow.attention_input:  # before the kernel's copies of them
             attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
-        qkv = flow.linear_out(flow.residual)
-        attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
     return seen * context.hidden + max(  # the gradient of the features, of the layers above
         context.tokens * (residual + max(mlp, routed_gradients(layer, context))) - saved.behind,
         context.tokens * (residual + norm) - gone,
@@ -369,6 +370,9 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
         held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))
         parts = held.forward + (held.handed_on if context.setup.checkpointing else 0)
         scores = parts * layer.attention.num_heads * context.row_tokens
+        if scores:  # beside queries, keys and values and what they are made of
+            width = layer.attention.num_heads * (2 * layer.attention.head_dim + layer.attention.value_head_dim)
+            scores += size * (width + context.hidden)
     if context.setup.adapter == "lora" or not context.adapted:
         return max(exchange, context.tokens * max(mlp, scores))
     mlp += forward_bytes([one for one in layer.linears if one.name in context.adapted], context.setup, flow)
