@@ -1,7 +1,6 @@
 """tools/cuda_build.py: which names it looks for, and that it notices one that is not there."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,9 @@ def test_a_name_that_is_gone_is_told() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA is looked at, not refused")
-def test_a_build_without_cuda_is_refused() -> None:
+def test_a_build_without_cuda_is_refused(warm_programs: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "cuda_build.py")],
+        [str(warm_programs / "python"), str(ROOT / "tools" / "cuda_build.py")],
         capture_output=True, text=True, check=False, env=child_environment(),
     )  # fmt: skip
     assert done.returncode == 2
