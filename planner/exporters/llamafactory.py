@@ -179,7 +179,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     job = _command(env | meeting)
     command = job if request.num_nodes > 1 else _command(env)
     notes = []
-    if not chat.brought_along(request):
+    if _template(request) is None:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")

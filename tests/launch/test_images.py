@@ -200,6 +200,7 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
         model = spec_of(name, configs()[name])
         setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).with_(loss="full")
         launch = EXPORTERS["llamafactory"](ExportRequest(model_id=name, model=model, setup=setup, hyper=choose(setup)))
+        assert not any("No template" in note for note in launch.notes)
         lines = (line for file in launch.files for line in file.text.splitlines())
         found[name] = launch.refused or next(line for line in lines if line.startswith("template: "))
     assert found == {
