@@ -4,6 +4,7 @@ Every field of `TrainSetup` is either a dimension here or named in `FIXED` with 
 field on `TrainSetup` needs one row, nothing else: the sampler, the study and the reports read this table.
 """
 
+from functools import lru_cache
 from typing import Any, Literal
 
 from planner.records import dataclass
@@ -105,6 +106,7 @@ def value_of(setup: TrainSetup, name: str) -> Any:
     return ",".join(value) if isinstance(value, tuple) else value
 
 
+@lru_cache(maxsize=1 << 15)
 def key_of(setup: TrainSetup) -> str:
     """A stable text key of one setup: all its fields, in order. Equal setups have equal keys.
 
