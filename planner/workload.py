@@ -94,6 +94,13 @@ class Workload:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if images := self.images:
             self._check_images(images)
+        if True in self.fixed.get("frozen_encoder", ()) and (
+            self.model.front_end is None or self.fixed.get("method", ("full",)) != ("full",)
+        ):
+            raise UsageError(
+                f"--frozen-encoder is for --method full of models that hear, got {self.model.model_id}",
+                hint="leave --frozen-encoder out, or give --method full",
+            )
         positions = self.model.max_position_embeddings
         if self.model.front_end is not None and positions is not None and self.seq_len_tokens > positions:
             raise UsageError(

@@ -14,10 +14,12 @@ WITH_TWO_HALVES: Mapping[str, tuple[object, ...]] = {
     "kernels": ("eager",),
     "activation_offload": (False,),
     "selective_checkpointing": (False,),
+    "frozen_encoder": (False,),
 }
 """What goes with an encoder-decoder, by the fields of a setup: TRL trains decoders."""
 WITH_SOUND: Mapping[str, tuple[object, ...]] = {
     **WITH_TWO_HALVES,
+    "frozen_encoder": (False, True),
     "objective": ("sft",),
     "packing": (False,),
     "parallel": ("none", "ddp"),

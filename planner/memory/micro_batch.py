@@ -145,10 +145,9 @@ def activation_parts(
     behind = _gone_behind(model, setup, costs, kept)
     layer_moments = _largest_moments(setup, costs, *halves.decoder, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
-    adapter_casts = 0
-    if casts_adapters:
-        adapters, adapter_casts = _adapter_casts(model, setup, flow, sum(kept) / max(1, sum(counts)))
-        stored["adapters"] += adapters
+    share = sum(kept) / max(1, sum(counts))
+    adapters, adapter_casts = _adapter_casts(model, setup, flow, share) if casts_adapters else (0, 0)
+    stored["adapters"] += adapters
     casts = _weight_casts(model, setup, flow)
     encoder = _encoder(stored, model, setup, flow, costs, halves, casts[1]) if model.is_encoder_decoder else NO_ENCODER
     return ActivationParts(

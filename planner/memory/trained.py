@@ -55,7 +55,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     """
     if setup.trained_layers:
         model = last_layers(model, setup.trained_layers)
-    if setup.frozen_encoder:
+    if setup.frozen_encoder and model.is_encoder_decoder:
         model = decoder_alone(model)
     if setup.method == "full":
         dtype = "fp32" if setup.widens_trained else setup.weight_dtype

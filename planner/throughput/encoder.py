@@ -20,6 +20,10 @@ class EncoderTime:
     """
 
     name = "encoder"
+    note = (
+        "No training run with sound has been compared in speed: the encoder's time is counted from the constants of "
+        "text's layers, without its convolutions; reading sound on the host is not counted."
+    )
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         model = _alone(speed.model)

@@ -226,16 +226,8 @@ class ThroughputProfile:
                 f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
                 "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
             )
-        if self._speed.model.encoder_tokens:
-            notes.append(
-                "No training run with sound has been compared in speed: the encoder's time is counted from the "
-                "constants of text's layers, without its convolutions; reading sound on the host is not counted."
-            )
-        elif self._beside is not None:
-            notes.append(
-                "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
-                "layers, without its projector; reading and resizing pictures on the host is not counted."
-            )
+        if self._beside is not None:
+            notes.append(self._beside.note)
         if self._generation is not None:
             notes.append(
                 "No run with generation has been compared: it is counted from the bytes of each token and the host's "
