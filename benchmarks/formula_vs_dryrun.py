@@ -24,7 +24,7 @@ from typing import Any
 from planner.choices.kernels import parts_of
 from planner.errors import SetupError
 from planner.hardware.gpus import find_gpu
-from planner.hardware.kernels import experts_refusal, flash_refusal
+from planner.hardware.kernels import experts_refusal, flash_refusal, halves_refusal
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import predict_memory
 from planner.memory.types import PHASES, MemoryBreakdown
@@ -96,6 +96,8 @@ def refused(model: ModelSpec, setup: TrainSetup) -> str:
     a quantized base of which nothing is quantized; the formula then counts what a person would have to run instead."""
     if setup.quantized and not any(one.quantizes for layer in model.layer_kinds for one in layer.linears):
         return f"transformers quantizes no matrix of {model.model_type}"
+    if halves := halves_refusal(model, setup):
+        return halves
     flash = flash_refusal(model) if setup.attention == "flash-attention-2" else ""
     return flash or (experts_refusal(model, setup) if setup.quantize_experts else "")
 

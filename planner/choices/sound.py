@@ -27,7 +27,6 @@ WITH_SOUND: Mapping[str, tuple[object, ...]] = {
     "context_degree": (1,),
     "pipeline_degree": (1,),
     "images": (None,),
-    "adapter": ("lora", "rslora", "pissa", "loftq", "dora"),
 }
 """What goes with clips: each is one sample, which no trainer packs; how FSDP2 and ZeRO gather convolutions and an
-encoder whose output all layers share is not modelled; nor what other adapters keep beside a cross attention."""
+encoder whose output all layers share is not modelled."""
