@@ -4,8 +4,9 @@
     python benchmarks/cold_plans.py --compare before.jsonl after.jsonl
 
 One model of every type of the catalogue (the one with the most layers that has at most 40 billion parameters,
-the smallest where all are larger), or all of them. CPU seconds are user and system of the process, which on two quiet
-cores is close to the time that passes; `runs` is how many dry runs the plan made.
+the smallest where all are larger), or all of them. CPU seconds are user and system of the process and of the child
+that loads the libraries beside the formula; wall seconds are what passes, fewer on two quiet cores; `runs` is how
+many dry runs the plan made.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ def cold(model: str, gpu: str) -> dict[str, Any]:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        started = time.perf_counter()
         with subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
@@ -62,9 +65,11 @@ def cold(model: str, gpu: str) -> dict[str, Any]:
             assert process.stdout is not None
             said = process.stdout.read()
             _, status, usage = os.wait4(process.pid, 0)
+            wall_s = time.perf_counter() - started
             process.returncode = os.waitstatus_to_exitcode(status)
         runs = len(list(Path(home).rglob("dry-run/*.json")))
-    return {"cpu_s": usage.ru_utime + usage.ru_stime, "runs": runs, "exit": process.returncode, "said": said}
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "runs": runs, "exit": process.returncode, "said": said}
 
 
 def compare(before: Path, after: Path) -> int:
@@ -104,7 +109,8 @@ def main() -> int:
     for model, kind in chosen(args.every_model, args.models).items():
         found = {"model": model, "type": kind, **cold(model, args.gpu)}
         seconds.append(found["cpu_s"])
-        print(f"{model:45} {found['cpu_s']:6.1f} s, {found['runs']} dry runs, exit {found['exit']}", flush=True)
+        times = f"{found['cpu_s']:6.1f} s, wall {found['wall_s']:6.1f} s"
+        print(f"{model:45} {times}, {found['runs']} dry runs, exit {found['exit']}", flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,18 @@ NEEDED = ("torch", "transformers", "peft")
 def dry_run_possible() -> str:
     """Empty where the dry run's libraries are installed, else which are missing."""
     return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
+
+
+@contextmanager
+def dry_runs_ahead(wanted: bool = True) -> Iterator[None]:
+    """Within it a dry run's libraries are loaded beside what is done before one is asked for."""
+    if not wanted or dry_run_possible():
+        yield
+        return
+    from probes.dryrun.ahead import loading_ahead
+
+    with loading_ahead():
+        yield
 
 
 def with_dry_run(
@@ -161,7 +175,8 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Pl
 
     walks = Walks()
     try:
-        return refine(lambda learned: with_history(plan_workload(workload, learned, walks), known), run)
+        with dry_runs_ahead():
+            return refine(lambda learned: with_history(plan_workload(workload, learned, walks), known), run)
     finally:
         _say("")
 

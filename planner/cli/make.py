@@ -94,6 +94,7 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
+    from planner.app.climb import dry_runs_ahead
     from planner.cli.answer import workload_for
     from planner.cli.writing import check_launch_words, known_targets
 
@@ -103,13 +104,14 @@ def make(
         _check_verified(files, known_targets(files.verify), wish.gpus)
     names = known_targets(files.target) if files.target else ()
     asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
-    try:
-        asked = asked_for(gpu=gpu, lookup=lookup)
-    except UnknownGpuError as error:
-        if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
-            _answer_each(error.could_be, lambda card: asked_for(gpu=card))
-        raise
-    written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
+    with dry_runs_ahead(not rungs.no_dry_run):
+        try:
+            asked = asked_for(gpu=gpu, lookup=lookup)
+        except UnknownGpuError as error:
+            if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
+                _answer_each(error.could_be, lambda card: asked_for(gpu=card))
+            raise
+        written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
     _show(written, show.names, as_json=as_json)

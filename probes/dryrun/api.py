@@ -13,6 +13,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes.dryrun import cache
+from probes.dryrun.ahead import reported
 from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
@@ -104,13 +105,13 @@ def _asked(
         return _unsupported(refusal)
     capability = gpu.compute_capability or DEFAULT_CAPABILITY
     if not use_cache:
-        return report_for_config(model.config, capability, setup, **options)
+        return reported(report_for_config, dict(model.config), capability, setup, **options)
     key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
     directory = cache.default_directory()
     kept = cache.load(directory, key)
     if kept is not None:
         return kept
-    outcome = report_for_config(model.config, capability, setup, **options)
+    outcome = reported(report_for_config, dict(model.config), capability, setup, **options)
     if isinstance(outcome, DryRunReport):
         cache.save(directory, key, outcome)
     return outcome

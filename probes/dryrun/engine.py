@@ -1,5 +1,6 @@
 """The part of a dry run that needs torch: depth, trace, repetition, replay, report."""
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -64,6 +65,13 @@ def run_engine(
 
     with fake_job(setup) as world:
         return run(world=world)
+
+
+def load_for_one_gpu() -> None:
+    """Imports what a run on one GPU needs, ahead of it."""
+    with standing_in():
+        load_libraries()
+        importlib.import_module("peft")
 
 
 def standing_in_for(run: Callable[[], T]) -> T:
