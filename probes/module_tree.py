@@ -62,18 +62,12 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         raise ValueError("encoder-decoders need an adapter of their own")
     text = config.get_text_config()
     model = bare_model(config, torch.bfloat16, "eager")
-    layers = layers_of(model)
-    if len(layers) > MAX_LAYERS:
-        raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
-    lists = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one))
-    path = next(name for name, one in lists if one[0] is layers[0])
+    layers, path = _stack(model)
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
     kinds, order, unseen = _kinds(config.model_type, layers, text, path, rotary)
     if all(layer.attention is None for layer in kinds):
         raise ValueError("no layer has attention: the formula needs an adapter for it")
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
-        raise ValueError("no token embedding and linear head")
+    head, table = _ends(model)
     inside = {id(one) for layer in layers for one in layer.parameters()}
     inside |= {id(one) for one in head.parameters(recurse=False)}
     outer = _Outer(model, inside, path)
@@ -101,6 +95,31 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         config_source=source,
         from_tree=True,
     )
+
+
+def _stack(model: nn.Module) -> tuple[list[Any], str]:
+    """The layers, and the name of the list that holds them.
+
+    Raises:
+        ValueError: no such list, or more than MAX_LAYERS of them.
+    """
+    layers = layers_of(model)
+    if len(layers) > MAX_LAYERS:
+        raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
+    lists = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one))
+    return layers, next(name for name, one in lists if one[0] is layers[0])
+
+
+def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
+    """The output head and the table of token embeddings.
+
+    Raises:
+        ValueError: either is something else.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
+        raise ValueError("no token embedding and linear head")
+    return head, table
 
 
 def _kinds(

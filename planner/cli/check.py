@@ -66,12 +66,16 @@ class AskedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FixOptions:
-    """The improved file."""
+    """The improved file. `--out` without `--fix` is a mistake."""
 
     fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False
     out: Annotated[
         Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.out is not None and not self.fix:
+            raise UsageError("--out says where --fix writes", hint="add --fix")
 
     def target(self, file: Path) -> Path | None:
         """Where the improved file goes, None where none is asked for."""
@@ -96,6 +100,10 @@ class AnswerOptions:
         str | None, typer.Option("--annotations", help="For CI: github or sarif, formula rung.", show_default=False)
     ] = None
 
+    def __post_init__(self) -> None:
+        if (given := self.annotations) not in (None, "github", "sarif"):
+            raise UsageError(f"--annotations must be github or sarif, got {given!r}", hint="--annotations github")
+
 
 @takes_options
 def check(
@@ -116,17 +124,12 @@ def check(
     """
     from planner.check import check as run
 
-    if fix.out is not None and not fix.fix:
-        raise UsageError("--out says where --fix writes", hint="add --fix")
     wishes: dict[str, Any] = {
         "model": model,
         "num_gpus": positive("gpus", cluster.gpus) or 1,
         "accelerate": asked.accelerate,
     }
     wishes["asked"] = asked.asked()
-    if answer.annotations not in (None, "github", "sarif"):
-        given = answer.annotations
-        raise UsageError(f"--annotations must be github or sarif, got {given!r}", hint="--annotations github")
     if file.is_dir() or answer.annotations is not None:
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")

@@ -213,7 +213,25 @@ class ThroughputProfile:
 
     def notes(self) -> list[str]:
         """What a person must know of the card and of the model, one sentence each."""
-        speed = self._speed
+        speed, notes = self._speed, self._uncompared()
+        compute = self._family.flow.compute
+        if compute in speed.rates.emulated:
+            notes.append(f"{speed.gpu.name} has no {compute} units: it is emulated at fp32 speed; use fp16.")
+        if speed.rates.share_source != "gpu":
+            source = speed.rates.share_source
+            notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compiled):
+            notes.append(unmeasured)
+        if self._setup.compile and not self._setup.compiled:
+            notes.append(f"torch.compile gains nothing: {COMPILES_NOTHING}.")
+        if self._setup.quantize_experts:
+            notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
+        if speed.inv.mixer_width:
+            notes.append("Linear-attention layers are approximated by the bytes they move.")
+        return notes
+
+    def _uncompared(self) -> list[str]:
+        """What of the setup no measured run has been compared with."""
         notes = []
         if self._setup.method != "full" and not self._setup.kind.like_lora:
             name = self._setup.kind.title.partition(" (")[0]
@@ -233,20 +251,6 @@ class ThroughputProfile:
                 "No run with generation has been compared: it is counted from the bytes of each token and the host's "
                 "time to issue its kernels, for prompts of one length and completions that all reach theirs."
             )
-        compute = self._family.flow.compute
-        if compute in speed.rates.emulated:
-            notes.append(f"{speed.gpu.name} has no {compute} units: it is emulated at fp32 speed; use fp16.")
-        if speed.rates.share_source != "gpu":
-            source = speed.rates.share_source
-            notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
-        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compiled):
-            notes.append(unmeasured)
-        if self._setup.compile and not self._setup.compiled:
-            notes.append(f"torch.compile gains nothing: {COMPILES_NOTHING}.")
-        if self._setup.quantize_experts:
-            notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
-        if speed.inv.mixer_width:
-            notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes
 
 

@@ -1,7 +1,7 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field, replace
 from typing import Any, Protocol
 
@@ -157,10 +157,7 @@ def trace_run(
     attention, notes = resolve_attention(config, setup)
     on_meta = device == "meta"
     with ExitStack() as stack:
-        for one in (emulation_installed(), kernels_of(log, config), fused_dropout(device)):
-            stack.enter_context(one)
-        if on_meta:
-            stack.enter_context(meta_operators())
+        stack.enter_context(_emulated(log, config, device))
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
         made = Tracker if world is None else world.tracker
@@ -185,6 +182,14 @@ def trace_run(
         tracker.close()
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
+
+
+@contextmanager
+def _emulated(log: KernelLog, config: Any, device: str) -> Iterator[None]:
+    """What stands in for a GPU's kernels while a step runs without one."""
+    operators = meta_operators() if device == "meta" else nullcontext()
+    with emulation_installed(), kernels_of(log, config), fused_dropout(device), operators:
+        yield
 
 
 @contextmanager

@@ -43,34 +43,14 @@ class Expressions(Reading):
                 return self.table(node, scope)
             case ast.List() | ast.Tuple() | ast.Set():
                 return self.items(node.elts, scope, self.place(node, scope))
-            case ast.JoinedStr():
-                return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
-            case ast.FormattedValue():
-                spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
-                return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
-            case ast.BinOp():
-                left, right = self.value(node.left, scope), self.value(node.right, scope)
-                return binary(node.op, left, right, self.place(node, scope))
-            case ast.UnaryOp():
-                return unary(node.op, self.value(node.operand, scope), self.place(node, scope))
-            case ast.BoolOp():
-                return self.boolean(node, scope)
-            case ast.Compare():
-                return self.comparison(node, scope)
+            case ast.JoinedStr() | ast.FormattedValue():
+                return self.text(node, scope)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+                return self.operation(node, scope)
             case ast.IfExp():
-                truth = objects.truth(self.value(node.test, scope))
-                if truth is not None:
-                    return self.value(node.body if truth else node.orelse, scope)
-                one, other = self.value(node.body, scope), self.value(node.orelse, scope)
-                return either(one, other, f"{self.place(node, scope)}: depends on a condition")
+                return self.conditional(node, scope)
             case ast.Subscript():
-                key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
-                if isinstance(node.slice, ast.Slice):
-                    self.cut(node.value, node.slice, scope)
-                owner, place = self.value(node.value, scope), self.place(node, scope)
-                if isinstance(owner, Dotted) and owner.path == "os.environ":
-                    return files.environment(self, Made("", positional=[key], where=place))
-                return objects.element(owner, key, place)
+                return self.element(node, scope)
             case ast.Lambda():
                 return Function(node, scope)
             case ast.NamedExpr():
@@ -84,6 +64,43 @@ class Expressions(Reading):
             case ast.Await() | ast.Starred():
                 return self.value(node.value, scope)
         return Unknown(f"{self.place(node, scope)}: computed while the program runs")
+
+    def text(self, node: ast.JoinedStr | ast.FormattedValue, scope: Scope) -> Value:
+        """An f-string, or one of its parts in braces."""
+        if isinstance(node, ast.JoinedStr):
+            return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
+        spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
+        return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
+
+    def operation(self, node: ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare, scope: Scope) -> Value:
+        """What an operator makes of its operands."""
+        match node:
+            case ast.BinOp():
+                left, right = self.value(node.left, scope), self.value(node.right, scope)
+                return binary(node.op, left, right, self.place(node, scope))
+            case ast.UnaryOp():
+                return unary(node.op, self.value(node.operand, scope), self.place(node, scope))
+            case ast.BoolOp():
+                return self.boolean(node, scope)
+        return self.comparison(node, scope)
+
+    def conditional(self, node: ast.IfExp, scope: Scope) -> Value:
+        """`a if test else b`: both where the test is not known."""
+        truth = objects.truth(self.value(node.test, scope))
+        if truth is not None:
+            return self.value(node.body if truth else node.orelse, scope)
+        one, other = self.value(node.body, scope), self.value(node.orelse, scope)
+        return either(one, other, f"{self.place(node, scope)}: depends on a condition")
+
+    def element(self, node: ast.Subscript, scope: Scope) -> Value:
+        """`owner[key]`, the environment's variables too."""
+        key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
+        if isinstance(node.slice, ast.Slice):
+            self.cut(node.value, node.slice, scope)
+        owner, place = self.value(node.value, scope), self.place(node, scope)
+        if isinstance(owner, Dotted) and owner.path == "os.environ":
+            return files.environment(self, Made("", positional=[key], where=place))
+        return objects.element(owner, key, place)
 
     def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
         """Remembers the length to which a list of tokens is cut."""

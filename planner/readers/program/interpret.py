@@ -118,14 +118,8 @@ class Reader(Functions):
                 scope.names[node.name] = self.class_of(node, scope)
             case ast.Import() | ast.ImportFrom():
                 self.imported(node, scope)
-            case ast.Return():
+            case ast.Return() | ast.Break() | ast.Continue() | ast.Raise():
                 self.leave(node, scope)
-            case ast.Break():
-                raise Break
-            case ast.Continue():
-                raise Loop
-            case ast.Raise():
-                raise Raise(Known(None))
             case ast.Match():
                 for case in node.cases:
                     self.once(case.body, scope)
@@ -144,7 +138,15 @@ class Reader(Functions):
                 self.assign(item.optional_vars, value, scope)
         self.block(node.body, scope)
 
-    def leave(self, node: ast.Return, scope: Scope) -> None:
+    def leave(self, node: ast.Return | ast.Break | ast.Continue | ast.Raise, scope: Scope) -> None:
+        """Out of the function, the loop or the program, as an exception that whoever runs it catches."""
+        match node:
+            case ast.Break():
+                raise Break
+            case ast.Continue():
+                raise Loop
+            case ast.Raise():
+                raise Raise(Known(None))
         value = self.value(node.value, scope) if node.value is not None else Known(None)
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)
