@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     loss: str | Sequence[str]
     kernels: str | Sequence[str]
     adapter: str
+    frozen_encoder: bool
     quantize_experts: bool
     activation_offload: bool
     selective_checkpointing: bool
