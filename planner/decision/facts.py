@@ -85,10 +85,14 @@ class NodeFacts:
     def _preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
         if not entries or self.limits is None:
             return None
+        limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
         def preference(point: Point) -> tuple[bool, int, int]:
             simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
-            return not self.surely_fits(point), simple, point.peak_device_bytes
+            key = id(point.shared), point.attention
+            if key not in sure:
+                sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
+            return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes
 
         return min(near_fastest([entry[2] for entry in entries], self.limits.given_fraction), key=preference)
 

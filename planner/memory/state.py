@@ -208,10 +208,13 @@ def _of_a_decoders_table(model: ModelSpec, setup: TrainSetup, trained: Trained, 
 
 
 def decoder_share(model: ModelSpec) -> float:
-    """Share of an encoder-decoder's layer parameters that is the decoder's."""
-    layers = [model.layer_kinds[kind] for kind in model.layer_order]
-    decoder = sum(layer.num_params for layer in layers if layer.cross_attention is not None)
-    return decoder / max(1, sum(layer.num_params for layer in layers))
+    """Share of an encoder-decoder's layer parameters that is the decoder's; 0 of other models."""
+    return model.once("decoder share", _decoder_share)
+
+
+def _decoder_share(model: ModelSpec) -> float:
+    parts = [(layer.num_params * num, layer.cross_attention is not None) for layer, num in model.layer_counts]
+    return sum(num for num, decoder in parts if decoder) / max(1, sum(num for num, _ in parts))
 
 
 def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
