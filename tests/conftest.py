@@ -76,6 +76,8 @@ settings.register_profile("explore", _ANY_SPEED, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _numbers = count()
+_num_frozen = [0]
+"""Modules that were loaded when their objects were last set aside."""
 WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
 """Programs that start with the training libraries loaded (tests/warm): one server for all workers of the run."""
 _until_the_end = ExitStack()
@@ -106,11 +108,21 @@ def _own_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", f"{os.environ[HOME_VARIABLE]}/data/{worker}-{next(_numbers)}")
 
 
+def _freeze_what_is_loaded() -> None:
+    """Loaded libraries are not looked through for garbage again and again (a sixth of the time), as `plan` does it:
+    models and trainers load most of them while the first tests run, and every probe and dry run collects."""
+    if len(sys.modules) > _num_frozen[0] + 100:
+        gc.collect()
+        gc.freeze()
+        _num_frozen[0] = len(sys.modules)
+
+
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
     """Variables and the working directory are what they were, whatever a test and the libraries that it calls changed
     (a Trainer leaves ACCELERATE_MIXED_PRECISION): no test's answer depends on which ran before it."""
     variables, folder = dict(os.environ), Path.cwd()
+    _freeze_what_is_loaded()
     yield
     os.chdir(folder)
     variables["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]
@@ -135,8 +147,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Loaded libraries are not looked through for garbage again and again (a sixth of the time), as `plan` does it."""
-    gc.freeze()
+    """Few collections by themselves, none of what collecting the tests has loaded."""
+    _freeze_what_is_loaded()
     gc.set_threshold(200_000)
 
 
