@@ -11,16 +11,17 @@ nobody measured.
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import gathered
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.evidence.bands import LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
+from planner.evidence.bands import COVERAGE, LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.outcome import Prediction
 from planner.predict import predict
@@ -47,7 +48,9 @@ def comparable_rows() -> list[MeasuredRow]:
 
 
 def _said(row: MeasuredRow, what: Quantity) -> bool:
-    """Whether a gathered figure says enough to fit on; the other files hold no others."""
+    """Whether a figure says enough to fit on; but for times of what no setup says the other files hold no others."""
+    if what == "tokens_per_s" and row.timed_otherwise:
+        return False
     if row.group not in GATHERED:
         return True
     if what == "tokens_per_s":
@@ -65,6 +68,13 @@ def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
         for one in ids:
             found[one] = file if len(ids) > 1 else file.rpartition("/")[0]
     return found
+
+
+def kind_of(row: MeasuredRow) -> str:
+    """What issue-worthy kind a run is of whatever its stack: "compiled", "small and eager" or ""."""
+    if row.setup is not None and row.setup.compile:
+        return "compiled"
+    return "small and eager" if row.group in GATHERED and gathered.small_and_eager(row) else ""
 
 
 def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) -> list[Error]:
@@ -89,6 +99,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 "config": f"{row.group}|{row.config_id}",
                 "ratio": round(measured / predicted, 5),
                 **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
+                **({"kind": kind} if (kind := kind_of(row)) else {}),
             }
         )
     return found
@@ -166,68 +177,129 @@ def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
     return cells
 
 
-def left_out(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], tuple[int, int]]:
-    """(rows, those inside), each source left out in turn, for every band: a row whose stack has no ten others left is
-    judged by the band of stacks that nobody measured, and counts there."""
-    counts: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+Key = tuple[str, str, str, str]
+
+
+def judged(errors: Sequence[Error]) -> list[tuple[Error, Key, bool]]:
+    """Every comparison with the band of the other sources: (it, whose band, whether inside).
+
+    A row whose stack has no ten others left is judged by the band of stacks that nobody measured, and counts there.
+    """
+    found = []
     for source in sorted({one["source"] for one in errors}):
         cells = fitted([one for one in errors if one["source"] != source])
         for one in errors:
             if one["source"] != source:
                 continue
             place = (one["rung"], one["metric"], one["gpus"])
-            own = cells.get((*place, one["stack"]))
-            cell = own or cells.get((*place, ""))
-            if cell is None:
-                continue
-            count = counts[(*place, one["stack"] if own else "")]
-            count[0] += 1
-            count[1] += cell.holds(one["ratio"])
-    return {key: (count[0], count[1]) for key, count in counts.items()}
+            stack = one["stack"] if (*place, one["stack"]) in cells else ""
+            cell = cells.get((*place, stack))
+            if cell is not None:
+                found.append((one, (*place, stack), cell.holds(one["ratio"])))
+    return found
+
+
+def left_out(errors: Sequence[Error]) -> dict[Key, tuple[int, int]]:
+    """(rows, those inside), each source left out in turn, for every band."""
+    return _counted((key, inside) for _, key, inside in judged(errors))
+
+
+Of = TypeVar("Of")
+
+
+def _counted(flags: Iterable[tuple[Of, bool]]) -> dict[Of, tuple[int, int]]:
+    counts: dict[Of, tuple[int, int]] = {}
+    for of, inside in flags:
+        rows, held = counts.get(of, (0, 0))
+        counts[of] = rows + 1, held + inside
+    return counts
+
+
+def by_chance(rows: int, share: float = COVERAGE, level: float = 0.95) -> tuple[int, int]:
+    """Fewest and most of so many rows that a band holding `share` of all holds in 95 of 100 draws of them: the central
+    interval of the binomial distribution. Rows of one campaign are alike, so that truly it is wider."""
+    tail, fewest, most = (1 - level) / 2, 0, rows
+    chances = [math.comb(rows, k) * share**k * (1 - share) ** (rows - k) for k in range(rows + 1)]
+    while sum(chances[: fewest + 1]) <= tail:
+        fewest += 1
+    while sum(chances[most:]) <= tail:
+        most -= 1
+    return fewest, most
+
+
+HEAD = """# Error bands, by stack
+
+Written by `python benchmarks/stack_bands.py`; do not edit by hand. A band says: in 9 of 10 runs like this
+the measured figure lies within it, as a share of the predicted one. *Left out*: the share of rows inside the
+band that the other sources give (a source is one published file, or a folder of files of one run each). A
+row whose stack has no ten others left is judged by the band of a stack that nobody measured, and counts
+there. *By chance*: the shares between which a band that holds 90 % of all runs holds of so many, in 95 of 100
+draws (binomial; rows of one campaign are alike, so that truly it is wider). ms-swift's 57 runs of varying
+lengths on fixed segments stand apart: they reserve up to twice what batches of the longest length would
+(README.md beside this page). Half of the gathered rows ([gathered.md](gathered.md)) is never fitted on, and
+judged like the rest.
+
+| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of | by chance |
+|---|---|---|---|---:|---:|---|---:|---:|---:|
+"""
 
 
 def page(errors: Sequence[Error]) -> str:
     """The Markdown table."""
-    cells, counts = fitted(errors), left_out(errors)
-    lines = [
-        "# Error bands, by stack",
-        "",
-        "Written by `python benchmarks/stack_bands.py`; do not edit by hand. A band says: in 9 of 10 runs like this",
-        "the measured figure lies within it, as a share of the predicted one. *Left out*: the share of rows inside the",
-        "band that the other sources give (a source is one published file, or a folder of files of one run each). A",
-        "row whose stack has no ten others left is judged by the band of a stack that nobody measured, and counts",
-        "there. ms-swift's 57 runs of varying lengths on fixed segments stand apart: they reserve up to twice what",
-        "batches of the longest length would (README.md beside this page). Half of the gathered rows",
-        "([gathered.md](gathered.md)) is never fitted on, and judged like the rest.",
-        "",
-        "| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of |",
-        "|---|---|---|---|---:|---:|---|---:|---:|",
-    ]
-    for key in sorted(cells):
-        rung, metric, gpus, stack = key
-        cell = cells[key]
-        name = stack or "*any other*"
-        rows, inside = counts.get(key, (0, 0))
+    cells, verdicts = fitted(errors), judged(errors)
+    counts = _counted((key, inside) for _, key, inside in verdicts)
+    lines = []
+    for (rung, metric, gpus, stack), cell in sorted(cells.items()):
+        rows, inside = counts.get((rung, metric, gpus, stack), (0, 0))
         share = f"{inside / rows:.0%}" if rows else ""
         lines.append(
-            f"| {rung.replace('_', ' ')} | {metric} | {gpus} | {name} | {cell.num_rows} | {cell.num_sources or ''} | "
-            f"-{100 * cell.below:.1f} to +{100 * cell.above:.1f} % | {share} | {rows or ''} |"
+            f"| {rung.replace('_', ' ')} | {metric} | {gpus} | {stack or '*any other*'} | {cell.num_rows} | "
+            f"{cell.num_sources or ''} | -{100 * cell.below:.1f} to +{100 * cell.above:.1f} % | "
+            f"{share} | {rows or ''} | {_chance(rows)} |"
         )
-    lines += ["", "## All rows", "", "| rung | what | rows | inside, left out |", "|---|---|---:|---:|"]
+    lines += [
+        "",
+        "## All rows",
+        "",
+        "| rung | what | rows | inside, left out | by chance |",
+        "|---|---|---:|---:|---:|",
+    ]
     for rung in ("formula", "dry_run"):
         for name, metrics in (("memory", METRICS[:3]), ("speed", METRICS[3:])):
             picked = [count for key, count in counts.items() if key[0] == rung and key[1] in metrics]
-            rows = sum(count[0] for count in picked)
-            if rows:
-                inside = sum(count[1] for count in picked)
-                lines.append(f"| {rung.replace('_', ' ')} | {name} | {rows} | {inside / rows:.1%} |")
-    few = [
-        f"{key[0].replace('_', ' ')}, {key[1]}, {key[2]}, {key[3] or 'any other'}: {inside / rows:.0%} of {rows}"
-        for key, (rows, inside) in sorted(counts.items())
-        if rows >= LEAST_ROWS and not TARGET[0] <= inside / rows <= TARGET[1]
+            lines += _share(f"{rung.replace('_', ' ')} | {name}", sum(n for n, _ in picked), sum(n for _, n in picked))
+    kinds = _counted((one["kind"], inside) for one, key, inside in verdicts if key[1] == METRICS[3] and "kind" in one)
+    for kind, (rows, inside) in sorted(kinds.items()):
+        lines += _share(f"formula | speed of runs that are {kind}", rows, inside)
+    return HEAD + "\n".join([*lines, *_outside(counts)])
+
+
+def _share(name: str, rows: int, inside: int) -> list[str]:
+    return [f"| {name} | {rows} | {inside / rows:.1%} | {_chance(rows)} |"] if rows else []
+
+
+def _outside(counts: Mapping[Key, tuple[int, int]]) -> list[str]:
+    """The cells outside the target, those first that chance does not explain."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for (rung, metric, gpus, stack), (rows, inside) in sorted(counts.items()):
+        if rows >= LEAST_ROWS and not TARGET[0] <= inside / rows <= TARGET[1]:
+            fewest, most = by_chance(rows)
+            name = f"{rung.replace('_', ' ')}, {metric}, {gpus}, {stack or 'any other'}: {inside / rows:.0%} of {rows}"
+            found[fewest <= inside <= most].append(name)
+    return [
+        "",
+        f"Outside 85 to 95 %, and outside what chance gives: {'; '.join(found[False]) or 'none'}.",
+        "",
+        f"Outside 85 to 95 %, as chance may give: {'; '.join(found[True]) or 'none'}.",
+        "",
     ]
-    lines += ["", "Outside 85 to 95 %: " + ("; ".join(few) if few else "none") + ".", ""]
-    return "\n".join(lines)
+
+
+def _chance(rows: int) -> str:
+    if rows < LEAST_ROWS:
+        return ""
+    fewest, most = by_chance(rows)
+    return f"{fewest / rows:.0%} to {most / rows:.0%}"
 
 
 def main() -> None:

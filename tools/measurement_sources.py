@@ -185,6 +185,10 @@ def peft(row: Row) -> Mapped:
         setup |= {"method": "lora", "lora_targets": ["q_proj", "v_proj"], "adapter_dtype": "fp32"}
         if row["optimizer"] != "AdamW":
             mapped.differs.append(f"optimizer {row['optimizer']}: the first matrix is frozen and keeps no input")
+            mapped.differs.append(
+                "tokens/s: LoRA-FA's optimizer goes from pair to pair in Python and inverts a matrix for each "
+                "(peft 0.21 optimizers/lorafa.py)"
+            )
         if "mica" in row["variant"]:
             mapped.differs.append("MiCA initialisation freezes one of the two matrices")
     mapped.setup = setup

@@ -52,7 +52,8 @@ class MeasuredRow:
         setup: the run as a setup, None when it cannot be expressed (`unmapped` says why).
         speed_seq_len_tokens: the mean length, for speed, where it is not the longest.
         speed_attention: the attention of a setup whose time its own takes, where no setup has that kernel.
-        assumed: what the source does not say; differs: what the setup cannot say.
+        assumed: what the source does not say; differs: what the setup cannot say, beginning with "tokens/s:" where it
+            is the time alone that another run of the setup would not have.
         unmapped_memory: why the memory figure cannot be compared although the speed can.
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
         reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
@@ -110,6 +111,11 @@ class MeasuredRow:
             return None
         told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
         return self.setup.with_(**{name: value for name, value in told.items() if value})
+
+    @property
+    def timed_otherwise(self) -> bool:
+        """Whether its time holds what no setup says, so that no fit may learn from it."""
+        return any(one.startswith("tokens/s:") for one in self.differs)
 
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""

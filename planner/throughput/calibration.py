@@ -50,7 +50,8 @@ class Constants:
         host_lora_s: extra host time of one PEFT adapter call beyond its kernels.
         host_optimizer_tensor_s: host time per trained tensor and step of a per-tensor optimizer.
         host_scale: host speed of the machine (1: the machines of the measurements).
-        compile_bytes, compile_host: what torch.compile leaves of elementwise bytes and of host time.
+        compile_bytes, compile_host: what torch.compile leaves of elementwise bytes, and of the host's time around
+            quantized matrices and adapters.
         step_overhead_s, micro_overhead_s: the trainer's constant per optimizer step and per micro-batch.
         elementwise_scale: fitted correction of the counted elementwise bytes.
         optimizer_share: of the bandwidth that optimizer kernels reach.

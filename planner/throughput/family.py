@@ -20,6 +20,15 @@ EAGER_ATTENTION_KERNELS = (8, 10)
 """Kernels of attention in single operations beyond those of one fused kernel, forward and backward: copies of queries,
 keys, values and output, two products, scaling, mask and softmax. Counted by running GPT-2's layer in PyTorch 2.13;
 under autocast a cast more forward and three backward."""
+COMPILED_ATTENTION_KERNELS = (2, 4)
+"""The same under torch.compile, which makes one kernel of all between the two products."""
+COMPILED_LAUNCH_S, COMPILED_LOOKUP_S = 9.0e-6, 5.5e-5
+"""Host seconds to launch one kernel of a compiled graph, and to look a layer's graph up (guards) in every forward.
+
+Source: github.com/meta-pytorch/tritonbench/pull/1017 and 1016 (6.8 to 9.1 us by the number of arguments, 9 us with the
+generated wrapper around it, on a GB200's host); github.com/pytorch/pytorch/issues/191753 (2 ms per forward of the 36
+layers of Qwen3-8B). Not fitted.
+"""
 _LOSS_KERNELS = 14
 _EMBEDDING_KERNELS = 12
 
@@ -47,7 +56,8 @@ class Family:
         trained_params, trained_tensors: what the optimizer updates.
         trained_bytes: size of one trained parameter.
         seqs_per_sample: sequences for each sample of the micro-batch.
-        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone.
+        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; step_s: host
+            time of the adapter's own work after every optimizer step.
         unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
         power: of the p-norm that joins GPU and host time.
         attention_flops: needed forward flops of attention, per sequence.
@@ -56,7 +66,7 @@ class Family:
     __slots__ = (
         "_attention", "_busy", "_cast", "_dequantization", "_elementwise", "_extra", "_lora", "_recompute", "_seq",
         "_setup", "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "forward_host_s", "host_s",
-        "power", "seqs_per_sample", "trained_bytes", "trained_params", "trained_tensors", "unpacking_s",
+        "power", "seqs_per_sample", "step_s", "trained_bytes", "trained_params", "trained_tensors", "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
@@ -80,7 +90,7 @@ class Family:
         trained = _trained(speed, setup, flow)
         self._lora = trained.token_s, trained.micro_s
         self.trained_params, self.trained_tensors = trained.params, trained.tensors
-        self.trained_bytes = trained.size_bytes
+        self.trained_bytes, self.step_s = trained.size_bytes, trained.step_s * constants.host_scale
         unpacked = _unpacked(speed, setup, flow)
         self._dequantization, self._cast = unpacked.dequantization_s, unpacked.cast_s
         again_token = again * moved.forward_bytes * per_byte + again * trained.forward_token_s
@@ -113,20 +123,22 @@ class Family:
         ahead, back = self._further_kernels()
         forward_kernels = moved.forward_kernels + trained.forward_kernels + ahead
         backward_kernels = moved.backward_kernels + trained.backward_kernels + back
-        host = forward_kernels * (1 + again) * constants.host_forward_s + backward_kernels * constants.host_backward_s
-        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
-        host += quantized_calls * (2 + again) * constants.host_quantized_s
-        host += trained.calls * (1 + again) * constants.host_lora_s
+        forward_s, backward_s, called = constants.host_forward_s, constants.host_backward_s, 1.0
+        if setup.compiled:
+            forward_s, backward_s, called = COMPILED_LAUNCH_S, COMPILED_LAUNCH_S, constants.compile_host
+        host = forward_kernels * (1 + again) * forward_s + backward_kernels * backward_s
+        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (forward_s + backward_s)
+        host += called * quantized_calls * (2 + again) * constants.host_quantized_s
+        host += called * trained.calls * (1 + again) * constants.host_lora_s
+        host += self._speed.inv.num_layers * COMPILED_LOOKUP_S if setup.compiled else 0.0
         forward_host = forward_kernels * constants.host_forward_s + quantized_calls * constants.host_quantized_s
         self.forward_host_s = (forward_host + trained.calls * constants.host_lora_s) * constants.host_scale
         if extra := setup.extra_forwards:
-            host += extra * (moved.forward_kernels * constants.host_forward_s)
-            host += extra * quantized_calls * constants.host_quantized_s
+            host += extra * moved.forward_kernels * forward_s
+            host += extra * called * quantized_calls * constants.host_quantized_s
         if setup.selective_checkpointing:
-            host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
-        self.host_s = (
-            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compiled else 1.0)
-        )
+            host += 2.0 * again * forward_kernels * SELECTIVE_HOST * forward_s
+        self.host_s = setup.aim.forwards * host * constants.host_scale
 
     def _further_kernels(self) -> tuple[int, int]:
         """Kernels of eager attention and of autocast's copies of fp32 weights, forward and backward."""
@@ -134,8 +146,9 @@ class Family:
         forward = backward = 0
         if setup.attention == "eager":
             layers = sum(count for _, count in inv.attentions)
-            forward = layers * (EAGER_ATTENTION_KERNELS[0] + (self.flow.autocast is not None))
-            backward = layers * (EAGER_ATTENTION_KERNELS[1] + 3 * (self.flow.autocast is not None))
+            single = COMPILED_ATTENTION_KERNELS if setup.compiled else EAGER_ATTENTION_KERNELS
+            casts = self.flow.autocast is not None and not setup.compiled
+            forward, backward = layers * (single[0] + casts), layers * (single[1] + 3 * casts)
         if self.flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
             copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
             forward += copies
@@ -225,7 +238,7 @@ def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:
 
 class _Trained(NamedTuple):
     """What trains, and what its adapters cost: seconds of a forward with its backward, per token and per micro-batch;
-    of the forward alone; kernels; modules that Python calls."""
+    of the forward alone; kernels; modules that Python calls; host seconds after a step."""
 
     params: float
     tensors: int
@@ -237,6 +250,7 @@ class _Trained(NamedTuple):
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
     calls: float = 0.0
+    step_s: float = 0.0
 
 
 def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
@@ -252,10 +266,11 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
     if setup.adapter != "lora" and not setup.kind.like_lora:
         work = kind_work(speed.model, setup, flow)
         moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
-        constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.modules
+        constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.calls
+        step_s = work.step_s
     else:
         moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
-        thin, passes, constant = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0
+        thin, passes, constant, step_s = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0, 0.0
         params, tensors = per_rank * setup.lora_rank, 2 * calls
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
     return _Trained(
@@ -269,6 +284,7 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         forward_kernels=moved.forward_kernels,
         backward_kernels=moved.backward_kernels,
         calls=calls - apart,
+        step_s=step_s,
     )
 
 

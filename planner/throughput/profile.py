@@ -58,6 +58,7 @@ class ThroughputProfile:
         trained_bytes = self._family.trained_params * self._family.trained_bytes
         self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
         self._trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
+        self._trainer_s += self._family.step_s
         self._step_s = max(self._optimizer) + self._trainer_s
 
     @property
