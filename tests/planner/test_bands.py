@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, fitted, left_out, page
+from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
 from planner.decision.facts import Limits
 from planner.evidence.bands import (
     LEAST_SIDE,
@@ -112,3 +112,10 @@ def test_coverage_with_each_source_left_out() -> None:
         picked = [one for key, one in counts.items() if key[0] == rung and (key[1] == "tokens_per_s") == speed]
         share = sum(one[1] for one in picked) / sum(one[0] for one in picked)
         assert TARGET[0] <= share <= TARGET[1], (rung, speed, share)
+
+
+def test_what_chance_gives_by_hand() -> None:
+    """A fair coin of two: 0, 1 or 2 of 2; 90 of 100 at 0.9: 84 to 95 (tables of the binomial distribution)."""
+    assert by_chance(2, 0.5) == (0, 2)
+    assert by_chance(100) == (84, 95)
+    assert by_chance(11) == (8, 11)
