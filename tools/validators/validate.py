@@ -298,9 +298,9 @@ def torchtitan() -> Check:
             etp=way.expert_tensor_parallel_degree,
             world_size=setup.num_gpus,
         )
-        assert (dims.tp, dims.pp) == (setup.tensor_degree, setup.pipeline_degree)
+        assert (dims.tp, dims.cp, dims.pp) == (setup.tensor_degree, setup.context_degree, setup.pipeline_degree)
         assert dims.dp_replicate * dims.dp_shard == setup.data_degree
-        assert dims.dp_shard == setup.shards
+        assert dims.dp_shard * dims.cp == setup.shards
         steps = read.training.global_batch_size / (read.training.local_batch_size * setup.data_degree)
         if setup.pipeline_degree > 1:
             assert steps == 1
