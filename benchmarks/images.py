@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.image_models import configs
 from planner.choices.images import Images, with_text
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
@@ -60,6 +61,16 @@ def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int
     )
 
 
+def compared(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, case: dict[str, Any]) -> dict[str, Any]:
+    """The row of a case, with formula and dry run in allocated bytes; printed with the formula's error."""
+    report = dry_run_report(model, gpu, setup)
+    assert isinstance(report, DryRunReport), report
+    formula, real = predict_memory(model, gpu, setup).peak_allocated_bytes, report.prediction.peak_allocated_bytes
+    row = {**case, "formula": formula, "dry_run": real}
+    print(f"{formula / real - 1:+.2%}", json.dumps(row), flush=True)
+    return row
+
+
 def main() -> None:
     """Prints a row for each case, then the median and the worst."""
     named = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -73,15 +84,9 @@ def main() -> None:
         for method, fields in METHODS.items():
             for case in (CASES[turn % len(CASES)], CASES[(turn + 2) % len(CASES)]):
                 setup = setup_of(model, fields, case)
-                report = dry_run_report(model, gpu, setup)
-                assert isinstance(report, DryRunReport), report
-                formula = predict_memory(model, gpu, setup).peak_allocated_bytes
-                real = report.prediction.peak_allocated_bytes
-                row = {"model": name, "method": method, "case": case, "formula": formula, "dry_run": real}
-                rows.append(row)
-                print(f"{formula / real - 1:+.2%}", json.dumps(row), flush=True)
+                rows.append(compared(model, gpu, setup, {"model": name, "method": method, "case": case}))
             turn += 1
-    errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)  # type: ignore[operator]
+    errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)
     print(f"{len(errors)} cases: median {statistics.median(errors):.2%}, worst {errors[-1]:.2%}")
     if "--write" in sys.argv:
         OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))

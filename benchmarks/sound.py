@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.images import compared
 from planner.hardware.gpus import find_gpu
-from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import GIB
@@ -107,15 +107,9 @@ def main() -> None:
             case = CASES[turn % len(CASES)]
             turn += 1
             gpu, setup = find_gpu(case[0]), setup_of(fields, case)
-            report = dry_run_report(model, gpu, setup)
-            assert isinstance(report, DryRunReport), report
-            formula = predict_memory(model, gpu, setup).peak_allocated_bytes
-            real = report.prediction.peak_allocated_bytes
-            row = {"model": name, "method": method, "case": case, "formula": formula, "dry_run": real}
-            rows.append(row)
-            print(f"{formula / real - 1:+.2%}", json.dumps(row), flush=True)
+            rows.append(compared(model, gpu, setup, {"model": name, "method": method, "case": case}))
     for name in (*named, ""):
-        errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows if row["model"] == name or not name)  # type: ignore[operator]
+        errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows if row["model"] == name or not name)
         print(f"| {name or 'all'} | {len(errors)} | {statistics.median(errors):.2%} | {errors[-1]:.2%} |")
     if "--write" in sys.argv:
         OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))

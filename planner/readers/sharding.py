@@ -97,10 +97,10 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
         return {"num_gpus": 1, "parallel": "none"}
     degrees = {name: spread.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
     split = degrees["tensor_degree"] * degrees["pipeline_degree"]
-    if num_gpus % (split * spread.get("context_degree", 1)):
+    cut = split * spread.get("context_degree", 1)
+    if num_gpus % cut:
         raise ConfigError(
-            f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline x context parallelism of "
-            f"{split * spread.get('context_degree', 1)}",
+            f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline x context parallelism of {cut}",
             hint="say how many GPUs the run has with --gpus",
         )
     if num_gpus == split:  # one copy: nothing to share

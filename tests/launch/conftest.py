@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from planner.exporters import Launch
+from planner.setup import TrainSetup
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -111,6 +112,16 @@ class Run:
     @property
     def losses(self) -> list[float]:
         return [entry["loss"] for entry in self.history if "loss" in entry]
+
+
+def two_steps(launch: Callable[..., Run], place: Path, emitted: Launch, setup: TrainSetup) -> Run:
+    """The emitted files launched in `place`: two optimizer steps of the planned micro-batch, each with its loss."""
+    write_launch(place, emitted)
+    run = launch(emitted.command)
+    assert run.state["global_step"] == 2
+    assert run.state["train_batch_size"] == setup.micro_batch_seqs
+    assert len(run.losses) == 2
+    return run
 
 
 @pytest.fixture

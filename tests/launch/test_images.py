@@ -17,7 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
-from tests.launch.conftest import Run, num_saved, write_launch
+from tests.launch.conftest import Run, num_saved, two_steps
 from tests.whole import some
 
 pytestmark = pytest.mark.processes
@@ -150,11 +150,7 @@ def test_two_steps_on_pictures_train_as_planned(
     )
     emitted = EXPORTERS["trl"](request)
     assert not emitted.refused
-    write_launch(tmp_path, emitted)
-    run = launch(emitted.command)
-    assert run.state["global_step"] == 2
-    assert run.state["train_batch_size"] == setup.micro_batch_seqs
-    assert len(run.losses) == 2
+    two_steps(launch, tmp_path, emitted, setup)
     assert num_saved(tmp_path / "outputs") == trained_parameters(model, setup).num  # the tower's adapters among them
 
 

@@ -12,7 +12,7 @@ from planner.choices.rollouts import Rollout
 from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import FACTS, Run, num_saved, write_jsonl, write_launch
+from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl
 from tests.launch.test_trl import HIDDEN, lora_params
 
 
@@ -90,14 +90,10 @@ def test_two_steps_of_every_objective_train(
         )
     )
     assert not emitted.unsupported
-    write_launch(place, emitted)
-    run = launch(emitted.command)
-    assert run.state["global_step"] == 2
-    assert run.state["train_batch_size"] == setup.micro_batch_seqs
+    run = two_steps(launch, place, emitted, setup)
     prompts_each = setup.rolls.num_generations if row.rolls_out else 1
     assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / prompts_each / 16)
     assert all(loss > 0 for loss in run.losses) or row.rolls_out  # alike rewards leave nothing to learn
-    assert len(run.losses) == 2
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
     score = HIDDEN * (2 if objective == "classification" else 1) if row.head == "score" else 0
     assert num_saved(place / "outputs") == lora_params(4) + score

@@ -14,7 +14,7 @@ from planner.memory.trained import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, num_saved, write_launch
+from tests.launch.conftest import Run, num_saved, two_steps
 
 RATE = 16_000
 SIZES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -89,11 +89,7 @@ def test_two_steps_on_clips_train_as_planned(method: str, tmp_path: Path, launch
     setup = LORA if method == "lora" else LORA.with_(**full)
     emitted = EXPORTERS["hf"](request(model, setup))
     assert not emitted.refused
-    write_launch(tmp_path, emitted)
-    run = launch(emitted.command)
-    assert run.state["global_step"] == 2
-    assert run.state["train_batch_size"] == setup.micro_batch_seqs
-    assert len(run.losses) == 2
+    run = two_steps(launch, tmp_path, emitted, setup)
     counted = next(line for line in run.output.splitlines() if line.startswith("RUN "))
     trained = trained_parameters(model, setup).num
     assert json.loads(counted.removeprefix("RUN "))["trained_parameters"] == trained
