@@ -154,11 +154,15 @@ def including(predict: Predict, config: ReadConfig, model: ModelSpec, gpu: GpuSp
 
     def predicted(setup: TrainSetup) -> Prediction:
         found = predict(setup)
-        extra = table_bytes(model, setup, config.adapted_tables) + config.beside_bytes
-        peak = max(found.peak_device_bytes, evaluating_bytes(config, model, gpu, setup))
-        return replace(found, peak_device_bytes=peak + extra)
+        step_bytes = found.peak_device_bytes + held_bytes(config, model, setup)
+        return replace(found, peak_device_bytes=max(step_bytes, evaluating_bytes(config, model, gpu, setup)))
 
     return predicted
+
+
+def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
+    """What a config holds beside what its setup says: adapters on token tables, another model."""
+    return table_bytes(model, setup, config.adapted_tables) + config.beside_bytes
 
 
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
@@ -166,7 +170,8 @@ def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: 
     more = config.eval_seqs > setup.micro_batch_seqs or (config.eval_seqs and config.eval_logits)
     if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
         return 0
-    return evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    own = evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    return own + held_bytes(config, model, setup)
 
 
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
@@ -189,10 +194,11 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
 
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
-    step = including(predict, replace(config, eval_seqs=0), model, gpu)
+    of_step = including(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
+    evaluation = evaluating_bytes(config, model, gpu, config.setup)
+    decides = evaluation > of_step.peak_device_bytes
+    prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
     predict = including(predict, config, model, gpu)
-    prediction, of_step = predict(config.setup), step(config.setup)
-    decides = prediction.peak_device_bytes > of_step.peak_device_bytes
     step_band = step_band_fraction(prediction, config)
     band = max(step_band, EVALUATION_BAND_FRACTION) if decides else step_band
 
@@ -205,7 +211,6 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
             own = max(band, after.memory_band_fraction)
             changes.append(change(label, setup, after, band=own, changes_training=changes_training))
     verdict = judge(prediction, budget_bytes, band)
-    evaluation = evaluating_bytes(config, model, gpu, config.setup) if decides else 0
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -214,8 +219,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         band_fraction=band,
         verdict=verdict,
         changes=_ordered(changes, verdict),
-        evaluation_bytes=evaluation,
-        notes=_evaluation_notes(config, model, evaluation),
+        evaluation_bytes=evaluation if decides else 0,
+        notes=_evaluation_notes(config, model, evaluation if decides else 0),
     )
 
 

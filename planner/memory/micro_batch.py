@@ -134,14 +134,11 @@ def activation_parts(
         costs: what `costs_of` says of this setup, where it is known already.
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
-    flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
+    flow, forwards = step_flow(model, setup), setup.live_forwards
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
-    halves, first = Halves.of(model, counts, kept), model.layer_order[frozen_below(model, setup)]
-    stored = _kept_by_layers(setup, costs, counts, kept, first=first, entry_pinned=traits.post_norm)
-    biases = position_bias(model, setup, flow, costs[-1].kernel, row_tokens=costs[-1].row_tokens, num_kept=sum(kept))
-    stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
-    final_norm = _add_around(stored, model, setup, flow)
+    halves = Halves.of(model, counts, kept)
+    stored, final_norm, at_first_decoder_layer = _stored(model, setup, flow, costs, counts, kept)
     behind = _gone_behind(model, setup, costs, kept)
     layer_moments = _largest_moments(setup, costs, *halves.decoder, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
@@ -161,7 +158,7 @@ def activation_parts(
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_casts,
         forwards=forwards,
-        at_first_decoder_layer=biases.at_first_decoder_layer,
+        at_first_decoder_layer=at_first_decoder_layer,
         encoder=encoder,
         key_cache=sum(cost.cached * count for cost, count in zip(costs, counts, strict=True)),
         with_rows=_with_rows(model, setup, flow),
@@ -322,14 +319,26 @@ def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float
     return kept, int(2 * (trained.num - trained.stacked) * (1 - share))
 
 
-def _add_around(stored: dict[str, int], model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
-    """Adds what stands around the layers to the backward's end; the bytes of the norm behind them."""
-    tokens = setup.forward_tokens
+def _stored(
+    model: ModelSpec,
+    setup: TrainSetup,
+    flow: Flow,
+    costs: Sequence[LayerCosts],
+    counts: Sequence[int],
+    kept: Sequence[int],
+) -> tuple[dict[str, int], int, int]:
+    """(What is kept to the backward's end by part; behind the layers: the norm; position biases at the backward of the
+    first decoder layer)."""
+    traits, tokens = traits_of(model), setup.forward_tokens
+    first = model.layer_order[frozen_below(model, setup)]
+    stored = _kept_by_layers(setup, costs, counts, kept, first=first, entry_pinned=traits.post_norm)
+    biases = position_bias(model, setup, flow, costs[-1].kernel, row_tokens=costs[-1].row_tokens, num_kept=sum(kept))
+    stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
     stored["inputs"] += _embedded(model, setup, flow)
-    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits_of(model).streams)
+    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
     before, behind = _outer_norms(model, setup, flow, tokens)
     stored["norm"] += before
-    return behind
+    return stored, behind, biases.at_first_decoder_layer
 
 
 def _with_rows(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:

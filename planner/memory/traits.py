@@ -20,31 +20,47 @@ LAYER_CAST_BACK = frozenset({"olmo"})
 """`F.layer_norm` of an fp32 copy, cast back to the input's type."""
 LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
 """A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
-EXPANDS_KV = frozenset({"falcon"})
-"""Types that hand the kernel keys and values already repeated to all heads."""
-HANDS_ON_WEIGHTS = frozenset({"falcon"})
-"""Types whose eager layers return their attention weights, which are then alive while the next layer runs; the sum with
-the mask is a tensor beside the scores."""
-JOINS_ROTATED = frozenset({"phi3"})
-"""Types that join the rotated part of each head and the rest even where nothing is left."""
-POST_NORM = frozenset({"olmo2", "olmo3"})
-"""Types whose norms follow attention and MLP: the projections' input is the residual itself."""
-FP32_SCORES = frozenset({"gptj", "gpt_neo"})
-"""Types whose own attention multiplies queries and keys in fp32."""
+OF_TYPES: Mapping[str, frozenset[str]] = {
+    # hand the kernel keys and values already repeated to all heads
+    "expands_kv": frozenset({"falcon"}),
+    # eager layers return their attention weights, which are then alive while the next layer runs; the sum with the mask
+    # is a tensor beside the scores
+    "hands_on_weights": frozenset({"falcon"}),
+    # the same in the values' type
+    "hands_on_cast": frozenset({"bloom", "gptj", "gpt_neo"}),
+    # join the rotated part of each head and the rest even where nothing is left
+    "joins_rotated": frozenset({"phi3"}),
+    # norms follow attention and MLP: the projections' input is the residual itself
+    "post_norm": frozenset({"olmo2", "olmo3"}),
+    # their own attention multiplies queries and keys in fp32
+    "fp32_scores": frozenset({"gptj", "gpt_neo"}),
+    # eager softmax stays in its input's type, where others ask for fp32
+    "plain_softmax": frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5", "whisper"}),
+    # add a learned matrix of positions to their scores, and drop out inside their MLP
+    "position_bias": frozenset({"t5"}),
+    # lay out queries, keys and values head by head, so that SDPA's output is copied for what follows
+    "heads_apart": frozenset({"whisper"}),
+    # the encoder's layers clamp what they give in fp16, and keep what was clamped
+    "clamps_encoder": frozenset({"whisper"}),
+    # the MLP's last matrix stays fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`)
+    "fp32_down": frozenset({"t5"}),
+    # hold a causal mask of one byte per pair of positions in every layer
+    "mask_buffers": frozenset({"gpt_neo"}),
+    # the layer holds the attention's output in a name of its own while its MLP runs, after adding it up
+    "holds_attention": frozenset({"bloom", "gpt2", "gpt_neo", "stablelm"}),
+    # the first layer takes another tensor than the embedding gives: with positions added, scaled, normalised or dropped
+    # out
+    "behind_embeddings": frozenset({"bloom", "gpt2", "gpt_neo", "granite", "opt", "t5"}),
+    # a norm between the embeddings and the first layer
+    "embedding_norm": frozenset({"bloom"}),
+    # eager attention holds the biased scores and their masked sum at once
+    "alibi_sum": frozenset({"bloom"}),
+    # push every token through every expert, weighted by zero where it was not routed
+    "dense_experts": frozenset({"llama4"}),
+}
+"""Trait -> the types that have it."""
 CASTS_PROBABILITIES = frozenset({"gpt2"})
 """Types that cast their probabilities to the values' type before they drop some, and hand them on."""
-PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5", "whisper"})
-"""Types whose eager softmax stays in its input's type, where others ask for fp32."""
-POSITION_BIAS = frozenset({"t5"})
-"""Types that add a learned matrix of positions to their scores, and drop out inside their MLP."""
-HEADS_APART = frozenset({"whisper"})
-"""Types that lay out queries, keys and values head by head, so that SDPA's output is copied for what follows."""
-CLAMPS_ENCODER = frozenset({"whisper"})
-"""Types whose encoder's layers clamp what they give in fp16, and keep what was clamped."""
-FP32_DOWN = frozenset({"t5"})
-"""Types whose MLP's last matrix stays fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`)."""
-MASK_BUFFERS = frozenset({"gpt_neo"})
-"""Types that hold a causal mask of one byte per pair of positions in every layer."""
 FP32_ROUTED = {
     "deepseek_v2": ("plain", "autocast"),
     "deepseek_v3": ("plain",),
@@ -56,19 +72,6 @@ FP32_ROUTED = {
 }
 """Types whose router weighs the experts' outputs in fp32, without autocast ("plain") or under it.
 Seen in the dry run's events: the type of the weighted outputs' gradients."""
-HOLDS_ATTENTION = frozenset({"bloom", "gpt2", "gpt_neo", "stablelm"})
-"""Types whose layer holds the attention's output in a name of its own while its MLP runs, after adding it up."""
-BEHIND_EMBEDDINGS = frozenset({"bloom", "gpt2", "gpt_neo", "granite", "opt", "t5"})
-"""Types whose first layer takes another tensor than the embedding gives: with positions added, scaled, normalised or
-dropped out."""
-EMBEDDING_NORM = frozenset({"bloom"})
-"""Types with a norm between the embeddings and the first layer."""
-ALIBI_SUM = frozenset({"bloom"})
-"""Types whose eager attention holds the biased scores and their masked sum at once."""
-HANDS_ON_CAST = frozenset({"bloom", "gptj", "gpt_neo"})
-"""Types whose eager layers return their attention weights in the values' type."""
-DENSE_EXPERTS = frozenset({"llama4"})
-"""Types that push every token through every expert, weighted by zero where it was not routed."""
 ALTUP = frozenset({"gemma3n", "gemma3n_text"})
 ALTUP_STREAMS = 4
 """Types whose layers update one of several residual streams and predict the others: Baykal et al. 2023, Alternating
@@ -153,30 +156,14 @@ def _read_traits(model: ModelSpec) -> Traits:
         norm=style,
         attention_dropout=attention_dropout,
         residual_dropout=residual_dropout,
-        expands_kv=kind in EXPANDS_KV,
-        joins_rotated=kind in JOINS_ROTATED,
-        heads_apart=kind in HEADS_APART,
-        clamps_encoder=kind in CLAMPS_ENCODER,
-        hands_on_weights=kind in HANDS_ON_WEIGHTS,
-        hands_on_cast=kind in HANDS_ON_CAST,
         holds_probabilities=kind in ENCODERS and attention_dropout,
         holds_wide_probabilities=kind in CASTS_PROBABILITIES and attention_dropout,
-        dense_experts=kind in DENSE_EXPERTS,
+        inner_dropout=kind in OF_TYPES["position_bias"] and residual_dropout,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(kind, 0),
-        post_norm=kind in POST_NORM,
-        fp32_scores=kind in FP32_SCORES,
-        plain_softmax=kind in PLAIN_SOFTMAX,
-        position_bias=kind in POSITION_BIAS,
-        fp32_down=kind in FP32_DOWN,
-        embedding_norm=kind in EMBEDDING_NORM,
-        behind_embeddings=kind in BEHIND_EMBEDDINGS,
-        holds_attention=kind in HOLDS_ATTENTION,
-        alibi_sum=kind in ALIBI_SUM,
-        mask_buffers=kind in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(kind, ()),
         masks_packed=masks_packed(kind),
         streams=_streams(model),
-        inner_dropout=kind in POSITION_BIAS and residual_dropout,
+        **{trait: kind in types for trait, types in OF_TYPES.items()},
     )
 
 

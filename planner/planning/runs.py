@@ -105,45 +105,58 @@ class Known:
 def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Run]:
     """The runs of a workload, in the order in which they are walked."""
     model, gpu = workload.model, workload.gpu
-    open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
     for branch in branches(workload, values):
         of_branch = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
-            groups = of_branch
             try:
                 setup = branch.with_(**fields)
             except SetupError:
                 continue
-            if setup.context_degree > 1:  # not every attention goes with a cut sequence
-                groups = same_kernels(model, gpu, setup, values["attention"])
-            choices = _choices(model, setup, values)
-            own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
-            if rest or not choices:
+            # not every attention goes with a cut sequence
+            cut = setup.context_degree > 1
+            groups = same_kernels(model, gpu, setup, values["attention"]) if cut else of_branch
+            pairs, choices = _pairs(workload, setup, values), _choices(model, setup, values)
+            if pairs and choices:
+                yield from _runs_of(workload, values, setup, groups, choices, pairs)
+
+
+def _pairs(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> tuple[tuple[int, int], ...]:
+    """(micro-batch, accumulation) of every way to make the global batch on the copies of a setup; () where none is."""
+    own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
+    if rest:
+        return ()
+    batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.aim.least(own_batch)
+    pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least]
+    if setup.rollout is not None and (made := setup.rollout.generation_batch_seqs):
+        pairs = [one for one in pairs if made % one[0] == 0]
+    return tuple(pairs)
+
+
+def _runs_of(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    setup: TrainSetup,
+    groups: Mapping[tuple[str, ...], Sequence[str]],
+    choices: Choices,
+    pairs: tuple[tuple[int, int], ...],
+) -> Iterator[Run]:
+    """The runs of a branch under one spread, by kernels and layers."""
+    open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
+    ranks: list[Rank] = []
+    layers_of = own_layers(setup, values)
+    fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
+    for kernels, attentions in groups.items():
+        rival = {"kernels": values["kernels"][0]} if "kernels" in open_ones else {}
+        if fused is not None and "attention" in open_ones and UNFUSED & set(kernels):
+            rival |= {"attention": fused, "selective_checkpointing": False}
+        for layers in layers_of:
+            shared = setup.trusted_with(attention=attentions[0], **layers)
+            if shared.compile and not shared.compiled:
                 continue
-            batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
-            least = setup.aim.least(own_batch)
-            pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least])
-            if branch.rollout is not None and (made := branch.rollout.generation_batch_seqs):
-                pairs = tuple([one for one in pairs if made % one[0] == 0])
-            if not pairs:
-                continue
-            ranks: list[Rank] = []
-            layers_of = own_layers(setup, values)
-            fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
-            for kernels, attentions in groups.items():
-                rival = {"kernels": values["kernels"][0]} if "kernels" in open_ones else {}
-                if fused is not None and "attention" in open_ones and UNFUSED & set(kernels):
-                    rival |= {"attention": fused, "selective_checkpointing": False}
-                for layers in layers_of:
-                    shared = setup.trusted_with(attention=attentions[0], **layers)
-                    if shared.compile and not shared.compiled:
-                        continue
-                    rivals = _rivals(shared, rival, layers_of, values)
-                    wholes = {
-                        loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()
-                    }
-                    for alike, own in _expressed(workload, shared, attentions, choices):
-                        yield Run(setup, shared, alike, kernels, own, wholes, pairs, rivals, ranks)
+            rivals = _rivals(shared, rival, layers_of, values)
+            wholes = {loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()}
+            for alike, own in _expressed(workload, shared, attentions, choices):
+                yield Run(setup, shared, alike, kernels, own, wholes, pairs, rivals, ranks)
 
 
 def _expressed(
