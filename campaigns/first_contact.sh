@@ -13,4 +13,4 @@ if compgen -G ".whl/*.whl" >/dev/null; then
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-exec "${PYTHON:-python3}" -m probes.contact.calls "$call" --out "${OUT:-out/contact}" --budget "${2:-540}" ${REHEARSE:+--rehearse}
+exec "${PYTHON:-python3}" -m benchmarks.contact.calls "$call" --out "${OUT:-out/contact}" --budget "${2:-540}" ${REHEARSE:+--rehearse}

@@ -161,7 +161,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Which tests needed a second try; whether what the tests replay is what ran on a GPU."""
-    from probes.last_run import words
+    from benchmarks.last_run import words
 
     lost = {one.nodeid for name in ("failed", "error") for one in terminalreporter.stats.get(name, [])}
     for report in terminalreporter.stats.get("rerun", []):

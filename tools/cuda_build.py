@@ -56,7 +56,7 @@ def names_used(path: Path) -> Iterator[str]:
 
 def every_name() -> dict[str, list[str]]:
     """Name -> the files that use it."""
-    from probes.last_run import cuda_files
+    from benchmarks.last_run import cuda_files
 
     found: dict[str, list[str]] = {}
     for file in cuda_files(ROOT):
@@ -101,7 +101,7 @@ def without_driver() -> Iterator[str]:
     """What happens where there is no GPU, held against what should."""
     import torch
 
-    from probes.contact.readings import TINY
+    from benchmarks.contact.readings import TINY
     from probes.gpu.failures import classify_exception
 
     if torch.cuda.is_available():

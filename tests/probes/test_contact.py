@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.contact import calls as contact
+from benchmarks.contact import compile as contact_compile
+from benchmarks.contact import plan as contact_plan
+from benchmarks.contact import readings as contact_readings
+from benchmarks.contact.calls import Job, Kept, deliver, jobs_of, run_call
 from planner.outcome import FailureKind
 from planner.units import GIB, MIB
 from probes.campaign_spec import read_spec
-from probes.contact import calls as contact
-from probes.contact import compile as contact_compile
-from probes.contact import plan as contact_plan
-from probes.contact import readings as contact_readings
-from probes.contact.calls import Job, Kept, deliver, jobs_of, run_call
 from probes.gpu.request import Limits
 from tests.fake_nvml import Card, nvml_module
 
@@ -95,7 +95,7 @@ def test_readings_that_ended_well_are_not_taken_again(tmp_path: Path) -> None:
 
 FORKS = """
 import os, sys, time
-from probes.contact.forks import run_each
+from benchmarks.contact.forks import run_each
 
 def good():
     yield {"step": "here", "parent": os.getppid()}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from probes.contact import launch as contact_launch
-from probes.contact import launched, trainer_time
-from probes.contact.launched import VARIABLE
-from probes.contact.readings import TINY
+from benchmarks.contact import launch as contact_launch
+from benchmarks.contact import launched, trainer_time
+from benchmarks.contact.launched import VARIABLE
+from benchmarks.contact.readings import TINY
 
 SETUP = {"micro_batch_seqs": 2, "accumulation_steps": 3, "seq_len_tokens": 48}
 RUNG = {"peak_allocated_bytes": 800, "peak_reserved_bytes": 900, "peak_device_bytes": 1400, "tokens_per_s": 100.0}
@@ -110,7 +110,7 @@ def test_what_is_named_beside_the_file_are_fields_of_it_or_of_the_trainer() -> N
 def test_every_step_and_what_lies_between_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     times = iter(range(100))
-    monkeypatch.setattr("probes.contact.launched.time.perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr("benchmarks.contact.launched.time.perf_counter", lambda: float(next(times)))
     watching = launched.callback_class(object)()
     for _ in range(3):
         watching.on_step_begin(None, None, None)

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.children import ROOT
-from planner.units import GIB, MIB
-from probes.allocator.events import Alloc, Free
-from probes.contact import launched, recording
-from probes.contact.recording import (
+from benchmarks.contact import launched, recording
+from benchmarks.contact.recording import (
     REHEARSAL,
     Recording,
     decode,
@@ -27,7 +24,10 @@ from probes.contact.recording import (
     read_recordings,
     replay_problems,
 )
-from probes.contact.traces import SETUPS, TapedMeter, setup_of
+from benchmarks.contact.traces import SETUPS, TapedMeter, setup_of
+from planner.children import ROOT
+from planner.units import GIB, MIB
+from probes.allocator.events import Alloc, Free
 from probes.gpu.meters import CudaMeter
 
 DATA = ROOT / "benchmarks" / "data"
@@ -160,7 +160,7 @@ def test_pytorchs_history_becomes_events() -> None:
 
 def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names and arguments are PyTorch's; in what order they are asked is what counts here."""
-    from probes.contact import traces as contact_traces
+    from benchmarks.contact import traces as contact_traces
 
     asked: list[tuple[str, Any]] = []
     memory = torch.cuda.memory
@@ -186,7 +186,7 @@ def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monk
 def test_the_taped_meter_measures_as_the_meter_does() -> None:
     from contextlib import ExitStack
 
-    from probes.contact.played_cuda import MODELLED_CONTEXT_BYTES, Modelled
+    from benchmarks.contact.played_cuda import MODELLED_CONTEXT_BYTES, Modelled
     from probes.dryrun.tracker import Tracker
 
     answers = []

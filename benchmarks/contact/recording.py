@@ -180,7 +180,7 @@ def _trace_problems(line: Line, rehearsal: bool) -> Iterator[str]:
 
 def replay_meter(line: Line) -> dict[str, Any]:
     """What today's `CudaMeter` makes of the recorded statistics."""
-    from probes.contact.played_cuda import KEYS, Recorded
+    from benchmarks.contact.played_cuda import KEYS, Recorded
     from probes.gpu.meters import CudaMeter
 
     first, *marks = line["rows"]

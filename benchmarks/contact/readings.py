@@ -1,4 +1,4 @@
-"""Raw readings of a GPU that was never seen: `python -m probes.contact.readings NAME,NAME`, one JSON line per reading.
+"""Raw readings of a GPU that was never seen: `python -m benchmarks.contact.readings NAME,NAME`, one JSON line each.
 
 What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations
 of known size, how long a killed process's memory stays, every library's words for a refused allocation, which SDPA
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from benchmarks.contact.forks import begin, end, run_each, warm_up
 from planner.hardware.driver import device_handle, nvml
 from planner.units import GIB, MIB
-from probes.contact.forks import begin, end, run_each, warm_up
 from probes.gpu.failures import classify_exception
 from probes.gpu.kernels import attention_backend, kernels_of_step
 
@@ -261,8 +261,8 @@ def attention() -> Iterator[Reading]:
 def traces() -> Iterator[Reading]:
     """Ten setups' allocator traces and the meter's readings."""
     base = 0 if DEVICE == "cpu" else driver_view().get("used_bytes")
+    from benchmarks.contact import traces as contact_traces
     from planner.models.resolve import resolve_model
-    from probes.contact import traces as contact_traces
 
     config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
     yield from contact_traces.traces(config, DEVICE, base)
@@ -277,15 +277,15 @@ def rates() -> Iterator[Reading]:
 
 def trainer() -> Iterator[Reading]:
     """The trainer's own host time."""
-    from probes.contact.trainer_time import trainer_host_times
+    from benchmarks.contact.trainer_time import trainer_host_times
 
     yield trainer_host_times()
 
 
 def compiled() -> Iterator[Reading]:
     """One model's steps through torch.compile against eager ones."""
+    from benchmarks.contact import compile as contact_compile
     from planner.models.resolve import resolve_model
-    from probes.contact import compile as contact_compile
 
     if DEVICE == "cpu":
         yield from contact_compile.compared(TINY, DEVICE, seq_len_tokens=64)

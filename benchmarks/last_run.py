@@ -22,16 +22,16 @@ ALWAYS = ("probes/gpu/device.py", "probes/gpu/failures.py", "probes/doctor_kerne
 _LEFT_OUT = (
     "probes/dryrun/",
     "probes/phantom/",
-    "probes/last_run.py",
-    "probes/contact/played_cuda.py",
-    "probes/contact/recording.py",
+    "benchmarks/contact/played_cuda.py",
+    "benchmarks/contact/recording.py",
 )
 """These never see a GPU."""
 
 
 def cuda_files(root: Path = ROOT) -> tuple[str, ...]:
     """Every file of ours that talks to a GPU or to its driver, relative to the repository."""
-    paths = [*sorted((root / "probes").rglob("*.py")), *sorted((root / "planner" / "hardware").glob("*.py"))]
+    folders = (root / "probes", root / "planner" / "hardware", root / "benchmarks" / "contact")
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     names = [(path.relative_to(root).as_posix(), path) for path in paths]
     return tuple(
         name

@@ -1,4 +1,4 @@
-"""First contact with a GPU: `python -m probes.contact.calls CALL`, on a bare machine, in calls of at most ten minutes.
+"""First contact with a GPU: `python -m benchmarks.contact.calls CALL` on a bare machine, ten minutes a call at most.
 
 Four calls, each useful alone: 1 guards, raw readings and three smoke probes; 2 every model by every method; 3 one axis
 at a time, and torch.compile; 4 a search, its plan and the confirmation. A call is a list of jobs with limits of their
@@ -6,10 +6,10 @@ own, run one after another until the call's budget is spent. What is done is wri
 short, or that is made again on another machine with the kept files, goes on where it stopped. Every call begins with
 the guard: where torch, driver, NF4 or Triton do not work, it ends at once with exit 3.
 
-    python -m probes.contact.calls 2 --out OUT --budget 540     results in OUT, at most eight files
-    python -m probes.contact.calls 2 --out OUT --rehearse        the same jobs on the CPU with a tiny model
-    python -m probes.contact.calls 0 --out OUT --rehearse        all four calls, one after another
-    python -m probes.contact.plan h200                     what each call would do and take
+    python -m benchmarks.contact.calls 2 --out OUT --budget 540     results in OUT, at most eight files
+    python -m benchmarks.contact.calls 2 --out OUT --rehearse        the same jobs on the CPU with a tiny model
+    python -m benchmarks.contact.calls 0 --out OUT --rehearse        all four calls, one after another
+    python -m benchmarks.contact.plan h200                     what each call would do and take
 """
 
 import argparse
@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.contact.readings import BESIDE, IMPORT_S, LIMITS_S, TINY
+from benchmarks.contact.recording import REHEARSAL, header
+from benchmarks.last_run import describe_run
 from planner.children import ROOT, child_environment, python_argv
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT
 from planner.records import dataclass
-from probes.contact.readings import BESIDE, IMPORT_S, LIMITS_S, TINY
-from probes.contact.recording import REHEARSAL, header
 from probes.gpu.environment import child_settings, device_status, library_versions
-from probes.last_run import describe_run
 
 CAMPAIGNS = ROOT / "campaigns"
 GIVE_UP_S = 10.0
@@ -40,7 +40,7 @@ MODEL = "Qwen/Qwen3-8B"
 WISH = ("--seq-len", "2048", "--global-batch", "8")
 """Of the search and its file: 20 steps of 16,384 tokens take less than a minute."""
 READINGS = ("trainer", "known", "teardown", "refusals", "attention", "rates", "traces")
-"""Raw readings of the first call (`probes.contact.readings`); of the third it is "compile"."""
+"""Raw readings of the first call (`benchmarks.contact.readings`); of the third it is "compile"."""
 ON_A_CPU = ("trainer", "refusals", "rates", "traces")
 NEEDED = ("gpus", "triton", "nf4")
 """The doctor's checks without which nothing here is worth the machine's time."""
@@ -79,7 +79,7 @@ class Kept:
 
     @property
     def readings(self) -> Path:
-        """Raw readings, one JSON line each (`probes.contact.recording`)."""
+        """Raw readings, one JSON line each (`benchmarks.contact.recording`)."""
         return self.folder / "readings.jsonl"
 
     @property
@@ -109,7 +109,7 @@ class Kept:
 
     @property
     def last_run(self) -> Path:
-        """On what, and of which files, the latest call ran (`probes.last_run`)."""
+        """On what, and of which files, the latest call ran (`benchmarks.last_run`)."""
         return self.folder / "last_gpu_run.json"
 
     def all(self) -> tuple[Path, ...]:
@@ -158,7 +158,7 @@ def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]
     def readings(name: str, wanted: Sequence[str]) -> tuple[Job, ...]:
         left = [one for one in wanted if one not in kept.read()]
         limit_s = IMPORT_S + sum(LIMITS_S[one] for one in left if one not in BESIDE)
-        words = ("-m", "probes.contact.readings", ",".join(left), device, str(REHEARSED_SLOWER if rehearse else 1))
+        words = ("-m", "benchmarks.contact.readings", ",".join(left), device, str(REHEARSED_SLOWER if rehearse else 1))
         return (Job(name=name, words=words, limit_s=limit_s, resumes=True),) if left else ()
 
     if call == 1:
@@ -188,7 +188,7 @@ def _tuning(kept: Kept, rehearse: bool, device: str) -> tuple[Job, ...]:
         Job(name="confirm", words=plan_words("confirm", out, *store, "--json", *on), limit_s=100.0),
         Job(
             name="launched",
-            words=("-m", "probes.contact.launch", out, str(kept.folder / "launched"), device),
+            words=("-m", "benchmarks.contact.launch", out, str(kept.folder / "launched"), device),
             limit_s=175.0,
         ),
     )

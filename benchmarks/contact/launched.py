@@ -21,7 +21,7 @@ MAX_ENTRIES = 150_000
 MAX_SNAPSHOT_BYTES = 8 << 20
 _SITE = """import sys
 sys.path.append({root!r})
-from probes.contact import launched
+from benchmarks.contact import launched
 launched.begin()
 """
 

@@ -16,7 +16,15 @@ from typing import Any
 
 from probes.gpu.worker import die_with_parent
 
-LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft", "trl", "probes.contact.traces", "probes.gpu.microbench")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "bitsandbytes",
+    "peft",
+    "trl",
+    "benchmarks.contact.traces",
+    "probes.gpu.microbench",
+)
 Lines = Iterable[Mapping[str, Any]]
 
 

@@ -1,6 +1,6 @@
 """The trainer's own host time: what `transformers.Trainer` does in every step beside forward, backward and optimizer.
 
-    python -m probes.contact.trainer_time        prints JSON; needs no GPU
+    python -m benchmarks.contact.trainer_time        prints JSON; needs no GPU
 
 A probe runs the step without the trainer around it. What the trainer adds (fetching and preparing the batch, looking at
 the loss, callbacks, schedule, logging) is Python on the host, the same for any model: it is timed on a model of one

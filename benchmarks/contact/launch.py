@@ -1,6 +1,6 @@
 """The emitted TRL file, run by TRL for 20 steps on a machine without network: its peak against the plan's figures.
 
-    python -m probes.contact.launch PLAN_FOLDER OUT [cpu]
+    python -m benchmarks.contact.launch PLAN_FOLDER OUT [cpu]
 
 The file is run as it was written. What the machine lacks is made on the spot and named on the command line, where TRL's
 options win over its file's: a folder with the model's configuration and random weights, a tokenizer of a thousand
@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.contact.launched import VARIABLE, site_folder
+from benchmarks.contact.readings import driver_view
 from planner.children import child_environment, python_argv
 from planner.models.resolve import resolve_model
-from probes.contact.launched import VARIABLE, site_folder
-from probes.contact.readings import driver_view
 from probes.gpu.environment import child_settings
 
 FILE = "launch/trl/trl-sft.yaml"

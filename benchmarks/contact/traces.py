@@ -2,7 +2,7 @@
 
 Two layers of a real model, two optimizer steps each, in one process: small files that say whether the allocator's model
 and the meter are right on this card. On the CPU the same steps run with the statistics of the allocator's model
-(`probes.contact.played_cuda`): a rehearsal of the recording, no evidence about any GPU.
+(`benchmarks.contact.played_cuda`): a rehearsal of the recording, no evidence about any GPU.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.contact.played_cuda import Modelled
+from benchmarks.contact.recording import encode, events_of_trace, meter_result
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
-from probes.contact.played_cuda import Modelled
-from probes.contact.recording import encode, events_of_trace, meter_result
 from probes.dryrun.tracker import Tracker
 from probes.gpu.failures import classify_exception
 from probes.gpu.meters import CudaMeter

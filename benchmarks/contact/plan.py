@@ -2,6 +2,7 @@
 
 import sys
 
+from benchmarks.contact.calls import CAMPAIGNS, Kept, jobs_of
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
@@ -9,7 +10,6 @@ from planner.models.spec import ModelSpec
 from planner.predict import predict
 from planner.setup import TrainSetup
 from probes.campaign_spec import Chain, read_spec
-from probes.contact.calls import CAMPAIGNS, Kept, jobs_of
 from probes.gpu.request import Limits
 
 IMPORT_S, AHEAD = 15.0, 3
