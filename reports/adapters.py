@@ -10,7 +10,7 @@ from planner.decision.kinds import KindChoice
 from planner.setup import TrainSetup
 from planner.units import count, gib
 from planner.workload import Workload
-from reports.markdown import escape
+from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean
@@ -32,10 +32,7 @@ def render_adapters(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup
     page.line(title(wish), style="bold")
     page.line(f"Each in the place of LoRA in what is planned: {setup_words(lora)}.")
     page.line()
-    table = page.table(*HEADER, right=RIGHT, fixed=("adapter",))
-    for row in rows:
-        page.row(table, *_cells(row, wish))
-    console.print(table)
+    page.whole(HEADER, [_cells(row, wish) for row in rows], right=RIGHT, fixed=("adapter",))
     for sentence in _sentences(rows):
         page.line(sentence, style="dim")
     page.head("What was published of their quality")
@@ -45,18 +42,14 @@ def render_adapters(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup
 
 def adapters_markdown(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup) -> str:
     """The same as Markdown, with the sources."""
-    cells = [tuple(escape(cell) for cell in _cells(row, wish)) for row in rows]
-    quality = [
-        (escape(row.kind.name), escape(row.kind.quality or NOTHING_CITED), escape(row.kind.source)) for row in rows
-    ]
-    blocks = [
-        f"# {escape(title(wish))}",
+    quality = [(row.kind.name, row.kind.quality or NOTHING_CITED, row.kind.source) for row in rows]
+    return document(
+        title(wish),
         f"Each in the place of LoRA in what is planned: {escape(setup_words(lora))}.",
-        markdown_table(HEADER, cells, right=RIGHT),
-        "\n".join(f"- {escape(sentence)}" for sentence in _sentences(rows)),
+        markdown_table(HEADER, [_cells(row, wish) for row in rows], RIGHT),
+        bullets(_sentences(rows)),
         markdown_table(("adapter", "published quality", "source"), quality),
-    ]
-    return "\n\n".join(blocks) + "\n"
+    )
 
 
 def adapters_json(row: KindChoice, wish: Workload) -> dict[str, Any]:

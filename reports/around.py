@@ -13,9 +13,9 @@ def around(page: Page, workload: Workload, chosen: Candidate) -> None:
     if chosen.setup.num_gpus > 1:
         return
     page.head("Around the steps, at most", RUNG_WORDS[Rung.FORMULA])
-    table = page.table("  what", "device", "host", "kept so by", right=("device", "host"))
+    rows = []
     for one in occasions(workload.model, workload.gpu, chosen.setup):
         device, host = (gib(size) if size else "-" for size in (one.device_bytes, one.host_bytes))
         over = "does not fit; " if one.device_bytes > workload.memory_bytes else ""
-        page.row(table, f"  {one.name}", device, host, over + one.setting)
-    page.console.print(table)
+        rows.append((f"  {one.name}", device, host, over + one.setting))
+    page.whole(("  what", "device", "host", "kept so by"), rows, right=("device", "host"))

@@ -8,7 +8,7 @@ from planner.plan import Plan
 from planner.units import gib
 from reports.compare import Named, comparison_rows, comparison_view, plan_labels
 from reports.costs import cost_words
-from reports.markdown import escape
+from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.setup_text import setup_words
@@ -52,10 +52,4 @@ def render_comparison(named: Sequence[Named], console: Console) -> None:
 def comparison_markdown(named: Sequence[Named]) -> str:
     """The comparison as Markdown."""
     view = comparison_view(named, [""] * len(named))
-    header, rows = comparison_rows(named)
-    blocks = [
-        f"# {escape(view['title'])}",
-        "\n".join(f"- {escape(sentence)}" for sentence in view["sentences"]),
-        markdown_table(header, [[escape(cell) for cell in row] for row in rows]),
-    ]
-    return "\n\n".join(blocks) + "\n"
+    return document(view["title"], bullets(view["sentences"]), markdown_table(*comparison_rows(named)))

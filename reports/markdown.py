@@ -35,7 +35,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")
 def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     """report.md of a plan or of a refusal."""
     extras = extras or Extras()
-    blocks = [f"# {escape(workload_words(plan.workload))}"]
+    blocks: list[str] = []
     if isinstance(plan, Plan):
         chosen = plan.chosen
         blocks += [f"**{escape(verdict_sentence(plan))}**", bullets(plan_sentences(plan))]
@@ -60,7 +60,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     if notes:
         blocks += ["## Notes", bullets(notes)]
     blocks += _environment(plan, extras)
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return document(workload_words(plan.workload), *blocks)
 
 
 def escape(text: str) -> str:
@@ -69,8 +69,8 @@ def escape(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """A Markdown table with aligned columns; cells are escaped by the caller."""
-    body = [list(header), *(list(row) for row in rows)]
+    """A Markdown table with aligned columns; its cells are plain text."""
+    body = [list(header), *([escape(cell) for cell in row] for row in rows)]
     widths = [max(3, *(len(row[column]) for row in body)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -84,6 +84,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
         ("-" * (width - 1) + ":") if name in right else "-" * width for width, name in zip(widths, header, strict=True)
     )
     return "\n".join([line(header), f"| {' | '.join(rule)} |", *(line(row) for row in body[1:])])
+
+
+def document(title: str, *blocks: str) -> str:
+    """A document of a title and the blocks that are not empty."""
+    return "\n\n".join([f"# {escape(title)}", *filter(None, blocks)]) + "\n"
 
 
 def bullets(items: Iterable[str]) -> str:
@@ -113,7 +118,7 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
     parts = breakdown(candidate, memory_bytes, max_terms=20)
     peak = parts.peak_evidence
     rows = [
-        (escape(row.label), gib(row.size_bytes), percent(row.size_bytes / memory_bytes, 1), gib(row.end_bytes))
+        (row.label, gib(row.size_bytes), percent(row.size_bytes / memory_bytes, 1), gib(row.end_bytes))
         for row in parts.rows
     ]
     words = f"The peak falls in the {parts.terms_evidence.peak_phase} phase. Peak: {memory_mark(peak)}."
@@ -125,7 +130,7 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
         f"## Memory at the peak of a {gib(memory_bytes)} card",
         table(("term", "size", "of the card", "up to"), rows, right=("size", "of the card", "up to")),
         escape(words),
-        table(header, [(escape(name), *cells) for name, *cells in ranks], right=header[1:]) if ranks else "",
+        table(header, ranks, right=header[1:]) if ranks else "",
     ]
 
 
@@ -144,8 +149,7 @@ def _tree(walk: Sequence[Answer]) -> list[str]:
 def _remedies(no_plan: NoPlan) -> str:
     if not no_plan.remedies:
         return "No single change is enough."
-    rows = [tuple(map(escape, row)) for row in remedy_rows(no_plan)]
-    return table(REMEDY_HEADER, rows, right=("saves",))
+    return table(REMEDY_HEADER, remedy_rows(no_plan), right=("saves",))
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -156,15 +160,15 @@ def _alternatives(plan: Plan) -> list[str]:
     for label, candidate, peak, speed, trade in compared(plan):
         rows.append(
             (
-                escape(label),
-                escape(setup_difference(chosen.setup, candidate.setup)),
+                label,
+                setup_difference(chosen.setup, candidate.setup),
                 f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
                 speed_mark(speed),
                 gib(peak.peak_device_bytes),
                 memory_mark(peak),
                 str(candidate.setup.lora_rank or "-"),
                 fit_word(candidate),
-                escape(trade),
+                trade,
             )
         )
     header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")
@@ -176,12 +180,12 @@ def _sensitivity(extras: Extras) -> list[str]:
         return []
     rows = [
         (
-            escape(parameter_words(point.parameter)),
+            parameter_words(point.parameter),
             f"{point.value:,}" + (" (planned)" if point.chosen else ""),
             f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else "-",
             gib(point.peak_device_bytes),
             FIT_WORDS[point.verdict],
-            escape(point.rung.replace("_", " ")),
+            point.rung.replace("_", " "),
         )
         for point in extras.sensitivity
     ]
@@ -194,7 +198,7 @@ def _rungs(candidate: Candidate) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name, evidence in present:
         if isinstance(evidence, ProbeFailure):
-            rows.append((name, *("-",) * 5, escape(failure_words(evidence))))
+            rows.append((name, *("-",) * 5, failure_words(evidence)))
         else:
             rows.append((name, *_figures(evidence)))
     header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
@@ -213,5 +217,4 @@ def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
 
 
 def _environment(plan: Plan | NoPlan, extras: Extras) -> list[str]:
-    shown = [tuple(map(escape, row)) for row in source_rows(plan, extras)]
-    return ["## Where this comes from", table(SOURCE_HEADER, shown)]
+    return ["## Where this comes from", table(SOURCE_HEADER, source_rows(plan, extras))]

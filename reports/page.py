@@ -1,6 +1,6 @@
 """Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +51,20 @@ class Page:
                 overflow="fold",
             )
         return table
+
+    def whole(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        right: Sequence[str] = (),
+        fixed: Sequence[str] = (),
+    ) -> None:
+        """A whole table of texts."""
+        table = self.table(*header, right=right, fixed=fixed)
+        for row in rows:
+            self.row(table, *row)
+        self.console.print(table)
 
     def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
         table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)

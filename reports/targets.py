@@ -8,7 +8,7 @@ from rich.console import Console
 from planner.app.targets import TargetChoice, as_fast, tokens_per_s
 from planner.units import gib
 from planner.workload import Workload
-from reports.markdown import escape
+from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean
@@ -29,20 +29,14 @@ def render_targets(rows: Sequence[TargetChoice], wish: Workload, console: Consol
     page = Page(console)
     page.line(title(wish), style="bold")
     page.line()
-    table = page.table(*HEADER, right=RIGHT, fixed=("target", "tokens/s", "memory"))
-    for row in rows:
-        if row.candidate is not None:
-            page.row(table, *_cells(row))
-    console.print(table)
+    page.whole(HEADER, _table(rows), right=RIGHT, fixed=("target", "tokens/s", "memory"))
     for sentence in sentences(rows):
         page.line(sentence)
 
 
 def targets_markdown(rows: Sequence[TargetChoice], wish: Workload) -> str:
     """The same as Markdown."""
-    cells = [tuple(escape(cell) for cell in _cells(row)) for row in rows if row.candidate is not None]
-    said = "\n".join(f"- {escape(sentence)}" for sentence in sentences(rows))
-    return f"# {escape(title(wish))}\n\n{markdown_table(HEADER, cells, right=RIGHT)}\n\n{said}\n"
+    return document(title(wish), markdown_table(HEADER, _table(rows), RIGHT), bullets(sentences(rows)))
 
 
 def targets_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
@@ -72,6 +66,10 @@ def sentences(rows: Sequence[TargetChoice]) -> list[str]:
             found.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
         found.append("Formula, each target's own fastest plan; no run has compared the programs with each other here.")
     return [*found, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
+
+
+def _table(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:
+    return [_cells(row) for row in rows if row.candidate is not None]
 
 
 def _cells(row: TargetChoice) -> tuple[str, ...]:

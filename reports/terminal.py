@@ -116,10 +116,7 @@ def render_no_plan(
     _launches(page, launches)
     page.head("What would make it fit, smallest change first")
     if no_plan.remedies:
-        table = page.table(*REMEDY_HEADER, right=("saves",))
-        for row in remedy_rows(no_plan):
-            page.row(table, *row)
-        console.print(table)
+        page.whole(REMEDY_HEADER, remedy_rows(no_plan), right=("saves",))
     else:
         page.line("No single change is enough.", indent=2)
     _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
@@ -179,10 +176,8 @@ def render_estimate(
         page.line("No single change is enough: plan MODEL --gpu GPU looks for a setup that fits.")
     page.head("Every rung")
     present = evidence_columns(candidate)
-    table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))
-    for label, cells in _rung_rows(present):
-        page.row(table, label, *cells)
-    console.print(table)
+    rungs = tuple(name for name, _ in present)
+    page.whole(("", *rungs), [(label, *cells) for label, cells in _rung_rows(present)], right=rungs)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
             page.line(failure_words(evidence), indent=2)

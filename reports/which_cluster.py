@@ -10,7 +10,7 @@ from planner.decision.facts import NODE_NAMES, NODES
 from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.units import count, gib, seconds
-from reports.markdown import escape
+from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
@@ -72,18 +72,16 @@ def render_which_cluster(
 
 def which_cluster_markdown(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any]) -> str:
     """The same as Markdown, with every cluster that keeps the limits."""
-    blocks = [f"# {escape(_title(model, limits))}"]
+    blocks: list[str] = []
     node = recommended_node(options)
     if node is None:
         blocks.append(f"No cluster keeps the limits. {escape(_nearest_words(options))}")
     else:
         for head, lines in _by_method(options):
-            blocks += [f"## {escape(head)}", "\n".join(f"- {escape(words)}" for words in lines)]
-        header, rows, right = _table([one for one in options if one.node == node and one.meets], wide=True)
-        cells = [tuple(escape(cell) for cell in row) for row in rows]
-        blocks += [f"## {_table_title(node)}", markdown_table(header, cells, right=right)]
-    blocks += ["## Assumed", "\n".join(f"- {escape(words)}" for words in ASSUMPTIONS)]
-    return "\n\n".join(blocks) + "\n"
+            blocks += [f"## {escape(head)}", bullets(lines)]
+        kept = [one for one in options if one.node == node and one.meets]
+        blocks += [f"## {_table_title(node)}", markdown_table(*_table(kept, wide=True))]
+    return document(_title(model, limits), *blocks, "## Assumed", bullets(ASSUMPTIONS))
 
 
 def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
@@ -162,10 +160,7 @@ def _table(
 def _show_table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
     page.head(_table_title(node))
     header, rows, right = _table(kept, wide=page.console.width >= 100)
-    table = page.table(*header, right=right, fixed=("GPUs",))
-    for row in rows[:MAX_ROWS]:
-        page.row(table, *row)
-    page.console.print(table)
+    page.whole(header, rows[:MAX_ROWS], right=right, fixed=("GPUs",))
     if len(rows) > MAX_ROWS:
         more = len(rows) - MAX_ROWS
         page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)

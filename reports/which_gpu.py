@@ -13,7 +13,7 @@ from planner.records import dataclass
 from planner.units import count, gib
 from planner.workload import Workload
 from reports.costs import cost_per_million
-from reports.markdown import escape
+from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
@@ -136,10 +136,7 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fit
         choices = [one for one in choices if one.fits]
     by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
     header, rows, right = _table(choices, by_method=by_method, setups=setups)
-    table = page.table(*header, right=right, fixed=("--gpu", "method"))
-    for row in rows:
-        page.row(table, *row)
-    console.print(table)
+    page.whole(header, rows, right=right, fixed=("--gpu", "method"))
     marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
     words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
     if by_method:
@@ -156,14 +153,8 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fit
 
 def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
     """The ranking as Markdown."""
-    header, rows, right = _table(choices, by_method=True, setups=True)
-    cells = [tuple(escape(cell) for cell in row) for row in rows]
-    blocks = [
-        f"# {escape(which_gpu_title(choices[0].answer.workload))}",
-        "\n".join(f"- {escape(sentence)}" for sentence in which_gpu_sentences(choices)),
-        markdown_table(header, cells, right=right),
-    ]
-    return "\n\n".join(blocks) + "\n"
+    table = markdown_table(*_table(choices, by_method=True, setups=True))
+    return document(which_gpu_title(choices[0].answer.workload), bullets(which_gpu_sentences(choices)), table)
 
 
 def _table(

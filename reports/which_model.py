@@ -10,7 +10,7 @@ from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.units import count
 from planner.workload import Workload
-from reports.markdown import escape
+from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.plain import clean, plural
@@ -69,10 +69,7 @@ def render_which_model(rows: Sequence[ModelChoice], wish: Workload, console: Con
         page.line(sentence)
     page.line()
     header, cells, right = _table(rows if every else [one for one in rows if one.fits])
-    table = page.table(*header, right=right, fixed=("plan",))
-    for row in cells:
-        page.row(table, *row)
-    console.print(table)
+    page.whole(header, cells, right=right, fixed=("plan",))
     page.line(
         "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: what "
         f"plan MODEL --gpu {wish.gpu.key} takes at {wish.seq_len_tokens:,} tokens{_marks(rows)}.",
@@ -82,13 +79,7 @@ def render_which_model(rows: Sequence[ModelChoice], wish: Workload, console: Con
 
 def which_model_markdown(rows: Sequence[ModelChoice], wish: Workload) -> str:
     """All models as Markdown."""
-    header, cells, right = _table(rows)
-    blocks = [
-        f"# {escape(which_model_title(wish))}",
-        "\n".join(f"- {escape(sentence)}" for sentence in which_model_sentences(rows)),
-        markdown_table(header, [tuple(escape(cell) for cell in row) for row in cells], right=right),
-    ]
-    return "\n\n".join(blocks) + "\n"
+    return document(which_model_title(wish), bullets(which_model_sentences(rows)), markdown_table(*_table(rows)))
 
 
 def which_model_json(one: ModelChoice) -> dict[str, Any]:
