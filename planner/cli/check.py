@@ -27,15 +27,6 @@ SHOWN_CHANGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """The GPUs of the job."""
-
-    gpus: cluster_options.Gpus = None
-    nodes: cluster_options.Nodes = None
-    interconnect: cluster_options.Interconnect = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class AskedOptions:
     """What the command line says that the file leaves open."""
 
@@ -83,14 +74,6 @@ class FixOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions:
-    """What the run may take of the card."""
-
-    memory_gib: options.MemoryGib = None
-    headroom: options.Headroom = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """The rung of the answer, and its form."""
 
@@ -111,10 +94,10 @@ def check(
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
     *,
-    cluster: ClusterOptions,
+    cluster: cluster_options.Gathering,
     asked: AskedOptions,
     fix: FixOptions,
-    limits: LimitOptions,
+    limits: options.Memory,
     answer: AnswerOptions,
 ) -> int:
     """Does an existing config fit, how fast should it run, and which single changes help?
@@ -136,7 +119,7 @@ def check(
         wishes |= {"memory_gib": limits.memory_gib, "headroom": limits.headroom}
         return _many(file, gpu, answer.annotations, as_json=answer.as_json, **wishes)
     config, spec, card = load(file, gpu, **wishes)
-    memory, reserve = memory_and_headroom(card, limits.memory_gib, limits.headroom)
+    memory, reserve = limits.of(card)
     job = cluster_options.cluster_of(card, config.setup.num_gpus, cluster.nodes, cluster.interconnect)
     predict = predictor(spec, card, job)
     if not answer.no_dry_run:

@@ -1,22 +1,18 @@
 """Options for several GPUs, and their way into a `Cluster` and into setup fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner import setup_fields as fields
+from planner.cli.setup_flags import MAX_GPUS, SPREAD
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
-from planner.option_values import choices, positive
+from planner.option_values import positive
 from planner.records import dataclass
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
-
-MAX_GPUS = 4096
-PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
-"""`planner.setup.PARALLELS` without "none" (which follows from the degrees), the usual ones first."""
 
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs of the whole job, over all nodes. Default 1.")]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Nodes they are in. Default: at most 8 GPUs in each.")]
@@ -50,35 +46,6 @@ class Gathering:
         return cluster_of(card, self.gpus, self.nodes, self.interconnect)
 
 
-Parallels = Annotated[list[str] | None, typer.Option("--parallel", help="/".join(PARALLELS) + "; repeatable.")]
-Parallel = Annotated[str | None, typer.Option("--parallel", help="/".join(PARALLELS) + ".")]
-TensorDegrees = Annotated[
-    list[int] | None, typer.Option("--tensor-degree", help="GPUs that share every matrix; repeatable.")
-]
-PipelineDegrees = Annotated[
-    list[int] | None, typer.Option("--pipeline-degree", help="Stages the layers are cut into; repeatable.")
-]
-ContextDegrees = Annotated[
-    list[int] | None, typer.Option("--context-degree", help="GPUs that share every sequence; repeatable.")
-]
-ContextDegree = Annotated[
-    int | None, typer.Option("--context-degree", help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses).")
-]
-Schedule = Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule: 1f1b or gpipe.")]
-TensorDegree = Annotated[int | None, typer.Option("--tensor-degree", help="GPUs that share every matrix.")]
-PipelineDegree = Annotated[int | None, typer.Option("--pipeline-degree", help="Stages the layers are cut into.")]
-ShardDegree = Annotated[
-    int | None, typer.Option("--shard-degree", help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all.")
-]
-Reshard = Annotated[
-    bool | None, typer.Option("--reshard/--no-reshard", help="FSDP2 frees gathered weights after the forward.")
-]
-Offloads = Annotated[
-    list[str] | None, typer.Option("--offload", help="/".join(fields.OFFLOADS) + " in the host's memory; repeatable.")
-]
-Offload = Annotated[str | None, typer.Option("--offload", help="/".join(fields.OFFLOADS) + " in the host's memory.")]
-
-
 def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: str | None) -> "Cluster | None":
     """The cluster that the flags describe, None for one GPU.
 
@@ -107,60 +74,23 @@ def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
         raise UsageError(f"no engine spreads a job over several {gpu.name}", hint="leave --gpus out")
 
 
-def spread_fields(
-    num_gpus: int,
-    *,
-    parallel: Sequence[str] | None = None,
-    tensor_degree: Sequence[int] | None = None,
-    pipeline_degree: Sequence[int] | None = None,
-    context_degree: Sequence[int] | None = None,
-    schedule: str | None = None,
-    shard_degree: int | None = None,
-    reshard: bool | None = None,
-    offload: Sequence[str] | None = None,
-) -> dict[str, tuple[Any, ...]]:
-    """Setup fields of the spread that the user decided, each with its allowed values.
+def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
+    """Setup fields of the spread that the user decided, each with its allowed values; `asked` by option.
 
     Raises:
         UsageError: an unknown value, or a flag that needs more than one GPU.
     """
-    found: dict[str, tuple[Any, ...]] = {}
-    if parallel:
-        found["parallel"] = choices("parallel", parallel, PARALLELS)
-    asked = {"tensor_degree": tensor_degree, "pipeline_degree": pipeline_degree, "context_degree": context_degree}
-    for name, degrees in asked.items():
-        if degrees:
-            flag = name.replace("_", "-")
-            found[name] = tuple(dict.fromkeys(positive(flag, degree, maximum=MAX_GPUS) or 1 for degree in degrees))
-    if schedule is not None:
-        found["pipeline_schedule"] = choices("schedule", [schedule], fields.PIPELINE_SCHEDULES)
-    if shard_degree is not None:
-        found["shard_degree"] = (positive("shard-degree", shard_degree, maximum=MAX_GPUS),)
-    if reshard is not None:
-        found["reshard_after_forward"] = (reshard,)
-    if offload:
-        found["offload"] = choices("offload", offload, fields.OFFLOADS)
-    if found and num_gpus == 1:
-        flag = _FLAGS[next(iter(found))]
-        raise UsageError(f"--{flag} needs more than one GPU", hint="give --gpus 2 or more")
-    if set(found.get("parallel", ())) & {"dp", "device-map"} and set(asked) & set(found):
+    rows = [row for row in SPREAD if asked.get(row.key) not in (None, [])]
+    if rows and num_gpus == 1:
+        raise UsageError(f"--{rows[0].word} needs more than one GPU", hint="give --gpus 2 or more")
+    found = {row.of: row.wished(asked[row.key]) for row in rows}
+    degrees = {"tensor_degree", "pipeline_degree", "context_degree"}
+    if set(found.get("parallel", ())) & {"dp", "device-map"} and degrees & set(found):
         raise UsageError(
             f"--parallel {found['parallel'][0]} does not combine with tensor, context or pipeline parallelism",
             hint="leave the degrees out, or use --parallel ddp or fsdp2",
         )
     return found
-
-
-_FLAGS = {
-    "parallel": "parallel",
-    "tensor_degree": "tensor-degree",
-    "pipeline_degree": "pipeline-degree",
-    "context_degree": "context-degree",
-    "pipeline_schedule": "schedule",
-    "shard_degree": "shard-degree",
-    "reshard_after_forward": "no-reshard",
-    "offload": "offload",
-}
 
 
 def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

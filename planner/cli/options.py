@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner import setup_fields as fields
-from planner.choices.adapters import refusal as adapter_refusal
 from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
@@ -14,7 +13,7 @@ from planner.choices.rollouts import GENERATORS, Rollout
 from planner.cli.completion import complete_gpu, complete_model
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
-from planner.option_values import choices, memory_and_headroom, positive
+from planner.option_values import choices, memory_and_headroom
 from planner.records import dataclass
 from planner.wish import DEFAULT_SEQ_LEN
 
@@ -39,50 +38,9 @@ GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
 ]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="full, lora or qlora; repeatable.")]
-Precision = Annotated[list[str] | None, typer.Option("--precision", help="/".join(fields.PRECISIONS) + "; repeatable.")]
-Quantization = Annotated[
-    list[str] | None, typer.Option("--quantization", help="/".join(fields.QUANTIZATIONS) + "; repeatable.")
-]
-Rank = Annotated[int | None, typer.Option("--rank", help="LoRA rank, fixed.")]
-Adapter = Annotated[
-    str | None,
-    typer.Option("--adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md)."),
-]
-Targets = Annotated[str | None, typer.Option("--targets", help="attention, all-linear, or module names a,b,c.")]
-Optimizer = Annotated[list[str] | None, typer.Option("--optimizer", help="/".join(fields.OPTIMIZERS) + "; repeatable.")]
-Attention = Annotated[list[str] | None, typer.Option("--attention", help="/".join(fields.ATTENTIONS) + "; repeatable.")]
-Checkpointing = Annotated[
-    bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing on or off.")
-]
-CheckpointEvery = Annotated[int | None, typer.Option("--checkpoint-every", help="Checkpoint every n-th layer.")]
-Packing = Annotated[bool | None, typer.Option("--packing/--no-packing", help="Fill sequences with several samples.")]
-Loss = Annotated[list[str] | None, typer.Option("--loss", help="/".join(fields.LOSSES) + "; repeatable.")]
 Objective = Annotated[
     str | None,
     typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + "."),
-]
-Kernels = Annotated[
-    list[str] | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + "; repeatable.")
-]
-OneKernels = Annotated[str | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + ".")]
-ActivationOffload = Annotated[
-    bool | None,
-    typer.Option("--activation-offload/--no-activation-offload", help="Checkpoints in host memory or on the GPU."),
-]
-Compile = Annotated[
-    bool | None, typer.Option("--compile/--no-compile", help="torch.compile, which no plan takes unasked.")
-]
-SelectiveCheckpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--selective-checkpointing/--no-selective-checkpointing",
-        help="Checkpointed layers keep their attention (TRL, Axolotl).",
-    ),
-]
-QuantizeExperts = Annotated[
-    bool | None,
-    typer.Option("--quantize-experts/--no-quantize-experts", help="A mixture's stacked experts in 4 bits (Axolotl)."),
 ]
 NoExtraPackages = Annotated[
     bool,
@@ -90,18 +48,6 @@ NoExtraPackages = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
-
-CHOICES = {
-    "method": fields.METHODS,
-    "optimizer": fields.OPTIMIZERS,
-    "precision": fields.PRECISIONS,
-    "quantization": fields.QUANTIZATIONS,
-    "attention": fields.ATTENTIONS,
-    "loss": fields.LOSSES,
-    "kernels": fields.KERNEL_FAMILIES,
-}
-"""Repeatable options -> the values that each may have."""
-
 
 DEFAULT_IMAGE_SIZE = "1024"
 
@@ -180,42 +126,6 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AimOptions:
-    """Settings of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an
-    encoder."""
-
-    precomputed_reference: Annotated[
-        bool | None,
-        typer.Option(
-            "--precomputed-reference/--no-precomputed-reference",
-            help="dpo, kto: the reference is asked before the first step alone. Default: in every step.",
-        ),
-    ] = None
-    hard_negatives: Annotated[
-        int | None, typer.Option("--hard-negatives", help="embedding: texts beside each pair. Default 0.")
-    ] = None
-    cached_seqs: Annotated[
-        int | None,
-        typer.Option("--cached-seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned."),
-    ] = None
-
-    frozen_encoder: Annotated[
-        bool | None,
-        typer.Option("--frozen-encoder", help="Whisper: the half that hears does not train. Default: it does."),
-    ] = None
-
-    def of_aim(self) -> dict[str, int | bool]:
-        """The fields that were given."""
-        given = {
-            "precomputed_reference": self.precomputed_reference,
-            "hard_negatives": self.hard_negatives,
-            "cached_seqs": self.cached_seqs,
-            "frozen_encoder": self.frozen_encoder,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The pictures of a sample; None: text alone."""
 
@@ -242,19 +152,6 @@ class ImageOptions:
             raise UsageError(f"--image-size {text:.80}: expected pixels", hint="for example 1024 or 1280x720")
         num = 1 if self.images_per_sample is None else self.images_per_sample
         return Images(num=num, width=int(width), height=int(height))
-
-
-def checkpointing_value(checkpointing: bool | None, every: int | None) -> int | None:
-    """The setup field from the two flags, None when neither is given.
-
-    Raises:
-        UsageError: --no-checkpointing together with --checkpoint-every.
-    """
-    if every is not None:
-        if checkpointing is False:
-            raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
-        return positive("checkpoint-every", every, maximum=100_000)
-    return None if checkpointing is None else int(checkpointing)
 
 
 def check_ranks(rank: int | None, min_rank: int | None) -> None:
@@ -286,17 +183,6 @@ def objective_fields(objective: str | None, *, packing: bool | None, num_gpus: i
             hint="leave --gpus out",
         )
     return {"objective": (row.name,)}
-
-
-def adapter_kind(name: str) -> str:
-    """The name of a kind of adapter.
-
-    Raises:
-        UsageError: unknown, or known and refused.
-    """
-    if refused := adapter_refusal(name):
-        raise UsageError(f"--adapter {name} is not planned: {refused}")
-    return str(choices("adapter", (name,), fields.ADAPTER_KINDS)[0])
 
 
 def without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:

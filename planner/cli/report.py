@@ -11,6 +11,7 @@ from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
+from planner.cli.setup_flags import MAX_GPUS
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.option_values import positive
@@ -128,7 +129,7 @@ def which_gpu(
     cards = table.cards()
     fixed = space.fixed()
     spec = lookup.model(model)
-    if (positive("gpus", gathering.gpus, maximum=cluster_options.MAX_GPUS) or 1) > 1:
+    if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         from planner.decision.clusters import COARSE, COARSE_SPREADS
 
         coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}

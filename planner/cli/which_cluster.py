@@ -12,6 +12,7 @@ from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
+from planner.cli.setup_flags import MAX_GPUS
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.gpus import find_gpu
@@ -112,7 +113,7 @@ def which_cluster(
     from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
     asked, fixed = work.limits(), space.fixed()
-    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=cluster_options.MAX_GPUS) or 1)
+    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=MAX_GPUS) or 1)
     _known_links(clusters.interconnect)
     cards, spec = _cards(clusters.gpu), lookup.model(model)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from planner.cli import cluster_options, options
+from planner.cli import cluster_options, options, setup_flags
+from planner.cli.setup_flags import given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
-from planner.option_values import amount, choices, parse_targets, positive
-from planner.records import dataclass
+from planner.option_values import amount
 from planner.wish import Wish
 from planner.workload import Data
 
@@ -18,27 +18,17 @@ if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 
-@dataclass(frozen=True, kw_only=True)
+_SPACE = (*setup_flags.SPACE, setup_flags.ADAPTER)
+
+
+@takes_flags(*_SPACE, wished=True)
 class SpaceOptions:
     """Which values of the setup's fields may be planned; None: all of them."""
 
-    method: options.Methods = None
-    rank: options.Rank = None
-    targets: options.Targets = None
-    adapter: options.Adapter = None
-    optimizer: options.Optimizer = None
-    precision: options.Precision = None
-    quantization: options.Quantization = None
-    attention: options.Attention = None
-    checkpointing: options.Checkpointing = None
-    checkpoint_every: options.CheckpointEvery = None
-    packing: options.Packing = None
-    loss: options.Loss = None
-    kernels: options.Kernels = None
-    activation_offload: options.ActivationOffload = None
-    selective_checkpointing: options.SelectiveCheckpointing = None
-    compile: options.Compile = None
-    quantize_experts: options.QuantizeExperts = None
+    rank: int | None = None
+    targets: str | None = None
+    adapter: str | None = None
+    packing: bool | None = None
     no_extra_packages: options.NoExtraPackages = False
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -47,23 +37,10 @@ class SpaceOptions:
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
-        fixed: dict[str, tuple[Any, ...]] = {
-            name: choices(name, values, known)
-            for name, known in options.CHOICES.items()
-            if (values := getattr(self, name))
-        }
-        said = {
-            "lora_rank": positive("rank", self.rank, maximum=65_536),
-            "lora_targets": None if self.targets is None else parse_targets(self.targets),
-            "checkpointing": options.checkpointing_value(self.checkpointing, self.checkpoint_every),
-            "packing": self.packing,
-            "adapter": None if self.adapter is None else options.adapter_kind(self.adapter),
-            "activation_offload": self.activation_offload,
-            "compile": self.compile,
-            "selective_checkpointing": self.selective_checkpointing,
-            "quantize_experts": self.quantize_experts,
-        }
-        fixed |= {name: (value,) for name, value in said.items() if value is not None}
+        fixed = {row.of: row.wished(value) for row, value in given(self, _SPACE).items()}
+        checkpointing = setup_flags.checkpointing(self)
+        fixed |= {} if checkpointing is None else {"checkpointing": (checkpointing,)}
+        fixed.pop("checkpoint_every", None)
         if self.no_extra_packages:
             options.without_packages(fixed)
         return fixed | self._method(fixed)
@@ -71,8 +48,7 @@ class SpaceOptions:
     def _method(self, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         """The methods that the other flags leave: a quantization other than none means QLoRA unless a method was given;
         a rank, targets or a kind of adapter rule full fine-tuning out."""
-        flags = (("--rank", self.rank), ("--targets", self.targets), ("--adapter", self.adapter))
-        of_adapters = [flag for flag, value in flags if value is not None]
+        of_adapters = [f"--{option}" for option in ("rank", "targets", "adapter") if getattr(self, option) is not None]
         if "method" in fixed:
             if of_adapters and fixed["method"] == ("full",):
                 flag = of_adapters[0]
@@ -86,8 +62,8 @@ class SpaceOptions:
         return {"method": ("lora", "qlora")} if of_adapters else {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, options.ImageOptions):
+@takes_flags(*setup_flags.SPREAD, *setup_flags.AIM, wished=True)
+class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -103,14 +79,6 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, opti
             help="Sequences per optimizer step, kept constant. Default 32, less for small data.",
         ),
     ] = None
-    parallel: cluster_options.Parallels = None
-    tensor_degree: cluster_options.TensorDegrees = None
-    context_degree: cluster_options.ContextDegrees = None
-    pipeline_degree: cluster_options.PipelineDegrees = None
-    schedule: cluster_options.Schedule = None
-    shard_degree: cluster_options.ShardDegree = None
-    reshard: cluster_options.Reshard = None
-    offload: cluster_options.Offloads = None
     prefer: Annotated[
         str | None, typer.Option("--prefer", help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
     ] = None
@@ -153,22 +121,9 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, opti
             aim["rollout"] = (rollout,)
         if images := self.images():
             aim["images"] = (images,)
-        aim |= {name: (value,) for name, value in self.of_aim().items()}
-        return (
-            aim
-            | super().fixed()
-            | cluster_options.spread_fields(
-                num_gpus,
-                parallel=self.parallel,
-                tensor_degree=self.tensor_degree,
-                context_degree=self.context_degree,
-                pipeline_degree=self.pipeline_degree,
-                schedule=self.schedule,
-                shard_degree=self.shard_degree,
-                reshard=self.reshard,
-                offload=self.offload,
-            )
-        )
+        aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
+        asked = {row.key: value for row, value in given(self, setup_flags.SPREAD).items()}
+        return aim | super().fixed() | cluster_options.spread_fields(num_gpus, **asked)
 
     def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
         """The same wish with the links that this machine has, where its GPUs are meant and no link was named."""

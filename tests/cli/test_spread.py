@@ -14,11 +14,12 @@ import pytest
 
 from planner.app.machine import default_store_path, local_link
 from planner.cli.app import run
-from planner.cli.cluster_options import PARALLELS, one_setup, spread_fields
+from planner.cli.cluster_options import one_setup, spread_fields
 from planner.cli.estimate import estimate
 from planner.cli.make import make
 from planner.cli.probe import probe
 from planner.cli.report import which_gpu
+from planner.cli.setup_flags import PARALLELS
 from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.tune import tune
 from planner.cli.wish_options import SpaceOptions, WishOptions

@@ -1,0 +1,229 @@
+"""Flags that name fields of a setup: one row each, from which every command's options follow.
+
+A wish may name several values of a field, a setup one. To put a further field on the command line, add its row.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import typer
+
+from planner import setup_fields as fields
+from planner.choices.adapters import refusal as adapter_refusal
+from planner.errors import UsageError
+from planner.option_values import choices, parse_targets, positive
+from planner.records import dataclass
+
+T = TypeVar("T")
+MAX_GPUS = 4096
+MAX_RANK = 65_536
+PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
+"""`planner.setup.PARALLELS` without "none" (which follows from the degrees), the usual ones first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One field of a setup on the command line.
+
+    Attributes:
+        of: the field of `TrainSetup`.
+        name: the option, as a Python name; "": the field's.
+        help: for people, without what follows from the others.
+        values: the words that it may have; (): any.
+        kind: of one value; a bool has two options, --name and --no-name, but where it is `single`.
+        many: whether a wish may name several.
+        read: (option, one value) -> what the field is.
+    """
+
+    of: str
+    name: str = ""
+    help: str = ""
+    values: tuple[str, ...] = ()
+    kind: type = str
+    many: bool = False
+    single: bool = False
+    read: Callable[[str, Any], Any] = lambda _, value: value
+
+    @property
+    def key(self) -> str:
+        """The option as a Python name."""
+        return self.name or self.of
+
+    @property
+    def word(self) -> str:
+        """The option as it is typed, without its dashes."""
+        return self.key.replace("_", "-")
+
+    def annotation(self, *, wished: bool) -> Any:
+        """What typer reads the option from."""
+        pair = f"/--no-{self.word}" if self.kind is bool and not self.single else ""
+        text = self.help or "/".join(self.values)
+        if wished and self.many:
+            return Annotated[list[self.kind] | None, typer.Option(f"--{self.word}", help=f"{text}; repeatable.")]  # type: ignore[name-defined]
+        return Annotated[self.kind | None, typer.Option(f"--{self.word}{pair}", help=f"{text}.")]
+
+    def wished(self, value: Any) -> tuple[Any, ...]:
+        """The values of the field that a wish allows.
+
+        Raises:
+            UsageError: one that the field cannot have.
+        """
+        several = value if self.many else [value]
+        if self.values:
+            return choices(self.word, several, self.values)
+        return tuple(dict.fromkeys(self.read(self.word, one) for one in several))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def takes_flags(*rows: Flag, wished: bool) -> Callable[[type[T]], type[T]]:
+    """A class of options with one for every row before those that it declares itself; None: not given.
+
+    Of the rows it declares those that code asks for by name, with what they are where they are given.
+    """
+
+    def declare(cls: type[T]) -> type[T]:
+        own = {row.key: row.annotation(wished=wished) for row in rows}
+        cls.__annotations__ = own | {key: kind for key, kind in vars(cls)["__annotations__"].items() if key not in own}
+        for row in rows:
+            setattr(cls, row.key, None)
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return declare
+
+
+def given(options: object, rows: Iterable[Flag]) -> dict[Flag, Any]:
+    """The rows of which somebody said something, with what was said."""
+    said = {row: getattr(options, row.key) for row in rows}
+    return {row: value for row, value in said.items() if value is not None and value != []}
+
+
+def checkpointing(options: Any) -> int | None:
+    """The field from its two flags, None where neither was given.
+
+    Raises:
+        UsageError: --no-checkpointing together with --checkpoint-every.
+    """
+    every: int | None = options.checkpoint_every
+    if every is not None:
+        if options.checkpointing is False:
+            raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
+        return positive("checkpoint-every", every, maximum=100_000)
+    return None if options.checkpointing is None else int(options.checkpointing)
+
+
+def adapter_kind(flag: str, name: str) -> str:
+    """The name of a kind of adapter.
+
+    Raises:
+        UsageError: unknown, or known and refused.
+    """
+    if refused := adapter_refusal(name):
+        raise UsageError(f"--{flag} {name} is not planned: {refused}")
+    return str(choices(flag, (name,), fields.ADAPTER_KINDS)[0])
+
+
+_gpus = partial(positive, maximum=MAX_GPUS)
+
+SPACE = (
+    Flag(of="method", help="full, lora or qlora", values=fields.METHODS, many=True),
+    Flag(of="lora_rank", name="rank", kind=int, help="LoRA rank, fixed", read=partial(positive, maximum=MAX_RANK)),
+    Flag(
+        of="lora_targets",
+        name="targets",
+        help="attention, all-linear, or module names a,b,c",
+        read=lambda _, value: parse_targets(value),
+    ),
+    Flag(of="optimizer", values=fields.OPTIMIZERS, many=True),
+    Flag(of="precision", values=fields.PRECISIONS, many=True),
+    Flag(of="quantization", values=fields.QUANTIZATIONS, many=True),
+    Flag(of="attention", values=fields.ATTENTIONS, many=True),
+    Flag(of="checkpointing", kind=bool, help="Gradient checkpointing on or off"),
+    Flag(of="checkpoint_every", kind=int, help="Checkpoint every n-th layer"),
+    Flag(of="packing", kind=bool, help="Fill sequences with several samples"),
+    Flag(of="loss", values=fields.LOSSES, many=True),
+    Flag(of="kernels", values=fields.KERNEL_FAMILIES, many=True),
+    Flag(of="activation_offload", kind=bool, help="Checkpoints in host memory or on the GPU"),
+    Flag(of="selective_checkpointing", kind=bool, help="Checkpointed layers keep their attention (TRL, Axolotl)"),
+    Flag(of="compile", kind=bool, help="torch.compile, which no plan takes unasked"),
+    Flag(of="quantize_experts", kind=bool, help="A mixture's stacked experts in 4 bits (Axolotl)"),
+)
+"""Of a setup on one GPU."""
+ADAPTER = Flag(
+    of="adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md)", read=adapter_kind
+)
+SHARED = (
+    Flag(of="parallel", values=PARALLELS, many=True),
+    Flag(
+        of="shard_degree",
+        kind=int,
+        help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all",
+        read=_gpus,
+    ),
+    Flag(of="reshard_after_forward", name="reshard", kind=bool, help="FSDP2 frees gathered weights after the forward"),
+    Flag(of="offload", values=fields.OFFLOADS, many=True, help="/".join(fields.OFFLOADS) + " in the host's memory"),
+)
+"""What the copies of several GPUs share."""
+SPLIT = (
+    Flag(of="tensor_degree", kind=int, many=True, help="GPUs that share every matrix", read=_gpus),
+    Flag(
+        of="context_degree",
+        kind=int,
+        many=True,
+        help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)",
+        read=_gpus,
+    ),
+    Flag(of="pipeline_degree", kind=int, many=True, help="Stages the layers are cut into", read=_gpus),
+    Flag(
+        of="pipeline_schedule",
+        name="schedule",
+        values=fields.PIPELINE_SCHEDULES,
+        help="Pipeline schedule",
+    ),
+)
+"""Over how many of them the model and its sequences are cut."""
+SPREAD = (*SHARED, *SPLIT)
+AIM = (
+    Flag(
+        of="precomputed_reference",
+        kind=bool,
+        help="dpo, kto: the reference is asked before the first step alone. Default: in every step",
+    ),
+    Flag(of="hard_negatives", kind=int, help="embedding: texts beside each pair. Default 0"),
+    Flag(
+        of="cached_seqs",
+        kind=int,
+        help="embedding: sequences at once of a cached loss; 0: none. Default: planned",
+    ),
+    Flag(
+        of="frozen_encoder",
+        kind=bool,
+        single=True,
+        help="Whisper: the half that hears does not train. Default: it does",
+    ),
+)
+"""Of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an encoder."""
+RUN = (
+    Flag(of="seq_len_tokens", name="seq_len", kind=int, help="Tokens per sequence", read=positive),
+    Flag(of="micro_batch_seqs", name="micro_batch", kind=int, help="Sequences per forward", read=positive),
+    Flag(of="accumulation_steps", name="accumulation", kind=int, help="Micro-batches per step", read=positive),
+)
+"""What a plan finds by itself."""
+FORMULA_ALONE = (
+    Flag(of="kbit_fp32_cast", kind=bool, help="peft's k-bit preparation"),
+    Flag(of="adapter_dtype", help="auto, fp32, bf16 or fp16"),
+    Flag(of="lora_dropout", kind=float, help="Share of the adapters' inputs that is dropped"),
+    Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
+    Flag(
+        of="expandable_segments",
+        kind=bool,
+        help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise",
+    ),
+    Flag(
+        of="reentrant_checkpointing",
+        name="reentrant",
+        kind=bool,
+        help="use_reentrant of checkpointing; the stack's own otherwise",
+    ),
+)
+"""What a formula can say and no probe here runs."""
