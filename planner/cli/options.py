@@ -9,8 +9,9 @@ from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
-from planner.choices.rollouts import GENERATORS, Rollout
+from planner.choices.rollouts import Rollout
 from planner.cli.completion import complete_gpu, complete_model
+from planner.cli.setup_flags import ROLLOUT, given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, memory_and_headroom
@@ -78,28 +79,9 @@ class Memory:
         return memory_and_headroom(card, self.memory_gib, self.headroom)
 
 
-@dataclass(frozen=True, kw_only=True)
+@takes_flags(*ROLLOUT, wished=False)
 class RolloutOptions:
     """How an objective that generates its completions (GRPO) does so; None: as TRL by itself."""
-
-    num_generations: Annotated[
-        int | None, typer.Option("--num-generations", help="GRPO: completions of a prompt. Default 8.")
-    ] = None
-    completion_len: Annotated[
-        int | None, typer.Option("--completion-len", help="GRPO: tokens of a completion, of --seq-len. Default 512.")
-    ] = None
-    generation_batch: Annotated[
-        int | None, typer.Option("--generation-batch", help="GRPO: completions made at once. Default: planned.")
-    ] = None
-    generator: Annotated[
-        str | None, typer.Option("--generator", help="GRPO: " + ", ".join(GENERATORS) + ". Default transformers.")
-    ] = None
-    vllm_fraction: Annotated[
-        float | None, typer.Option("--vllm-fraction", help="GRPO: share of the card that vLLM takes. Default 0.3.")
-    ] = None
-    reference: Annotated[
-        bool | None, typer.Option("--reference/--no-reference", help="GRPO: hold to a reference (beta above 0).")
-    ] = None
 
     def rollout(self, objective: str | None, seq_len: int | None) -> Rollout | None:
         """The rollout that was asked for, None where nothing was.
@@ -108,21 +90,13 @@ class RolloutOptions:
             UsageError: of an objective that generates nothing.
             SetupError: a value that makes no sense.
         """
-        given = {
-            "num_generations": self.num_generations,
-            "completion_tokens": self.completion_len,
-            "generation_batch_seqs": self.generation_batch,
-            "generator": self.generator,
-            "vllm_fraction": self.vllm_fraction,
-            "reference": self.reference,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
+        said = {row.of: value for row, value in given(self, ROLLOUT).items()}
+        if not said:
             return None
         if objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out:
-            name = next(iter(given)).replace("_", " ")
+            name = next(iter(said)).replace("_", " ")
             raise UsageError(f"{name} is for objectives that generate", hint="give --objective grpo")
-        return Rollout.read(given, seq_len or DEFAULT_SEQ_LEN)
+        return Rollout.read(said, seq_len or DEFAULT_SEQ_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import typer
 
 from planner import setup_fields as fields
 from planner.choices.adapters import refusal as adapter_refusal
+from planner.choices.rollouts import GENERATORS
 from planner.errors import UsageError
 from planner.option_values import choices, parse_targets, positive
 from planner.records import dataclass
@@ -84,7 +85,9 @@ def takes_flags(*rows: Flag, wished: bool) -> Callable[[type[T]], type[T]]:
 
     def declare(cls: type[T]) -> type[T]:
         own = {row.key: row.annotation(wished=wished) for row in rows}
-        cls.__annotations__ = own | {key: kind for key, kind in vars(cls)["__annotations__"].items() if key not in own}
+        cls.__annotations__ = own | {
+            key: kind for key, kind in vars(cls).get("__annotations__", {}).items() if key not in own
+        }
         for row in rows:
             setattr(cls, row.key, None)
         return dataclass(frozen=True, kw_only=True)(cls)
@@ -203,6 +206,25 @@ AIM = (
     ),
 )
 """Of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an encoder."""
+ROLLOUT = (
+    Flag(of="num_generations", kind=int, help="GRPO: completions of a prompt. Default 8"),
+    Flag(
+        of="completion_tokens",
+        name="completion_len",
+        kind=int,
+        help="GRPO: tokens of a completion, of --seq-len. Default 512",
+    ),
+    Flag(
+        of="generation_batch_seqs",
+        name="generation_batch",
+        kind=int,
+        help="GRPO: completions made at once. Default: planned",
+    ),
+    Flag(of="generator", help="GRPO: " + ", ".join(GENERATORS) + ". Default transformers"),
+    Flag(of="vllm_fraction", kind=float, help="GRPO: share of the card that vLLM takes. Default 0.3"),
+    Flag(of="reference", kind=bool, help="GRPO: hold to a reference (beta above 0)"),
+)
+"""Of a rollout (`planner.choices.rollouts`)."""
 RUN = (
     Flag(of="seq_len_tokens", name="seq_len", kind=int, help="Tokens per sequence", read=positive),
     Flag(of="micro_batch_seqs", name="micro_batch", kind=int, help="Sequences per forward", read=positive),

@@ -9,6 +9,7 @@ from typing import TypeVar
 from planner.choices.images import IMAGE_TARGETS
 from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import rollouts
+from planner.exporters.text import comments, header, launch_file
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
@@ -58,7 +59,13 @@ def _export(room: ModuleType, request: ExportRequest) -> Launch:
         return Launch(target=room.TARGET, refused=reason)
     found = room.differences(setup)
     draft: Draft = room.export(request, found)
-    return Launch(target=room.TARGET, differences=found, validated_with=room.VALIDATED_WITH, **vars(draft))
+    files, main = draft.files, draft.main
+    if main is not None:
+        versions = room.VALIDATED_WITH
+        head = header(request, main.title, draft.command, versions, differences=found, notes=draft.notes)
+        files = (launch_file(main.path, comments(head) + main.body), *files)
+    parts = {**vars(draft), "files": files, "main": None}
+    return Launch(target=room.TARGET, differences=found, validated_with=room.VALIDATED_WITH, **parts)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from planner.exporters import deepspeed
 from planner.exporters.several_gpus import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
-from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
+from planner.exporters.text import Line, Section, comments, header, launch_file, section, yaml_text
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -23,13 +23,9 @@ def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFil
 
     ZeRO's settings stand in DeepSpeed's own JSON beside it: Accelerate's block has no bucket sizes.
     """
-    head = header(
-        request,
-        title="Accelerate launch config",
-        command=f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} SCRIPT",
-        validated_with=VALIDATED_WITH,
-    )
-    files = [launch_file(f"{folder}/{NAME}", yaml_text(head, _sections(request, folder)))]
+    alone = command(request, "SCRIPT", folder)
+    head = comments(header(request, "Accelerate launch config", alone, VALIDATED_WITH))
+    files = [launch_file(f"{folder}/{NAME}", head + yaml_text(_sections(request, folder)))]
     if request.setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, folder))
     return files

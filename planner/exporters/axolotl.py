@@ -21,8 +21,8 @@ from planner.exporters.several_gpus import (
     tensor_refusal,
     torchrun_flags,
 )
-from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -146,20 +146,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         )
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    head = header(
-        request,
-        title="Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
-    files = [launch_file(FILE, yaml_text(head, _sections(request)))]
+    files = []
     if setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, TARGET))
     if slurm.needed(request):
         files.append(slurm.job_file(request, TARGET, f"{prefix} {job}".strip(), VALIDATED_WITH))
-    return Draft(files=tuple(files), command=command, notes=tuple(notes), python=PYTHON)
+    title = "Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}"
+    main = Main(FILE, title, yaml_text(_sections(request)))
+    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes), python=PYTHON)
 
 
 def _wide_routers(model: ModelSpec | None) -> int:

@@ -28,8 +28,8 @@ from planner.exporters.several_gpus import (
     torchrun,
     torchrun_flags,
 )
-from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.exporters.text import Line, said, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
@@ -101,16 +101,9 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
-    head = header(
-        request,
-        title="Plain transformers + peft" if setup.aim.supervised else f"Plain transformers + peft: {setup.aim.title}",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
-    files.insert(0, launch_file(FILE, _script(request, head, found)))
-    return Draft(files=tuple(files), command=command, notes=tuple(notes))
+    title = "Plain transformers + peft" + ("" if setup.aim.supervised else f": {setup.aim.title}")
+    main = Main(FILE, title, _script(request, found))
+    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _needs_no_config(setup: TrainSetup) -> bool:
@@ -139,9 +132,9 @@ def _spread_notes(request: ExportRequest) -> list[str]:
     return notes
 
 
-def opening(request: ExportRequest, head: list[str]) -> list[str]:
-    """The head, what must be set before torch starts, and what every script imports."""
-    parts = [comments(head), "\nimport json\nimport os\n\n"]
+def opening(request: ExportRequest) -> list[str]:
+    """What must be set before torch starts, and what every script imports."""
+    parts = ["\nimport json\nimport os\n\n"]
     for name, value in environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
     audio = "Audio, " * hears(request.model)
@@ -156,10 +149,10 @@ def imported(request: ExportRequest, *names: str) -> str:
     return f"from transformers import {', '.join(sorted(needed))}\n" if needed else ""
 
 
-def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:
+def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
     setup = request.setup
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    parts = opening(request, head)
+    parts = opening(request)
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""

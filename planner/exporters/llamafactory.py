@@ -17,8 +17,8 @@ from planner.exporters.common import (
     towered_refusal,
 )
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
-from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
+from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile, Main
 from planner.hardware.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.targets import (
@@ -185,20 +185,13 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         notes.append("Needs liger-kernel.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    head = header(
-        request,
-        title="LLaMA-Factory",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
-    files = [launch_file(FILE, yaml_text(head, _sections(request))), _dataset_info(request)]
+    files = [_dataset_info(request)]
     if setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, TARGET))
     if slurm.needed(request):
         files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
-    return Draft(files=tuple(files), command=command, notes=tuple(notes))
+    main = Main(FILE, "LLaMA-Factory", yaml_text(_sections(request)))
+    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _attention(request: ExportRequest) -> str:

@@ -6,8 +6,7 @@ from planner.exporters import hf
 from planner.exporters.common import family_refusal, model_refusal
 from planner.exporters.python_text import call
 from planner.exporters.script_data import ROWS
-from planner.exporters.text import header, launch_file
-from planner.exporters.types import Difference, Draft, ExportRequest
+from planner.exporters.types import Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.tools.transformers import DTYPES
@@ -38,21 +37,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
     setup, command = request.setup, f"python launch/{FILE}"
     notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
-    head = header(
-        request,
-        title=f"sentence-transformers: {setup.aim.title}",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    return Draft(files=(launch_file(FILE, _script(request, head, runs)),), command=command, notes=notes)
+    main = Main(FILE, f"sentence-transformers: {setup.aim.title}", _script(request, runs))
+    return Draft(main=main, command=command, notes=notes)
 
 
-def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:
+def _script(request: ExportRequest, runs: TrainSetup) -> str:
     setup = request.setup
-    parts = hf.opening(request, head)
+    parts = hf.opening(request)
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")
     parts += [

@@ -25,9 +25,9 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
     path = f"{target}/{NAME}"
     head = header(
         request,
-        title=f"Slurm job for the {target} target",
-        command=f"sbatch launch/{path}",
-        validated_with=validated_with,
+        f"Slurm job for the {target} target",
+        f"sbatch launch/{path}",
+        validated_with,
         notes=("your cluster may want more: add #SBATCH lines for partition, account and time.",),
     )
     lines = [

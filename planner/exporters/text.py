@@ -91,9 +91,9 @@ def comments(texts: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def yaml_text(header: Iterable[str], sections: Sequence[Section]) -> str:
-    """A whole YAML file."""
-    parts = [comments(header)]
+def yaml_text(sections: Sequence[Section]) -> str:
+    """A whole YAML file but for its head."""
+    parts = []
     for block in sections:
         if not block.lines:
             continue
@@ -114,10 +114,10 @@ def _line(line: Line) -> str:
 
 def header(
     request: ExportRequest,
-    *,
     title: str,
     command: str,
     validated_with: dict[str, str],
+    *,
     differences: Sequence[Difference] = (),
     notes: Sequence[str] = (),
 ) -> list[str]:

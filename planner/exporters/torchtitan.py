@@ -9,8 +9,8 @@ import json
 from planner.exporters import slurm
 from planner.exporters.common import differing
 from planner.exporters.several_gpus import PER_NODE, context_refusal, sharding_refusal, torchrun, torchrun_flags
-from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.exporters.text import Line, Section, one_line, section, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
@@ -99,21 +99,9 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     ]
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    head = header(
-        request,
-        title="torchtitan",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
-    text = comments(head) + "".join(_table(block) for block in _sections(request))
-    job = f"torchrun {torchrun_flags(request)} {MODULE}"
-    return Draft(
-        files=(launch_file(FILE, text), slurm.job_file(request, TARGET, job, VALIDATED_WITH)),
-        command=command,
-        notes=tuple(notes),
-    )
+    main = Main(FILE, "torchtitan", "".join(_table(block) for block in _sections(request)))
+    job = slurm.job_file(request, TARGET, f"torchrun {torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
+    return Draft(main=main, files=(job,), command=command, notes=tuple(notes))
 
 
 def _steps(request: ExportRequest) -> int:

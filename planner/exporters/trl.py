@@ -25,8 +25,8 @@ from planner.exporters.several_gpus import (
     sync_lines,
     tensor_refusal,
 )
-from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.exporters.text import Line, Section, launch_file, said, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
@@ -164,20 +164,12 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         command += accelerate_flags(request)
     else:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
-    notes = _notes(request)
-    head = header(
-        request,
-        title="TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    files.insert(0, launch_file(file, yaml_text(head, _sections(request, runs))))
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
-    return Draft(files=tuple(files), command=command, notes=tuple(notes))
+    title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
+    main = Main(file, title, yaml_text(_sections(request, runs)))
+    return Draft(main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
 
 
 def _notes(request: ExportRequest) -> list[str]:

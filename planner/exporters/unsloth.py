@@ -12,8 +12,8 @@ from planner.exporters.common import (
     towered_refusal,
 )
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.exporters.text import Line, said, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
@@ -79,21 +79,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_unsloth.py`."""
-    notes = [
+    notes = (
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
-    ]
-    command = f"python launch/{FILE}"
-    head = header(
-        request,
-        title="Unsloth",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
     )
-    text = comments(head) + _script(request)
-    return Draft(files=(launch_file(FILE, text),), command=command, notes=tuple(notes))
+    return Draft(main=Main(FILE, "Unsloth", _script(request)), command=f"python launch/{FILE}", notes=notes)
 
 
 def _script(request: ExportRequest) -> str:
