@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup
+from planner.decision.facts import PREFERENCE_FRACTION
+from planner.decision.node import node_of_setup
 from planner.decision.simplicity import simplicity
 from planner.evidence.bands import memory_band
 from planner.hardware.gpus import find_gpu

@@ -6,7 +6,6 @@ Importing this module costs nothing: no dependency.
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
-GB = 1000**3  # marketing and some papers
 TERA = 1.0e12
 
 

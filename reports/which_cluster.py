@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.decision.clusters import ClusterOption, cheapest, fastest, nearest, smallest
-from planner.decision.facts import NODE_NAMES, NODES
+from planner.decision.node import Node
 from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.units import count, gib, seconds
@@ -39,9 +39,9 @@ def picks(options: Sequence[ClusterOption]) -> dict[str, ClusterOption]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def recommended_node(options: Sequence[ClusterOption]) -> str | None:
+def recommended_node(options: Sequence[ClusterOption]) -> Node | None:
     """The method that approximates least among those that keep the limits on some cluster."""
-    return next((node for node in NODES if any(one.node == node and one.meets for one in options)), None)
+    return next((node for node in Node if any(one.node == node and one.meets for one in options)), None)
 
 
 def render_which_cluster(
@@ -87,15 +87,15 @@ def which_cluster_markdown(model: ModelSpec, options: Sequence[ClusterOption], l
 def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
     """(method, what to take of it) for every method that was looked at."""
     found: list[tuple[str, list[str]]] = []
-    for name in NODES:
-        of_node = [one for one in options if one.node == name]
+    for node in Node:
+        of_node = [one for one in options if one.node == node]
         if not of_node:
             continue
         lines = [f"{label}: {_option_words(one)}" for label, one in picks(of_node).items()]
         if not lines:
             best = nearest(of_node)
             lines = [f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-"]
-        found.append((NODE_NAMES[name][0].upper() + NODE_NAMES[name][1:], lines))
+        found.append((node.words[0].upper() + node.words[1:], lines))
     return found
 
 
@@ -111,8 +111,7 @@ def next_command(model: ModelSpec, one: ClusterOption, limits: Mapping[str, Any]
     words = f"plan {clean(model.model_id)} --gpu {one.cluster.gpu.key}"
     if one.cluster.num_gpus > 1:
         words += f" --gpus {one.cluster.num_gpus}"
-    method = one.node.partition("-")[0]
-    return f"{words} --method {method} --global-batch {limits['global_batch_seqs']}"
+    return f"{words} --method {one.node.method} --global-batch {limits['global_batch_seqs']}"
 
 
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
@@ -131,8 +130,8 @@ def _option_words(one: ClusterOption) -> str:
     return f"{cluster_words(one)}{how}, {seconds(one.duration_s)}, {cost}"
 
 
-def _table_title(node: str) -> str:
-    return f"Every cluster that keeps the limits with {NODE_NAMES[node]}, cheapest first"
+def _table_title(node: Node) -> str:
+    return f"Every cluster that keeps the limits with {node.words}, cheapest first"
 
 
 def _table(
@@ -157,7 +156,7 @@ def _table(
     return header, rows, ("tokens/s", "time", "cost", "$/hour", "peak")
 
 
-def _show_table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
+def _show_table(page: Page, kept: Sequence[ClusterOption], node: Node) -> None:
     page.head(_table_title(node))
     header, rows, right = _table(kept, wide=page.console.width >= 100)
     page.whole(header, rows[:MAX_ROWS], right=right, fixed=("GPUs",))
@@ -184,7 +183,7 @@ def as_document(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapp
         "recommended_method": recommended_node(options),
         "picks": {
             node: {name: _as_dict(one) for name, one in picks([o for o in options if o.node == node]).items()}
-            for node in NODES
+            for node in Node
         },
         "options": [_as_dict(one) for one in options],
         "assumptions": list(ASSUMPTIONS),

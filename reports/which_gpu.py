@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.decision.facts import NODE_NAMES
+from planner.decision.node import Node
 from planner.hardware.gpu import GpuSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
@@ -78,7 +78,7 @@ def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
     """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
     if isinstance(answer, NoPlan):
         return {}
-    classes = [one.candidate for one in answer.alternatives if one.label in NODE_NAMES.values()]
+    classes = [one.candidate for one in answer.alternatives if one.label in {node.words for node in Node}]
     found: dict[str, Candidate] = {}
     for one in sorted((answer.chosen, *classes), key=lambda one: -one.tokens_per_s):
         if one.fits:

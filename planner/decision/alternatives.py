@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from planner.decision.candidates import candidate
-from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
+from planner.decision.facts import Facts, NodeFacts
+from planner.decision.node import Node
 from planner.decision.spreads import spread_key, spread_name
 from planner.decision.tree import OneGpu
 from planner.outcome import Candidate
@@ -15,7 +16,7 @@ NUM_SPREADS_SHOWN = 3
 
 
 def alternatives(
-    workload: Workload, chosen: Candidate, node: str, facts: Facts, alone: OneGpu
+    workload: Workload, chosen: Candidate, node: Node, facts: Facts, alone: OneGpu
 ) -> tuple[Alternative, ...]:
     """The best of the other spreads, the same on one GPU, and what one GPU's plan offers as well."""
     found: list[Alternative] = []
@@ -33,7 +34,7 @@ def alternatives(
 
 
 def _of_one_spread(
-    workload: Workload, chosen: Candidate, node: str, facts: Mapping[str, NodeFacts]
+    workload: Workload, chosen: Candidate, node: Node, facts: Mapping[Node, NodeFacts]
 ) -> tuple[Alternative, ...]:
     """Other methods, ranks, checkpointing and micro-batches."""
     offered: dict[TrainSetup, str] = {}
@@ -44,16 +45,16 @@ def _of_one_spread(
     return tuple(Alternative(label=label, candidate=other, trade=trade(chosen, other)) for label, other in others)
 
 
-def _offers(setup: TrainSetup, node: str, facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, TrainSetup]]:
+def _offers(setup: TrainSetup, node: Node, facts: Mapping[Node, NodeFacts]) -> Iterator[tuple[str, TrainSetup]]:
     """What may stand beside the chosen setup, the first of two that are the same counts."""
     smallest = facts[node].smallest
     tight = facts[node].best_tight()
     if tight is not None and not facts[node].surely_fits(tight):  # then faster by more than a preference is worth
         yield "tight", tight.setup
-    for other in NODES:
+    for other in Node:
         best = facts[other].best()
         if other != node and best is not None:
-            yield NODE_NAMES[other], best.setup
+            yield other.words, best.setup
     if setup.method != "full":
         row = setup.kind
         for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)) if row.size else ():

@@ -10,7 +10,8 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate
-from planner.decision.facts import NODES, Facts, add_spreads, best_spread
+from planner.decision.facts import Facts, add_spreads, best_spread
+from planner.decision.node import Node
 from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads
 from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
@@ -36,13 +37,13 @@ class ClusterOption:
     """One method on one cluster.
 
     Attributes:
-        node: the node of the decision tree ("full", "lora", ...).
+        node: what is trained.
         duration_s: for all tokens asked for; cost_usd: for all GPUs that long, None without a price.
         meets: whether it keeps deadline and budget.
     """
 
     cluster: Cluster
-    node: str
+    node: Node
     candidate: Candidate
     memory_bytes: int
     price_per_hour: float | None
@@ -69,7 +70,7 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     return values
 
 
-def best_of(workload: Workload) -> dict[str, Point | None]:
+def best_of(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node over the coarse walk."""
     chosen = [
         one
@@ -79,7 +80,7 @@ def best_of(workload: Workload) -> dict[str, Point | None]:
     return _best(workload, coarse_values(workload), chosen if workload.num_gpus > 1 else [ONE_GPU])
 
 
-def best_points(workload: Workload) -> dict[str, Point | None]:
+def best_points(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node: of the whole space on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
@@ -88,10 +89,10 @@ def best_points(workload: Workload) -> dict[str, Point | None]:
 
 def _best(
     workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: Sequence[Spread]
-) -> dict[str, Point | None]:
+) -> dict[Node, Point | None]:
     facts = Facts()
     add_spreads(workload, values, facts, chosen)
-    return {node: best_spread(facts.of_node(node)) for node in NODES}
+    return {node: best_spread(facts.of_node(node)) for node in Node}
 
 
 def options_of(
@@ -105,7 +106,7 @@ def options_of(
         tokens: of the whole training.
     """
     best = best_of(workload)
-    for node in NODES:
+    for node in Node:
         point = best[node]
         if point is None:
             continue

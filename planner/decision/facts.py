@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from heapq import nlargest
 from typing import Any
 
+from planner.decision.node import Node, node_of_setup
 from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
@@ -22,24 +23,10 @@ from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload
 
-NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")
-NODE_NAMES = {
-    "full": "full fine-tuning",
-    "lora": "LoRA (16-bit base)",
-    "qlora-8bit": "8-bit QLoRA",
-    "qlora-4bit": "4-bit QLoRA",
-}
 KEEP = 96
 """How many of the fastest points of a node are kept as candidates."""
 TIE_FRACTION = 0.01
 """Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
-
-
-def node_of_setup(setup: TrainSetup) -> str:
-    """The node of the tree that a setup belongs to."""
-    if setup.method != "qlora":
-        return setup.method
-    return "qlora-8bit" if setup.quantization == "int8" else "qlora-4bit"
 
 
 @dataclass(slots=True)
@@ -251,23 +238,23 @@ class Facts:
     """
 
     walks: Walks = field(default_factory=lambda: Walks())
-    facts: dict[tuple[SpreadKey, str], NodeFacts] = field(default_factory=dict)
+    facts: dict[tuple[SpreadKey, Node], NodeFacts] = field(default_factory=dict)
     walked: list[Spread] = field(default_factory=list)
-    refused: dict[tuple[SpreadKey, str], str] = field(default_factory=dict)
+    refused: dict[tuple[SpreadKey, Node], str] = field(default_factory=dict)
     too_large_for_hosts: dict[SpreadKey, int] = field(default_factory=dict)
 
     def of(self, shared: TrainSetup) -> NodeFacts:
         """The facts that a point with this shared setup adds to."""
         return self.facts.setdefault((spread_key(shared), node_of_setup(shared)), NodeFacts())
 
-    def of_node(self, node: str) -> dict[SpreadKey, NodeFacts]:
+    def of_node(self, node: Node) -> dict[SpreadKey, NodeFacts]:
         """The facts of one node by spread."""
         return {key: known for (key, name), known in self.facts.items() if name == node}
 
-    def nodes(self) -> dict[str, NodeFacts]:
+    def nodes(self) -> dict[Node, NodeFacts]:
         """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
         found = {}
-        for node in NODES:
+        for node in Node:
             known = self.of_node(node)
             whole = found[node] = merged(known.values())
             best = best_spread(known)
@@ -394,7 +381,7 @@ def _note_refusals(
     """Why a spread has no point of a node: the engines' reason for the first of its branches."""
     if workload.num_gpus == 1:
         return
-    one_per_node: dict[str, TrainSetup] = {}
+    one_per_node: dict[Node, TrainSetup] = {}
     for branch in branches(workload, values):
         one_per_node.setdefault(node_of_setup(branch), branch)
     for spread in chosen:

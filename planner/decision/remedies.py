@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.decision.candidates import candidate
 from planner.decision.clusters import best_points
-from planner.decision.facts import NODE_NAMES, Facts
+from planner.decision.facts import Facts
 from planner.decision.spreads import FIELDS
 from planner.errors import PlannerError
 from planner.hardware.cluster import make_cluster
@@ -65,7 +65,7 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         for node, point in best_points(wish).items():
             if point is not None:
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                yield Remedy(action=f"leave --{flag} out: {NODE_NAMES[node]} fits", saves_bytes=saved, fits=True)
+                yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
                 return
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import NODE_NAMES, NODES, TIE_FRACTION, Facts, NodeFacts, node_of_setup
+from planner.decision.facts import TIE_FRACTION, Facts, NodeFacts
+from planner.decision.node import Node, node_of_setup
 from planner.decision.spreads import Spread, all_spreads, fields_name, spread_key, spread_name
 from planner.engines import engine_named, engine_of, why_not
 from planner.errors import SetupError
@@ -27,7 +28,7 @@ QUANTIZATION_RARELY_FROM = 4
 def spread_answers(
     workload: Workload,
     facts: Facts,
-    node: str | None,
+    node: Node | None,
     chosen: Candidate | None,
     alone: Plan | NoPlan | None,
     methods: list[Answer],
@@ -66,12 +67,12 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     one = alone.chosen
     node = node_of_setup(one.setup)
     need = one.formula.peak_device_bytes
-    fits = f"one fits {NODE_NAMES[node]} at {one.tokens_per_s:,.0f} tokens/s"
+    fits = f"one fits {node.words} at {one.tokens_per_s:,.0f} tokens/s"
     if chosen is None:
         choice, reason = "yes", f"{fits}; {num} GPUs do not, with the options given"
     elif (mine := node_of_setup(chosen.setup)) != node:
-        choice = f"for {NODE_NAMES[node]} only" if NODES.index(mine) < NODES.index(node) else "yes"
-        reason = f"{fits}; {num} GPUs take {NODE_NAMES[mine]} at {chosen.tokens_per_s:,.0f}"
+        choice = f"for {node.words} only" if [*Node].index(mine) < [*Node].index(node) else "yes"
+        reason = f"{fits}; {num} GPUs take {mine.words} at {chosen.tokens_per_s:,.0f}"
     else:
         ratio = chosen.tokens_per_s / one.tokens_per_s if one.tokens_per_s else 0.0
         choice = "yes, but slower" if ratio > 1 else "yes, and it is faster than all together"
@@ -87,7 +88,7 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
 def _methods(facts: Facts, methods: list[Answer]) -> Iterator[Answer]:
     """Step 1 over all spreads: the smallest setup of each method says under which spread it is."""
     nodes = facts.nodes()
-    walked = [name for name in NODES if nodes[name].smallest is not None]
+    walked = [name for name in Node if nodes[name].smallest is not None]
     for name, answer in zip(walked, methods, strict=True):
         smallest = nodes[name].smallest
         assert smallest is not None
@@ -100,7 +101,7 @@ def _methods(facts: Facts, methods: list[Answer]) -> Iterator[Answer]:
         )
 
 
-def _replicated(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
+def _replicated(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
     question = "Do the states fit when every GPU holds them all (DDP)?"
     for spread, key, known in _walked(facts, node, ("replicate",)):
         if known is None:
@@ -109,7 +110,7 @@ def _replicated(workload: Workload, facts: Facts, node: str, chosen: Candidate) 
         need = _need(known)
         fits = known.best() is not None
         if not fits:
-            choice, reason = "no", f"the smallest {NODE_NAMES[node]} setup needs {gib(need)} on every GPU"
+            choice, reason = "no", f"the smallest {node.words} setup needs {gib(need)} on every GPU"
         elif taken:
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
@@ -121,7 +122,7 @@ def _replicated(workload: Workload, facts: Facts, node: str, chosen: Candidate) 
     return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
 
 
-def _sharded(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
+def _sharded(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
     """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
     cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
@@ -149,7 +150,7 @@ def _sharded(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> 
     )
 
 
-def _split(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
+def _split(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
     setup = chosen.setup
     question = "Tensor, pipeline or context parallelism?"
     cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
@@ -179,7 +180,7 @@ def _split(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> An
     return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
 
 
-def _offload(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
+def _offload(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
     cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
@@ -232,13 +233,13 @@ _ONE_GPU_FIELDS = tuple(
 )
 
 
-def _quantization(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
+def _quantization(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
     """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
     num = workload.num_gpus
     question = f"Would a quantized base help on {num} GPUs?"
     held = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
-    if node.startswith("qlora"):
-        lora = facts.nodes()["lora"]
+    if node.quantized:
+        lora = facts.nodes()[Node.LORA]
         need = _need(lora) if lora.smallest is not None else None
         choice = "here, yes"
         unquantized = lora.best()
@@ -255,7 +256,7 @@ def _quantization(workload: Workload, facts: Facts, node: str, chosen: Candidate
     reason = f"rarely: {spread_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
     if chosen.setup.method == "full":
         return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
-    small = facts.nodes()["qlora-4bit"].best()
+    small = facts.nodes()[Node.FOUR_BIT].best()
     if small is not None and chosen.tokens_per_s:
         ratio = small.tokens_per_s / chosen.tokens_per_s
         reason += f"; 4-bit weights must be unpacked at every use: {ratio:.2f} times its speed"
@@ -271,7 +272,7 @@ def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
     ):
         needs = [
             (_need(known), spread.name)
-            for node in NODES
+            for node in Node
             for spread, _, known in _walked(facts, node, stages)
             if known is not None and known.smallest is not None
         ]
@@ -293,7 +294,7 @@ def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
 
 
 def _walked(
-    facts: Facts, node: str, stages: tuple[str, ...]
+    facts: Facts, node: Node, stages: tuple[str, ...]
 ) -> Iterator[tuple[Spread, tuple[object, ...], NodeFacts | None]]:
     """(spread, key, its facts of this node or None where no engine runs it) of the walked spreads of these stages."""
     known = facts.of_node(node)
@@ -304,7 +305,7 @@ def _walked(
                 yield spread, key, known.get(key)
 
 
-def _cuts(workload: Workload, facts: Facts, node: str, chosen: Candidate, stages: tuple[str, ...]) -> Iterator[Cut]:
+def _cuts(workload: Workload, facts: Facts, node: Node, chosen: Candidate, stages: tuple[str, ...]) -> Iterator[Cut]:
     """Every spread of these stages that was not taken: refused, too large, or slower."""
     for spread, key, known in _walked(facts, node, stages):
         if key == spread_key(chosen.setup):

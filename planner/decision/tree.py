@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from planner.choices.kernels import COMPILE_BAND, COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.choices.packages import PACKAGED
-from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
+from planner.decision.facts import Facts, NodeFacts
+from planner.decision.node import Node
 from planner.decision.spreads import spread_key
 from planner.errors import SetupError
 from planner.evidence.bands import ON_THE_TRAINER
@@ -40,7 +41,7 @@ OneGpu = Plan | NoPlan | None
 def answers(
     workload: Workload,
     facts: Facts,
-    node: str | None,
+    node: Node | None,
     best: Point | None,
     chosen: Candidate | None,
     alone: OneGpu,
@@ -61,15 +62,15 @@ def answers(
         yield from activation_answers(mine, best, workload, mine.ranked())
 
 
-def preferred_nodes(workload: Workload) -> tuple[str, ...]:
+def preferred_nodes(workload: Workload) -> tuple[Node, ...]:
     """The nodes in the order in which one that fits is taken.
 
     Quality first, then speed: a 16-bit base before a quantized one, which is for what does not fit. 4 bits before 8:
     smaller, and faster on every card that was measured; 8 bits only where nothing else was asked for. Full fine-tuning
     first where it is asked for or where the data is more than an adapter of the largest rank can hold, else last.
     """
-    adapters = ("lora", "qlora-4bit", "qlora-8bit")
-    return ("full", *adapters) if wants_full(workload) else (*adapters, "full")
+    adapters = (Node.LORA, Node.FOUR_BIT, Node.EIGHT_BIT)
+    return (Node.FULL, *adapters) if wants_full(workload) else (*adapters, Node.FULL)
 
 
 def wants_full(workload: Workload) -> bool:
@@ -91,7 +92,7 @@ def data_too_small_for_full(workload: Workload) -> bool:
     return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
 
 
-def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host: bool = False) -> str | None:
+def choose_node(facts: Mapping[Node, NodeFacts], workload: Workload, *, from_host: bool = False) -> Node | None:
     """The node taken: the first of `preferred_nodes` with a setup that surely fits, else the first with one that may.
 
     Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
@@ -102,29 +103,29 @@ def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host
     speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
     sure = [node for node in speeds if facts[node].fastest_sure]
     taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
-    if taken != "lora":
+    if taken is not Node.LORA:
         return taken
-    full = facts["full"].best_sure()
-    as_fast = full is not None and full.tokens_per_s >= speeds["lora"] * (1 - METHOD_BAND)
+    full = facts[Node.FULL].best_sure()
+    as_fast = full is not None and full.tokens_per_s >= speeds[Node.LORA] * (1 - METHOD_BAND)
     if as_fast and not data_too_small_for_full(workload):
-        return "full"
+        return Node.FULL
     if workload.prefer == "speed" or from_host:
         gain = -METHOD_BAND if from_host else METHOD_BAND
-        if "qlora-4bit" in (sure or speeds) and speeds["qlora-4bit"] > speeds["lora"] * (1 + gain):
-            return "qlora-4bit"
+        if Node.FOUR_BIT in (sure or speeds) and speeds[Node.FOUR_BIT] > speeds[Node.LORA] * (1 + gain):
+            return Node.FOUR_BIT
     return taken
 
 
-def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Workload) -> list[Answer]:
+def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: Workload) -> list[Answer]:
     """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
     budget = workload.budget_bytes
     answers = []
-    for node in NODES:
+    for node in Node:
         known = facts[node]
         if known.smallest is None:
             continue
         need = known.smallest.peak_device_bytes
-        name = NODE_NAMES[node]
+        name = node.words
         cuts: tuple[Cut, ...] = ()
         if known.best() is None:
             choice = "no"
@@ -149,26 +150,26 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
     return answers
 
 
-def _taken(node: str, facts: Mapping[str, NodeFacts], need: int, workload: Workload) -> str:
+def _taken(node: Node, facts: Mapping[Node, NodeFacts], need: int, workload: Workload) -> str:
     """Why this node is taken, whose smallest setup needs so many bytes."""
-    known, rival, mine = facts[node], facts["lora"].best(), facts[node].best()
+    known, rival, mine = facts[node], facts[Node.LORA].best(), facts[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
     if not known.fastest_sure:
         reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
-    if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
+    if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
-    if node == "full" and data_needs_full(workload):
+    if node is Node.FULL and data_needs_full(workload):
         return f"{reason}; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
-    if node == "full" and rival:
+    if node is Node.FULL and rival:
         limit = percent(METHOD_BAND)
         return f"{reason}; nothing is approximated, and it is not slower than LoRA by more than {limit}"
     return reason
 
 
-def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload) -> Answer:
+def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Workload) -> Answer:
     """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
     why = []
-    order = ("full", "lora", "qlora-4bit")
+    order = (Node.FULL, Node.LORA, Node.FOUR_BIT)
     mine = facts[chosen].best()
     assert mine is not None
     asked = "method" in workload.fixed or "quantization" in workload.fixed
@@ -176,28 +177,28 @@ def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload
         known = facts[node]
         if known.smallest is not None and known.best() is None:
             more = known.smallest.peak_device_bytes - workload.budget_bytes
-            why.append(f"{NODE_NAMES[node]} needs {gib(more)} more than there is")
-        elif known.best() is not None and not known.fastest_sure and node != "full":
-            why.append(f"{NODE_NAMES[node]} may fit, {TIGHT}")
-    if chosen == "full" and data_needs_full(workload):
+            why.append(f"{node.words} needs {gib(more)} more than there is")
+        elif known.best() is not None and not known.fastest_sure and node is not Node.FULL:
+            why.append(f"{node.words} may fit, {TIGHT}")
+    if chosen is Node.FULL and data_needs_full(workload):
         why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
-    lora = facts["lora"].best()
-    if chosen == "full" and lora is not None:
+    lora = facts[Node.LORA].best()
+    if chosen is Node.FULL and lora is not None:
         why.append(
             f"it approximates nothing and runs at {mine.tokens_per_s / lora.tokens_per_s:.2f} times LoRA's speed"
         )
-    elif chosen == "lora" and facts["full"].best() is not None:
-        why.append(_full_passed_over(facts["full"], mine, workload))
-    elif chosen == "qlora-4bit" and lora is not None:
+    elif chosen is Node.LORA and facts[Node.FULL].best() is not None:
+        why.append(_full_passed_over(facts[Node.FULL], mine, workload))
+    elif chosen is Node.FOUR_BIT and lora is not None:
         gain = mine.tokens_per_s / lora.tokens_per_s
         why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
     if asked:
         why.insert(0, "asked for")
-    rival = facts["qlora-4bit"].best() if chosen in ("full", "lora") else None
+    rival = facts[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
     if rival is not None:
         why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
     reason = "; ".join(why) or "the only class that these options leave"
-    return Answer(question="Which class?", choice=NODE_NAMES[chosen], reason=reason)
+    return Answer(question="Which class?", choice=chosen.words, reason=reason)
 
 
 def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
@@ -212,31 +213,31 @@ def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
     return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
-def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, workload: Workload) -> str:
+def _not_taken(node: Node, facts: Mapping[Node, NodeFacts], chosen: Node | None, workload: Workload) -> str:
     """Why a node that fits was passed over, and what it would buy."""
     best, taken = facts[node].best(), facts[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
         return "fits, but another branch was taken"
     ratio = best.tokens_per_s / taken.tokens_per_s
     speed = f"it would run at {ratio:.2f} times the speed"
-    if node == "full":
+    if node is Node.FULL:
         if data_too_small_for_full(workload):
             return f"overfits {workload.data.epoch_tokens:,} tokens; {speed} (--method full)"
         when = "only when asked for (--method full), needed by the data, or as fast"
         return f"{facts[node].fit_words}, but is taken {when}; {speed}"
-    if node == "qlora-8bit":
+    if node is Node.EIGHT_BIT:
         return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
     if not facts[node].fastest_sure and facts[chosen].fastest_sure:
         return f"it may fit, {TIGHT}; {speed}"
-    if taken.shared.offload != "none" and chosen.startswith("qlora"):
-        return f"fits, but {NODE_NAMES[chosen]} leaves a quarter of its base in the host's memory; {speed}"
-    if node == "lora" and chosen == "full":
+    if taken.shared.offload != "none" and chosen.quantized:
+        return f"fits, but {chosen.words} leaves a quarter of its base in the host's memory; {speed}"
+    if node is Node.LORA and chosen is Node.FULL:
         return f"full fine-tuning fits and approximates nothing; {speed} (--method lora)"
-    if node == "lora":
-        return f"fits, but {NODE_NAMES[chosen]} is predicted {1 / ratio:.2f} times as fast, and speed is preferred"
-    if node == "qlora-4bit":
-        return f"{NODE_NAMES[chosen]} fits and loses less; {speed} (--prefer speed, or --method qlora)"
-    return f"{NODE_NAMES[chosen]} fits and is preferred; {speed}"
+    if node is Node.LORA:
+        return f"fits, but {chosen.words} is predicted {1 / ratio:.2f} times as fast, and speed is preferred"
+    if node is Node.FOUR_BIT:
+        return f"{chosen.words} fits and loses less; {speed} (--prefer speed, or --method qlora)"
+    return f"{chosen.words} fits and is preferred; {speed}"
 
 
 def _cast_note(known: NodeFacts) -> str:

@@ -20,6 +20,7 @@ from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
 from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
 from planner.decision.job import job_notes
+from planner.decision.node import Node
 from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
 from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
 from planner.engines import engine_of
@@ -122,7 +123,7 @@ def choose(
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
     corrections: Mapping[CorrectionKey, float] | None = None,
-) -> tuple[str | None, Point | None]:
+) -> tuple[Node | None, Point | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
     node = _walk(workload, values, facts, corrections)
     return node, best_spread(facts.of_node(node)) if node is not None else None
@@ -133,7 +134,7 @@ def _walk(
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
     corrections: Mapping[CorrectionKey, float] | None,
-) -> str | None:
+) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
     if workload.num_gpus == 1:
         add_spreads(workload, values, facts, [ONE_GPU], corrections)
@@ -169,7 +170,7 @@ def _only(
     return narrowed
 
 
-def _better_left_out(workload: Workload, facts: Facts, node: str | None) -> tuple[str, ...]:
+def _better_left_out(workload: Workload, facts: Facts, node: Node | None) -> tuple[str, ...]:
     """Methods that the tree prefers to `node` and that do not fit so far."""
     if node is None:
         return ()
@@ -177,10 +178,10 @@ def _better_left_out(workload: Workload, facts: Facts, node: str | None) -> tupl
     better = order[: order.index(node)]
     nodes = facts.nodes()
     missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
-    return tuple(dict.fromkeys(one.partition("-")[0] for one in missing))
+    return tuple(dict.fromkeys(one.method for one in missing))
 
 
-def _communication_share(workload: Workload, facts: Facts, node: str) -> float:
+def _communication_share(workload: Workload, facts: Facts, node: Node) -> float:
     best = facts.nodes()[node].best()
     return communication_share(candidate(workload, best.setup)) if best is not None else 0.0
 

@@ -6,7 +6,6 @@ Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, e
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
-from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,11 +57,6 @@ class DatasetStats:
     def scale(self) -> float:
         """Samples in the file per measured sample."""
         return self.num_samples / len(self.lengths_tokens)
-
-    @cached_property
-    def total_tokens(self) -> int:
-        """Tokens of one epoch, nothing cut."""
-        return round(sum(self.lengths_tokens) * self.scale)
 
     def percentile(self, fraction: float) -> int:
         """The length that `fraction` of the samples do not exceed."""

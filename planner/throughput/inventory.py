@@ -49,7 +49,6 @@ class Inventory:
     groups: tuple[MatmulGroup, ...]
     outer: tuple[LinearSpec, ...]
     head: LinearSpec | None
-    head_trained_apart: bool
     attentions: tuple[tuple[AttentionSpec, int], ...]
     num_layers: int
     num_apart: int
@@ -168,7 +167,6 @@ def _count(model: ModelSpec) -> Inventory:
         groups=tally.groups(),
         outer=model.outer_linears,
         head=model.head,
-        head_trained_apart=not model.tied,
         attentions=tuple(tally.attentions.items()),
         num_layers=num_layers,
         num_apart=num["apart"],

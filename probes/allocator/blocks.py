@@ -102,11 +102,6 @@ class Pool:
         """Sizes and places of the free blocks and of unmapped space, to be compared."""
         return tuple(self._keys), tuple((one.address, one.size) for one in self.unmapped)
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """Size of the largest free block, 0 when there is none."""
-        return self._blocks[self._keys[-1]].size if self._keys else 0
-
     def insert_unmapped(self, block: Block) -> None:
         """Add a stretch of address space without memory."""
         self.unmapped.append(block)

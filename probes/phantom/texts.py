@@ -19,8 +19,6 @@ from probes.phantom.mode import Phantom
 
 NUM_ROWS = 64
 IMAGE_SIZE = (1024, 1024)
-DEFAULT_TOKENS = 8192
-"""Tokens of a stand-in text; programs cut it to their own maximum."""
 _PROMPT_TOKENS = 32
 """Of what comes before an answer: where a maximum cuts the end, something of the answer must be left."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")

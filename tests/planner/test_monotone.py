@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.monotone_plans import PAIRS, rising, slower
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, node_of_setup
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
+from planner.decision.node import node_of_setup
 from planner.planning.answer import choose
 from planner.planning.space import dimension_values
 from tests.planner.helpers import wish

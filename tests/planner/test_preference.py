@@ -6,7 +6,8 @@ import json
 import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into, node_of_setup
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into
+from planner.decision.node import node_of_setup
 from planner.decision.tree import METHOD_BAND
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model

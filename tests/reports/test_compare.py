@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.decision.facts import NODE_NAMES
+from planner.decision.node import Node
 from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan
 from reports.compare import plan_labels
@@ -108,9 +108,9 @@ def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:
 
     lora = {"method": "lora", "quantization": "none"}
     others = (
-        beside(NODE_NAMES["lora"], 200.0, **lora),
+        beside(Node.LORA.words, 200.0, **lora),
         beside("room to spare", 300.0, **lora),
-        beside(NODE_NAMES["qlora-8bit"], 1.0, quantization="int8"),
+        beside(Node.EIGHT_BIT.words, 1.0, quantization="int8"),
     )
     found = best_by_method(replace(plan, alternatives=others))
     assert found == {"qlora": plan.chosen, "lora": others[0].candidate}
