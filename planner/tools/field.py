@@ -78,12 +78,6 @@ class Tool:
         """The setting that says a field of the setup, None where none does."""
         return next((field for field in self.fields if field.of == of), None)
 
-    def key(self, of: str) -> str:
-        """Its name today."""
-        field = self.field(of)
-        assert field is not None, (self.name, of)
-        return field.key
-
     def setting(self, setup: TrainSetup, of: str) -> tuple[str, Any]:
         """(name, value) that says a field of a setup in the file."""
         field = self.field(of)
