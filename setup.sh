@@ -6,7 +6,17 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 extras="${1:-}"
-[ -x .venv/bin/python ] || python3 -m venv .venv
+# $PYTHON, else python3. Built without optimization (pyenv's default) it takes a quarter more CPU time: then the system's
+# of the same version, where that is whole (pip, and the headers for which Triton asks).
+optimized='import sys, sysconfig; sys.exit("--enable-optimizations" not in (sysconfig.get_config_var("CONFIG_ARGS") or ""))'
+whole='import ensurepip, os, sys, sysconfig
+sys.exit(sys.argv[1] != sysconfig.get_python_version() or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+python="${PYTHON:-python3}"
+version=$("$python" -c 'import sysconfig; print(sysconfig.get_python_version())')
+if [ -z "${PYTHON:-}" ] && ! python3 -c "$optimized" && /usr/bin/python3 -c "$whole" "$version" 2>/dev/null; then
+    python=/usr/bin/python3
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 configured() { # NAME of a setting of pip: its words; a variable counts before a file, [install] before [global]
     local section found
