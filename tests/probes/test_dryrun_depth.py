@@ -11,7 +11,7 @@ from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.allocator import Alloc, Free, replay
 from probes.allocator.stretches import flat
-from probes.dryrun import DryRunReport, report_for_config
+from probes.dryrun import DryRunReport, engine, report_for_config
 from probes.dryrun.again import Again
 from probes.dryrun.analysis import curve_of, phase_peaks
 from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
@@ -73,9 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "changes", "fields"), CASES.values(), ids=CASES.keys())
 def test_dry_run_repeated_depth_equals_full_depth(
-    model_type: str, changes: dict[str, Any], fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+    model_type: str, changes: dict[str, Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("DEBUG", "probes.dryrun.engine")
+    said: list[str] = []
+    monkeypatch.setattr(engine.log, "debug", lambda text, *values: said.append(text % values))
     config = small_config(model_type, **changes)
     setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
     short = report_for_config(config, AMPERE, setup)
@@ -83,7 +84,7 @@ def test_dry_run_repeated_depth_equals_full_depth(
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
     assert_same_figures(short, full)
-    assert f"{full.depth} of {full.depth} layers" not in caplog.text
+    assert f"{full.depth} of {full.depth} layers" not in " ".join(said)
 
 
 def test_every_event_is_that_of_the_full_depth() -> None:
