@@ -45,6 +45,8 @@ class Stack:
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
         overlaps_offload: what is offloaded of activations is copied beside the computation.
+        single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
+            rearrangement einops', as a course's transformer is written.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         source: where all this was read.
     """
@@ -68,6 +70,7 @@ class Stack:
     trainer_overhead: bool = True
     fused: bool = False
     overlaps_offload: bool = False
+    single_operations: bool = False
     wide_embedding_states: bool = False
     source: str
 
@@ -146,6 +149,18 @@ _ROWS = (
         trainer_overhead=False,
         source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
         "function beside the model",
+    ),
+    Stack(
+        name="cs336",
+        title="the transformer of Stanford's CS336",
+        traces_masks=False,
+        compiles_loss=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        single_operations=True,
+        source="stanford-cs336/assignment2-systems cs336-basics (model.py, nn_utils.py): einops.einsum and rearrange, "
+        "softmax, silu and cross_entropy of single operations",
     ),
     Stack(
         name="nanogpt",

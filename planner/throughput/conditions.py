@@ -16,6 +16,8 @@ class Conditions:
         fused_norm_rope: norm, rotary and gated-MLP kernels are fused (Liger, fms fast kernels): one pass over memory.
         fused_loss: log-softmax and its gradient in one kernel over materialised logits (a Triton cross-entropy).
         padded_head: head and loss are compiled together, the head's matrices padded to aligned sizes.
+        single_operations: softmax, activation, loss and matrices are single operations in Python
+            (`planner.throughput.counts.SINGLE_HOST`).
         fused_lora: LoRA and its base matrix run as one autograd function (Unsloth, fms): fewer kernels, fewer passes.
         reentrant_checkpointing: old default; the recomputation runs the whole layer instead of stopping early.
         loop_experts: experts run one after another (transformers before 5) instead of one grouped matmul.
@@ -34,6 +36,7 @@ class Conditions:
     fused_norm_rope: bool = False
     fused_loss: bool = False
     padded_head: bool = False
+    single_operations: bool = False
     fused_lora: bool = False
     reentrant_checkpointing: bool = False
     loop_experts: bool = False
@@ -62,6 +65,7 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
         fused_norm_rope=by.fused,
         fused_loss=(by.in_place_loss and not by.shifted_loss) or (compiled and by.compiles_loss),
         padded_head=compiled and by.compiles_loss,
+        single_operations=by.single_operations and not compiled,
         fused_lora=by.fused,
         reentrant_checkpointing=reentrant,
         gradient_clipping=by.clips_gradients,

@@ -80,6 +80,24 @@ def eager_score_bytes(
     return forward, backward
 
 
+SINGLE_SCORES = {False: (53, 133), True: (50, 114)}
+"""Bytes per score of attention whose softmax is single operations too, forward and backward: in fp32, and under
+autocast, where exponential, sum and quotient are fp32. Half of fp32's in 16 bit.
+
+Counted by running such a model in PyTorch 2.13 (`python -m benchmarks.single_operations`; CS336's own program gives
+the same), with the products' 8 and 16; autocast's from it by the types of CUDA's lists. Likewise the three below.
+"""
+SINGLE_GATED = (8, 18)
+"""Passes over a gated activation's width where the activation is a product with a sigmoid of its own."""
+SINGLE_LOGIT = {False: 140, True: 128}
+"""Bytes per logit, both ways, of a cross-entropy of single operations: in fp32, and of 16-bit logits under autocast."""
+SINGLE_WEIGHT = 8
+"""Bytes per trained weight and backward: an einsum's gradient lies across the weight and is copied."""
+SINGLE_HOST = (1.4, 1.7)
+"""How many times longer the host takes with the same layer, forward and backward, than with transformers' Llama in
+eager attention: einops' Python, and two to three views around every kernel. The course's program timed on a CPU with
+tensors of no size (12 layers, 12 rounds in turn, November 2026); 1.3 and 1.6 with benchmarks/single_operations.py."""
+
 LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
 
 
@@ -114,7 +132,8 @@ def layer_traffic(
         compute=SIZE_BYTES[flow.compute],
         wide=SIZE_BYTES[flow.linear_out(flow.residual)],
     )
-    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, trained=trained, drag=drag)
+    single = conditions.single_operations
+    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, trained=trained, drag=drag, single=single)
     composed, dropouts = _single_operations(inv, fused)
     if composed:
         of_power = 4 if flow.autocast else sizes.wide  # a power is on autocast's fp32 list
@@ -142,7 +161,7 @@ class _Sizes(NamedTuple):
 
 
 def _elementwise_bytes(
-    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], *, trained: bool, drag: float
+    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], *, trained: bool, drag: float, single: bool
 ) -> tuple[float, float]:
     """Bytes of norms, rotary embeddings, residuals, activations, routing and mixers, forward and backward."""
     stream, compute, wide = sizes
@@ -154,7 +173,8 @@ def _elementwise_bytes(
         rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
     if not rotary:
         rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
-    act_forward, act_backward = (3 * wide, 5 * wide) if gated else (5 * wide, 9 * wide)
+    passes = SINGLE_GATED if single else (5, 9)
+    act_forward, act_backward = (3 * wide, 5 * wide) if gated else (passes[0] * wide, passes[1] * wide)
     layer_norm = _blend(14, 23, drag) if flow.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
     layer_norm_backward = layer_norm + _blend(1, 3.7, drag) * stream
     norm_weight = (5 if norm else _blend(5, 9.5, drag)) * stream if trained else 0.0

@@ -8,7 +8,7 @@ from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.trained import frozen_below, trained_parameters
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.adapter_kinds import kind_work
-from planner.throughput.counts import Moved
+from planner.throughput.counts import SINGLE_HOST, SINGLE_WEIGHT, Moved
 from planner.throughput.model import SpeedModel
 from planner.throughput.types import WITHOUT_GRADIENTS
 
@@ -124,6 +124,8 @@ class Family:
         forward_kernels = moved.forward_kernels + trained.forward_kernels + ahead
         backward_kernels = moved.backward_kernels + trained.backward_kernels + back
         forward_s, backward_s, called = constants.host_forward_s, constants.host_backward_s, 1.0
+        if self._speed.conditions.single_operations:
+            forward_s, backward_s = forward_s * SINGLE_HOST[0], backward_s * SINGLE_HOST[1]
         if setup.compiled:
             forward_s, backward_s, called = COMPILED_LAUNCH_S, COMPILED_LAUNCH_S, constants.compile_host
         host = forward_kernels * (1 + again) * forward_s + backward_kernels * backward_s
@@ -313,4 +315,6 @@ def _unpacked(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Unpacked:
         once = _WEIGHT_CAST_BYTES * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
         cast = once * (2.0 if setup.method == "full" else 1.0)
         again += once
+    if speed.conditions.single_operations and setup.method == "full":
+        cast += SINGLE_WEIGHT * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
     return _Unpacked(dequantization, cast, again, calls)

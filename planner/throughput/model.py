@@ -20,6 +20,8 @@ from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
 from planner.throughput.conditions import Conditions
 from planner.throughput.counts import (
+    SINGLE_LOGIT,
+    SINGLE_SCORES,
     Moved,
     adapter_traffic,
     drag_of,
@@ -212,6 +214,8 @@ class SpeedModel:
         """Seconds of the loss chain over so many logits, without the head's matmuls."""
         fused, softcap = self.conditions.fused_loss, self.inv.softcap
         moved = LOSSES[loss].moved_per_logit(SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
+        if self.conditions.single_operations and loss == "full":
+            moved = SINGLE_LOGIT[SIZE_BYTES[dtype] == 2]
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
     def traffic(self, flow: Flow, trained: bool, kernels: str, compiled: bool = False) -> Moved:
@@ -290,6 +294,10 @@ class SpeedModel:
         if kernel != "eager":
             moved = self.constants.attention_math_passes * SIZE_BYTES[dtype]
             return 0.45 * moved, 0.55 * moved
+        if self.conditions.single_operations:
+            ahead, back = SINGLE_SCORES[flow.autocast is not None]
+            narrow = 0.5 if SIZE_BYTES[dtype] == 2 and flow.autocast is None else 1.0
+            return narrow * ahead, narrow * back
         traits = traits_of(self.model)
         upcast = not traits.plain_softmax or flow.autocast is not None  # autocast computes a softmax in fp32
         return eager_score_bytes(
