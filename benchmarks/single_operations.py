@@ -1,11 +1,12 @@
 """What a transformer of single operations costs beside transformers' Llama: bytes, kernels and the host's time.
 
-    python -m benchmarks.single_operations     # a minute on one core; einops counts where it is installed
+    python -m benchmarks.single_operations     # a minute on one core
 
 The model is one as Stanford's CS336 has its students write: matrices by einsum, softmax, activation, norm, rotary
-embedding and cross-entropy of PyTorch's single operations. Bytes are those that kernels other than matrix products
-read and write in fp32, as a straight line through eight sizes; the host's time is CPU seconds of 12 layers of tensors
-of no size, the two models in turn. `planner.throughput.counts.SINGLE_SCORES` and its neighbours hold what is found.
+embedding and cross-entropy of PyTorch's single operations (the course's own takes einops for the same). Bytes are those
+that kernels other than matrix products read and write in fp32, as a straight line through eight sizes; the host's time
+is CPU seconds of 12 layers of tensors of no size, the two models in turn. What is found is held by
+`planner.throughput.counts.SINGLE_SCORES` and its neighbours.
 """
 
 import math
@@ -19,11 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-try:
-    from einops import einsum, rearrange
-except ImportError:  # PyTorch's own: the same kernels, less Python
-    einsum = rearrange = None
 
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select",
          "split", "unbind", "detach", "as_strided", "alias", "_reshape_alias", "lift_fresh", "empty",
@@ -45,9 +41,7 @@ class Matrix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
-        if einsum is None:
-            return torch.einsum("...i,oi->...o", x, self.weight)
-        return einsum(x, self.weight, "... i, o i -> ... o")
+        return torch.einsum("...i,oi->...o", x, self.weight)
 
 
 class Norm(nn.Module):
@@ -74,13 +68,10 @@ class Layer(nn.Module):
         self.gate, self.up, self.down = Matrix(width, inner), Matrix(width, inner), Matrix(inner, width)
 
     def _split(self, x: Tensor) -> Tensor:
-        if rearrange is None:
-            return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return rearrange(x, "b t (h d) -> b h t d", h=self.heads)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        pairs = x.unflatten(-1, (-1, 2)) if rearrange is None else rearrange(x, "... (d two) -> ... d two", two=2)
-        one, two = pairs.unbind(-1)
+        one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.cat((cos * one - sin * two, sin * one + cos * two), dim=-1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
