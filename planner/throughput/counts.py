@@ -96,7 +96,8 @@ SINGLE_WEIGHT = 8
 SINGLE_HOST = (1.4, 1.7)
 """How many times longer the host takes with the same layer, forward and backward, than with transformers' Llama in
 eager attention: einops' Python, and two to three views around every kernel. The course's program timed on a CPU with
-tensors of no size (12 layers, 12 rounds in turn, November 2026); 1.2 and 1.6 without einops (benchmarks/single_operations.py)."""
+tensors of no size (12 layers, 12 rounds in turn, November 2026); without einops 1.2 and 1.6
+(benchmarks/single_operations.py)."""
 
 LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
 
