@@ -46,7 +46,7 @@ def predict(
     memory = ranks[0].breakdown
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
     if "paging" in speed.parts_s and not of_a_plan(setup):  # where its states fit a plan takes the form without pages
-        speed = speed.evicting(_evicted(model, gpu, setup, memory.peak_device_bytes))
+        speed = speed if _paged_overflow(model, gpu, setup, memory.peak_device_bytes) else speed.without_paging()
     found = Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -69,15 +69,17 @@ def predict(
     return with_evidence(found, gpu, setup, planned=planned)
 
 
-def _evicted(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> float:
-    """The share of a paged optimizer's states that finds no room beside the peak on one GPU.
+def _paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
+    """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in every
+    step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
 
-    Source: bitsandbytes, docs/source/explanations/optimizers.mdx: "zero overhead if all the memory fits onto the device
-    and only some overhead if some of memory needs to be evicted".
+    Source: bitsandbytes 0.50 `optim/optimizer.py` step (prefetches tensor by tensor); docs, explanations/optimizers.mdx
+    ("zero overhead if all the memory fits onto the device"); Park et al. 2020, Page reuse in cyclic thrashing of GPU
+    under oversubscription, CASES. Nobody is known to have measured it.
     """
     trained = trained_parameters(model, setup)
     paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
-    return min(1.0, max(0.0, (peak_device_bytes + paged - gpu.memory_bytes) / paged))
+    return peak_device_bytes + paged > gpu.memory_bytes
 
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

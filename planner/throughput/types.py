@@ -53,14 +53,14 @@ class StepTime:
         """The fraction of the step that `part` takes."""
         return self.parts_s.get(part, 0.0) / self.step_time_s
 
-    def evicting(self, share: float) -> "StepTime":
-        """The same step where only so much of a paged optimizer's states leaves the card."""
-        saved = (1.0 - share) * self.parts_s.get("paging", 0.0)
+    def without_paging(self) -> "StepTime":
+        """The same step where all of a paged optimizer's states stay on the card."""
+        saved = self.parts_s.get("paging", 0.0)
         faster = self.step_time_s / (self.step_time_s - saved)
         return replace(
             self,
             step_time_s=self.step_time_s - saved,
-            parts_s={name: part - saved if name == "paging" else part for name, part in self.parts_s.items()},
+            parts_s={name: part for name, part in self.parts_s.items() if name != "paging"} | {"paging": 0.0},
             mfu_fraction=self.mfu_fraction * faster,
             tokens_per_s=self.tokens_per_s * faster,
         )

@@ -324,6 +324,8 @@ def test_paged_states_pay_for_what_has_no_room() -> None:
     parts = paged.time_parts_s
     assert 0 < parts["paging"] <= 2 * states / link.host_rate  # the rest hides behind the host's loop over tensors
     assert paged.tokens_per_s == pytest.approx((roomy.tokens_per_s or 0) * (1 - parts["paging"] / sum(parts.values())))
+    half = replace(A100, memory_bytes=roomy.peak_device_bytes + states // 4)  # half of them: what is next was evicted
+    assert predict(smol(), half, setup.with_(optimizer="paged-adamw-8bit")).tokens_per_s == paged.tokens_per_s
 
 
 @pytest.mark.parametrize(("dtype", "upcast", "dropout", "drag", "compiled", "expected"), [
