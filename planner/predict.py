@@ -70,8 +70,8 @@ def predict(
 
 
 def _paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
-    """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in every
-    step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
+    """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in
+    every step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
 
     Source: bitsandbytes 0.50 `optim/optimizer.py` step (prefetches tensor by tensor); docs, explanations/optimizers.mdx
     ("zero overhead if all the memory fits onto the device"); Park et al. 2020, Page reuse in cyclic thrashing of GPU

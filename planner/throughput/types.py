@@ -60,7 +60,7 @@ class StepTime:
         return replace(
             self,
             step_time_s=self.step_time_s - saved,
-            parts_s={name: part for name, part in self.parts_s.items() if name != "paging"} | {"paging": 0.0},
+            parts_s={**self.parts_s, "paging": 0.0},
             mfu_fraction=self.mfu_fraction * faster,
             tokens_per_s=self.tokens_per_s * faster,
         )
