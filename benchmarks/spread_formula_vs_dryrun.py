@@ -2,6 +2,7 @@
 
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
     python benchmarks/spread_formula_vs_dryrun.py --out context.jsonl --parallel context --limit 90   # cut sequences
+    python benchmarks/spread_formula_vs_dryrun.py --out experts.jsonl --parallel experts --limit 88   # dealt experts
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
@@ -58,6 +59,26 @@ CUT: tuple[dict[str, Any], ...] = (
     {"parallel": "fsdp2", "context_degree": 8},
 )
 """With `--parallel context`: long sequences that are cut over GPUs."""
+DEALT: tuple[dict[str, Any], ...] = (
+    {"parallel": "fsdp2", "expert_degree": 8},
+    {"parallel": "fsdp2", "expert_degree": 2},
+    {"parallel": "fsdp2", "expert_degree": 4},
+    {"parallel": "fsdp2", "expert_degree": 8, "shard_degree": 8},
+)
+"""With `--parallel experts`: full fine-tuning of mixtures whose experts are dealt out over GPUs."""
+MIXTURES = (
+    "qwen/qwen3-30b-a3b",
+    "mistralai/mixtral-8x7b-v0.1",
+    "allenai/olmoe-1b-7b-0924",
+    "deepseek-ai/deepseek-v2-lite",
+    "openai/gpt-oss-20b",
+    "microsoft/phi-3.5-moe-instruct",
+    "qwen/qwen1.5-moe-a2.7b",
+    "zai-org/glm-4.5-air",
+    "google/gemma-4-26b-a4b-it",
+    "qwen/qwen3.5-35b-a3b",
+    "qwen/qwen3-next-80b-a3b-instruct",
+)
 LONG = (8192, 16384, 32768, 65536)
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SEQ_LENS = (512, 1024, 2048, 4096)
@@ -83,13 +104,13 @@ RANKS = (8, 16, 64)
 def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
-    cut = "context" in parallels
+    cut, dealt = "context" in parallels, "experts" in parallels
     lengths = LONG if cut else SEQ_LENS
     while True:
-        for strategy in CUT if cut else STRATEGIES:
-            for model in MODELS:
+        for strategy in CUT if cut else DEALT if dealt else STRATEGIES:
+            for model in MIXTURES if dealt else MODELS:
                 fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
-                fields |= draw.choice(METHODS)
+                fields |= draw.choice(METHODS[:3] if dealt else METHODS)
                 rank = draw.choice(RANKS)
                 if fields["method"] == "full":
                     fields["lora_targets"] = "all-linear"
@@ -103,7 +124,7 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                     continue
                 spec = catalogue.load(model)
                 assert spec is not None
-                if (cut or strategy["parallel"] in parallels) and not why_not(spec, setup):
+                if (cut or dealt or strategy["parallel"] in parallels) and not why_not(spec, setup):
                     yield model, setup
 
 
@@ -147,6 +168,8 @@ def strategy_of(setup: TrainSetup) -> str:
         name += ", no reshard"
     if setup.context_degree > 1:
         name += f", context {setup.context_degree}"
+    if setup.expert_degree > 1:
+        name += f", experts over {setup.expert_degree}"
     if setup.shards != setup.copies and setup.parallel == "fsdp2":
         name += ", hybrid"
     if setup.offload != "none":

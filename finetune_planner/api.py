@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
     parallel: str | Sequence[str]
     tensor_degree: int | Sequence[int]
     context_degree: int | Sequence[int]
+    expert_degree: int | Sequence[int]
     pipeline_degree: int | Sequence[int]
     schedule: str
     shard_degree: int

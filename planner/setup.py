@@ -51,6 +51,7 @@ class TrainSetup:
         tensor_degree: GPUs over which every matrix is split (Megatron's column and row splits).
         context_degree: GPUs over which every sequence is cut (context or sequence parallelism): as a ring under FSDP2,
             by attention heads under ZeRO (Ulysses).
+        expert_degree: GPUs over which every layer's experts are dealt out, whole (expert parallelism).
         pipeline_degree: stages into which the layers are cut; accumulation_steps is then the micro-batches in flight.
         pipeline_schedule: one of PIPELINE_SCHEDULES.
         shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
@@ -100,6 +101,7 @@ class TrainSetup:
     parallel: str = "none"
     tensor_degree: int = 1
     context_degree: int = 1
+    expert_degree: int = 1
     pipeline_degree: int = 1
     pipeline_schedule: str = "1f1b"
     shard_degree: int = 0
@@ -322,6 +324,11 @@ class TrainSetup:
         return self.tensor_degree * self.context_degree * self.pipeline_degree
 
     @property
+    def is_split(self) -> bool:
+        """Whether something of one copy is cut or dealt out over GPUs that sharding would gather again."""
+        return self.split_degree > 1 or self.expert_degree > 1
+
+    @property
     def copies(self) -> int:
         """Ranks that would hold the same if nothing were sharded: those of one sequence count as well as its copies."""
         return self.data_degree * self.context_degree
@@ -330,6 +337,11 @@ class TrainSetup:
     def rings(self) -> bool:
         """Whether the keys and values of a sequence that is cut go round its GPUs (PyTorch's context parallelism)."""
         return self.context_degree > 1 and self.parallel == "fsdp2"
+
+    @property
+    def sharded_at_loading(self) -> bool:
+        """Whether transformers shards the model while it loads (`DistributedConfig`), and Accelerate wraps nothing."""
+        return self.tensor_degree > 1 or self.expert_degree > 1
 
     @property
     def shards(self) -> int:
@@ -405,6 +417,7 @@ class TrainSetup:
 SPREAD_FIELDS = (
     "tensor_degree",
     "context_degree",
+    "expert_degree",
     "pipeline_degree",
     "pipeline_schedule",
     "shard_degree",

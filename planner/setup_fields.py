@@ -14,6 +14,11 @@ from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.choices.rollouts import Rollout
 from planner.choices.stacks import STACKS as _STACKS
 from planner.errors import SetupError
+from planner.setup_spread import OFFLOADS as OFFLOADS
+from planner.setup_spread import PARALLELS as PARALLELS
+from planner.setup_spread import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
+from planner.setup_spread import SHARDED as SHARDED
+from planner.setup_spread import check_spread, count, one_of
 
 if TYPE_CHECKING:
     from planner.setup import TrainSetup
@@ -32,22 +37,13 @@ OBJECTIVE_NAMES = tuple(_OBJECTIVES)
 ADAPTER_KINDS = tuple(_ADAPTERS)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
-PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
-"""What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
-(nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
-"device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
-SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 SAVED_HEADS = ("lm_head", "embed_out")
 SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
 """What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
 STACK_NAMES = tuple(_STACKS)
 """Whose training step a setup is for (`planner.choices.stacks`)."""
-PIPELINE_SCHEDULES = ("1f1b", "gpipe")
-OFFLOADS = ("none", "optimizer", "parameters")
-"""What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
 
-_MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 _ONE_OF = {
     "method": METHODS,
     "precision": PRECISIONS,
@@ -87,9 +83,7 @@ def check(setup: "TrainSetup") -> None:
     else:
         _check_adapter(setup)
     if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
-        _check_degrees(setup)
-        _check_sharing(setup)
-        _check_context(setup)
+        check_spread(setup)
     if setup.trained_layers:
         _check_partial(setup)
     if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
@@ -123,13 +117,13 @@ def _check_values(setup: "TrainSetup") -> None:
     if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
         raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
     for name, allowed in _ONE_OF.items():
-        _one_of(name, getattr(setup, name), allowed)
+        one_of(name, getattr(setup, name), allowed)
     for name, at_least in _COUNTS.items():
-        _count(name, getattr(setup, name), at_least=at_least)
+        count(name, getattr(setup, name), at_least=at_least)
     if not 0.0 <= setup.lora_dropout < 1.0:
         raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
     if isinstance(setup.lora_targets, str):
-        _one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
+        one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
     elif not setup.lora_targets or not all(isinstance(name, str) and name for name in setup.lora_targets):
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
@@ -288,89 +282,6 @@ def _check_unlike_lora(setup: "TrainSetup", row: Adapter) -> None:
         )
 
 
-def _check_degrees(setup: "TrainSetup") -> None:
-    """Over how many GPUs, cut how."""
-    for name in ("tensor_degree", "context_degree", "pipeline_degree"):
-        _count(name, getattr(setup, name), at_least=1)
-    _count("shard_degree", setup.shard_degree, at_least=0)
-    _one_of("pipeline_schedule", setup.pipeline_schedule, PIPELINE_SCHEDULES)
-    _one_of("offload", setup.offload, OFFLOADS)
-    if not isinstance(setup.reshard_after_forward, bool):
-        raise SetupError(f"reshard_after_forward must be true or false, got {setup.reshard_after_forward!r}")
-    if setup.num_gpus == 1:
-        if setup.parallel != "none":
-            raise SetupError(f"parallel {setup.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
-        raise SetupError("tensor, context, pipeline and shard degrees, and offloading, need more than one GPU")
-    if setup.num_gpus % setup.split_degree:
-        degrees = {name: getattr(setup, name) for name in ("tensor_degree", "context_degree", "pipeline_degree")}
-        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-        raise SetupError(
-            f"{setup.num_gpus} GPUs cannot be cut into {words}",
-            hint="their product must divide the number of GPUs",
-        )
-
-
-def _check_context(setup: "TrainSetup") -> None:
-    """What goes with sequences that are cut over GPUs.
-
-    Source: accelerate 1.15 `ParallelismConfig` (`cp_size` with FSDP2, `sp_size` with DeepSpeed; not both);
-    transformers 5.23 `Trainer._prepare_context_parallel_inputs` (SDPA alone); accelerate `utils/dataclasses.py`
-    DeepSpeedSequenceParallelConfig (SDPA or flash attention).
-    """
-    degree, name = setup.context_degree, f"context_degree {setup.context_degree}"
-    if degree == 1:
-        return
-    if setup.tensor_degree * setup.pipeline_degree > 1 or setup.parallel not in SHARDED:
-        raise SetupError(
-            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}",
-            hint="use --parallel fsdp2 (a ring of keys and values) or zero3 (Ulysses)",
-        )
-    attentions = ("sdpa",) if setup.rings else ("sdpa", "flash-attention-2")
-    if setup.attention not in attentions:
-        raise SetupError(f"{name} under {setup.parallel} needs attention {' or '.join(attentions)}")
-    if setup.seq_len_tokens % setup.pieces:
-        raise SetupError(
-            f"sequences of {setup.seq_len_tokens} tokens cannot be cut into {setup.pieces} pieces",
-            hint=f"give --seq-len {-(-setup.seq_len_tokens // setup.pieces) * setup.pieces}",
-        )
-    if setup.compile or setup.selective_checkpointing:
-        raise SetupError(f"{name} is not planned with torch.compile or selective checkpoints")
-
-
-def _check_sharing(setup: "TrainSetup") -> None:
-    """What the copies share, and what does not go with it."""
-    split = setup.tensor_degree * setup.pipeline_degree
-    if setup.quantize_experts and setup.parallel != "ddp":
-        raise SetupError("quantize_experts is planned for one GPU or ddp")
-    if setup.activation_offload and (split > 1 or setup.parallel not in ("none", "ddp", "fsdp2")):
-        raise SetupError("activation_offload is for one GPU, ddp or fsdp2: DeepSpeed checkpoints by itself")
-    if setup.tensor_degree > 1 and setup.kernels != "eager":
-        raise SetupError(f"kernels {setup.kernels!r} do not take matrices and norms that tensor parallelism cuts")
-    if setup.parallel in ("dp", "device-map") and split > 1:
-        raise SetupError(f"parallel {setup.parallel!r} does not combine with tensor or pipeline parallelism")
-    if (setup.parallel == "none") != (setup.num_gpus == split):
-        raise SetupError(
-            f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
-            hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
-        )
-    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.copies % setup.shard_degree):
-        raise SetupError(
-            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide its {setup.copies} copies"
-        )
-    if not setup.reshard_after_forward and setup.parallel != "fsdp2":
-        raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
-    if setup.fsdp_version not in (1, 2) or (setup.fsdp_version == 1 and (setup.parallel != "fsdp2" or split > 1)):
-        raise SetupError(
-            f"fsdp_version must be 2, or 1 with parallel 'fsdp2' and nothing else split, got {setup.fsdp_version!r}"
-        )
-    allowed = {"zero1": OFFLOADS[:2], "zero2": OFFLOADS[:2], "zero3": OFFLOADS, "fsdp2": ("none", "parameters")}
-    if setup.offload not in allowed.get(setup.parallel, ("none",)):
-        raise SetupError(
-            f"parallel {setup.parallel!r} cannot offload {setup.offload!r}",
-            hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
-        )
-
-
 def _check_images(setup: "TrainSetup") -> None:
     """What pictures leave of the other fields."""
     for name, allowed in WITH_IMAGES.items():
@@ -423,16 +334,3 @@ def _check_rollout(setup: "TrainSetup", rolls: Rollout) -> None:
         )
     if rolls.colocated and setup.quantization == "int8":
         raise SetupError("vLLM has no 8-bit quantization in flight", hint="use another --generator")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
-    if value not in allowed:
-        options = ", ".join(allowed)
-        raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
-
-
-def _count(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SetupError(f"{name} must be a whole number, got {value!r}")
-    if not at_least <= value <= _MAX_COUNT:
-        raise SetupError(f"{name} must be at least {at_least} and at most {_MAX_COUNT}, got {value}")

@@ -61,6 +61,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="context_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
+    Dimension(name="expert_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="pipeline_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="pipeline_schedule", kind="category", speed_sd=0.03, memory_sd=0.01, blame=1),
     Dimension(name="shard_degree", kind="log2", speed_sd=0.04, memory_sd=0.01, blame=1),

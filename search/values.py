@@ -55,6 +55,7 @@ SPACE: dict[str, BaseDistribution] = {
     "parallel": CategoricalDistribution(PARALLELS),
     "tensor_degree": IntDistribution(1, _MAX),
     "context_degree": IntDistribution(1, _MAX),
+    "expert_degree": IntDistribution(1, _MAX),
     "pipeline_degree": IntDistribution(1, _MAX),
     "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
     "shard_degree": IntDistribution(0, _MAX),

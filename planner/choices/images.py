@@ -15,6 +15,7 @@ WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
     "parallel": ("none", "ddp"),
     "tensor_degree": (1,),
     "context_degree": (1,),
+    "expert_degree": (1,),
     "pipeline_degree": (1,),
     "adapter": ("lora",),
     "packing": (False,),

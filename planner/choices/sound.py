@@ -25,6 +25,7 @@ WITH_SOUND: Mapping[str, tuple[object, ...]] = {
     "parallel": ("none", "ddp"),
     "tensor_degree": (1,),
     "context_degree": (1,),
+    "expert_degree": (1,),
     "pipeline_degree": (1,),
     "images": (None,),
 }

@@ -84,10 +84,10 @@ def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
     if rows and num_gpus == 1:
         raise UsageError(f"--{rows[0].word} needs more than one GPU", hint="give --gpus 2 or more")
     found = {row.of: row.wished(asked[row.key]) for row in rows}
-    degrees = {"tensor_degree", "pipeline_degree", "context_degree"}
+    degrees = {"tensor_degree", "pipeline_degree", "context_degree", "expert_degree"}
     if set(found.get("parallel", ())) & {"dp", "device-map"} and degrees & set(found):
         raise UsageError(
-            f"--parallel {found['parallel'][0]} does not combine with tensor, context or pipeline parallelism",
+            f"--parallel {found['parallel'][0]} does not combine with tensor, context, expert or pipeline parallelism",
             hint="leave the degrees out, or use --parallel ddp or fsdp2",
         )
     return found
@@ -104,8 +104,9 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
     values = {name: allowed[0] for name, allowed in spread.items()}
     if "parallel" not in values:
         split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
+        within = values.get("context_degree", 1) * values.get("expert_degree", 1)
         only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
-        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * values.get("context_degree", 1) > 1
+        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * within > 1
         offloaded = values.get("offload") == "optimizer"
         values["parallel"] = "none" if split == num_gpus else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
     return {"num_gpus": num_gpus, **values}

@@ -176,6 +176,7 @@ SPLIT = (
         help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)",
         read=_gpus,
     ),
+    Flag(of="expert_degree", kind=int, many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
     Flag(of="pipeline_degree", kind=int, many=True, help="Stages the layers are cut into", read=_gpus),
     Flag(
         of="pipeline_schedule",
@@ -184,7 +185,7 @@ SPLIT = (
         help="Pipeline schedule",
     ),
 )
-"""Over how many of them the model and its sequences are cut."""
+"""Over how many of them the model, its sequences and its experts are cut."""
 SPREAD = (*SHARED, *SPLIT)
 AIM = (
     Flag(

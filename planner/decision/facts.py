@@ -311,7 +311,7 @@ def _fastest(points: list[Point]) -> Point:
 
 def _family(setup: TrainSetup) -> int:
     """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
-    if setup.split_degree > 1 or setup.offload != "none":
+    if setup.is_split or setup.offload != "none":
         return 3
     return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
 

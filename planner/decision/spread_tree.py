@@ -127,7 +127,7 @@ def _sharded(workload: Workload, facts: Facts, node: Node, chosen: Candidate) ->
     setup = chosen.setup
     cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
     needed = None
-    plain = setup.split_degree == 1 and setup.offload == "none"
+    plain = not setup.is_split and setup.offload == "none"
     if engine_of(setup).shares and plain:
         choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
         needed = _need(known)
@@ -155,7 +155,7 @@ def _split(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> A
     question = "Tensor, pipeline or context parallelism?"
     cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
     share = communication_share(chosen)
-    if setup.split_degree > 1:
+    if setup.is_split:
         reason = f"{spread_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
         choice = "yes"
     elif cuts:

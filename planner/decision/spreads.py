@@ -5,7 +5,7 @@ Stages, each tried only where the ones before leave something open (see `planner
     replicate   DDP: every GPU holds everything
     shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
     split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2; long sequences cut
-                over GPUs (context parallelism) under FSDP2 or ZeRO-3
+                over GPUs (context parallelism) under FSDP2 or ZeRO-3; experts dealt out over a node's GPUs under FSDP2
     offload     optimizer states, or those and the weights, in the host's memory
     other       DP in one process, device-map, GPipe: explained, walked only when asked for
 
@@ -33,6 +33,7 @@ SpreadKey = tuple[Any, ...]
 _TENSOR_DEGREES = (2, 4, 8)
 _PIPELINE_DEGREES = (2, 4, 8, 16)
 _CONTEXT_DEGREES = (2, 4, 8)
+_EXPERT_DEGREES = (2, 4, 8)
 LONG_TOKENS = 16384
 """Sequences from which they are cut over GPUs unasked: below, one sequence's activations are seldom what does not fit,
 and its exchange costs more than it gives. Judgement."""
@@ -80,6 +81,8 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     split = [f"tensor {tensor}"] * (tensor > 1)
     if (context := fields.get("context_degree", 1)) > 1:
         split.append(f"{'context' if fields.get('parallel') == 'fsdp2' else 'Ulysses'} {context}")
+    if (experts := fields.get("expert_degree", 1)) > 1:
+        split.append(f"experts {experts}")
     if stages > 1:
         split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
@@ -101,7 +104,9 @@ def spread_order(setup: TrainSetup) -> int:
     if setup.num_gpus == 1:
         return 0
     rank = engine_of(setup).simplicity
-    split = sum(one > 1 for one in (setup.tensor_degree, setup.context_degree, setup.pipeline_degree))
+    split = sum(
+        one > 1 for one in (setup.tensor_degree, setup.context_degree, setup.expert_degree, setup.pipeline_degree)
+    )
     rank += 4 * split + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
@@ -154,6 +159,9 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield "split", {**whole, **degrees, "parallel": parallel, "pipeline_schedule": schedule}
     for degree, parallel in _cuts(workload):
         yield "split", {**whole, "context_degree": degree, "parallel": parallel}
+    for degree in _deals(workload):
+        for group in (0, *groups):
+            yield "split", {**whole, "expert_degree": degree, "parallel": "fsdp2", "shard_degree": group}
     for parallel, offload in (
         ("zero2", "optimizer"),
         ("zero1", "optimizer"),
@@ -179,6 +187,19 @@ def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:
     for degree in degrees:
         if degree > 1:
             yield from ((degree, parallel) for parallel in asked if parallel in SHARDED)
+
+
+def _deals(workload: Workload) -> Iterator[int]:
+    """Degrees of expert parallelism: the user's, or of a mixture the most GPUs of a node that its experts divide over,
+    as its exchange is in every layer and what they gather less grows with them."""
+    if degrees := _fixed(workload, "expert_degree"):
+        yield from (degree for degree in degrees if degree > 1)
+        return
+    if {"parallel", "tensor_degree", "context_degree", "pipeline_degree"} & set(workload.fixed):
+        return
+    stacks = [one.num for layer in workload.model.layer_kinds for one in layer.linears if one.is_stack]
+    fitting = [one for one in _EXPERT_DEGREES if _per_node(workload) % one == 0]
+    yield from [one for one in fitting if stacks and not any(num % one for num in stacks)][-1:]
 
 
 def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:

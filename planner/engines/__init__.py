@@ -57,7 +57,6 @@ def why_not(model: ModelSpec, setup: TrainSetup) -> str:
             f"{model.model_type} is planned on one GPU or with ddp: how {setup.parallel} gathers its convolutions and "
             "an encoder's output that all layers share is not modelled"
         )
-    from planner.engines.splits import context_refuses, pipeline_refuses, tensor_refuses  # one GPU never needs it
+    from planner.engines.splits import split_refuses  # one GPU never needs it
 
-    refused = engine_of(setup).refuses(model, setup) or context_refuses(model, setup)
-    return refused or tensor_refuses(model, setup) or pipeline_refuses(model, setup)
+    return engine_of(setup).refuses(model, setup) or split_refuses(model, setup)

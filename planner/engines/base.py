@@ -13,6 +13,7 @@ _ONE_GPU: dict[str, Any] = {
     "num_gpus": 1,
     "parallel": "none",
     "tensor_degree": 1,
+    "expert_degree": 1,
     "pipeline_degree": 1,
     "pipeline_schedule": "1f1b",
     "shard_degree": 0,
@@ -65,19 +66,24 @@ class Engine(ABC):
         Source: accelerate 1.15 `Accelerator._prepare_fsdp2` (no `prepare_model`), `FullyShardedDataParallelPlugin.
         set_mixed_precision`; native_amp is off for DeepSpeed; DeepSpeed 0.19 `engine.py` _configure_distributed_model.
         """
-        alone = _ONE_GPU if setup.context_degree == 1 else _own_tokens(setup)
+        alone = _alone(setup)
         if not self.casts_to_half(setup):
             return setup.trusted_with(**alone)
         half = setup.compute_dtype
         if (
-            setup.tensor_degree > 1
+            setup.sharded_at_loading
         ):  # transformers' FSDP2: weights gathered in 16 bit, and the Trainer's autocast on top
             return setup.trusted_with(**alone, precision=precision_of(half, half))
         adapter = {} if setup.method == "full" else {"adapter_dtype": half}
         return setup.trusted_with(**alone, **adapter, precision=precision_of(half, None), kbit_fp32_cast=False)
 
 
-def _own_tokens(setup: TrainSetup) -> dict[str, Any]:
-    """What a rank of a cut sequence computes: its own tokens; the degree, and who exchanges keys, stay known."""
+def _alone(setup: TrainSetup) -> dict[str, Any]:
+    """The fields of a rank by itself; where it exchanges keys or tokens within a layer, with whom stays known."""
+    if setup.expert_degree > 1:
+        dealt = {"parallel": setup.parallel, "expert_degree": setup.expert_degree, "shard_degree": setup.shards}
+        return {**_ONE_GPU, **dealt}
+    if setup.context_degree == 1:
+        return _ONE_GPU
     tokens = setup.seq_len_tokens // setup.context_degree
     return {**_ONE_GPU, "parallel": setup.parallel, "seq_len_tokens": tokens}

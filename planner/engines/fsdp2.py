@@ -5,6 +5,7 @@ from typing import final
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
+from planner.engines.dealt import around_experts, at_the_loss, gathered_beside, share_of, without_experts
 from planner.engines.gather import Groups, gathered_groups, scales_bytes
 from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
@@ -38,6 +39,8 @@ class Fsdp2(Engine):
     sends = "weights are gathered before every forward and every backward"
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        if setup.expert_degree > 1:
+            return self._dealt(part, setup, accumulated=accumulated)
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
         shards, model = setup.shards, part.model
@@ -63,6 +66,33 @@ class Fsdp2(Engine):
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
             host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+        )
+
+    def _dealt(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        """The state where experts are dealt out: the rest of the model sharded over all ranks, they in their own
+        groups."""
+        inner, rest = self.computes(setup), without_experts(part.model)
+        share, groups = share_of(part.model, setup), gathered_groups(rest, inner, setup.shards)
+        around = gathered_groups(around_experts(part.model), inner, setup.shards).layer
+        trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
+        outer = _shard(trained, groups, setup.shards, dtype)
+        local, own = share.beside(outer), SIZE_BYTES[dtype]
+        held = [weights_held(f"weights / {setup.shards}", own * local.num)]
+        held += gathered_beside(rest, groups, around, share, inner, casts=dtype != inner.weight_dtype)
+        if rest.tied:  # transformers wraps both ends of the tie
+            held.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
+        halves = 2 + int(halves_stay_apart(rest, inner) or setup.loss == "chunked")
+        held += _reducing(rest, groups, trained, local, setup, halves=halves, keep=False, accumulated=accumulated)
+        held += _sharded_gradients(groups, local, setup.shards, accumulated, beside=share.layer)
+        forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
+        return RankState(
+            part=part,
+            setup=inner,
+            trained=trained,
+            local=local,
+            held=tuple(one for one in held if one.size_bytes),
+            loss_forward_bytes=forward,
+            loss_backward_bytes=backward,
         )
 
     def casts_to_half(self, setup: TrainSetup) -> bool:
@@ -107,7 +137,7 @@ def _block_by_block(
     keep = not setup.reshard_after_forward
     held = _gathered(model, groups, keep=keep, adapters=setup.method != "full")
     held += gathered_head(model, setup, inner.weight_dtype)
-    if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
+    if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
         again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
         held.append(again)
     held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
@@ -202,15 +232,18 @@ def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) ->
     return gradients_held("unsharded gradients", size * (trained.num + whole), *alive)
 
 
-def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated: bool) -> list[Held]:
+def _sharded_gradients(
+    groups: Groups, local: Trained, shards: int, accumulated: bool, *, beside: int = 0
+) -> list[Held]:
     """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
-    layer's all but its own and the table's)."""
+    layer's all but its own and the table's); `beside`: elements of a layer's experts, sharded apart."""
     size = SIZE_BYTES[local.dtype]
     if accumulated:
         name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
         return [gradients_held(name, local.size_bytes, *alive)]
     name = f"gradients / {shards}"
     missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
+    missing += size * beside
     return [
         gradients_held(name, max(0, local.size_bytes - missing), "last"),
         gradients_held(name, local.size_bytes, "end", "step"),
@@ -307,24 +340,27 @@ def _reducing(
     _all_reduce_state).
     """
     shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
-    in_fp32 = setup.tensor_degree > 1 and setup.autocast_dtype is not None  # transformers' policy reduces in fp32
+    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' policy reduces in fp32
     wide = SIZE_BYTES["fp32"] if in_fp32 else size
     cast = own if own != wide else 0
     way = _Reduction(
         groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
         accumulated=accumulated,
     )  # fmt: skip
-    apart = cast or setup.offload == "parameters"  # from the gradients that are counted, or not on the device
-    reduced = wide * trained.num // shards if apart and setup.shards < setup.data_degree else 0
+    # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
+    apart = cast or setup.offload == "parameters" or (accumulated and setup.expert_degree > 1)
+    own_share = local.num if setup.expert_degree > 1 else trained.num // shards
+    reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     unreduced = wide * (groups.layer_trained + way.table) // shards
     buffer = "reduce-scatter buffer"
+    sent = wide if setup.expert_degree > 1 else size
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
         gradients_held(
             "one matrix's unsharded gradient", size * min(groups.matrix, groups.layer_trained), "first", "turn", "last"
         ),
-        gradients_held(buffer, groups.tail_trained * size, "first", "turn"),
-        gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
+        gradients_held(buffer, groups.tail_trained * sent, "first", "turn"),
+        gradients_held(buffer, groups.layer_trained * sent + way.waiting, "last"),
         gradients_held("last gradients being reduced", way.end(halves, unreduced if reduced else 0), "end"),
         gradients_held("all-reduced gradients before the cast", max(0, reduced - unreduced), "last"),
         gradients_held("all-reduced gradients before the cast", reduced, "end"),
@@ -350,7 +386,7 @@ def sharded_dtype(setup: TrainSetup) -> str:
     are present.
     """
     own = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
-    if setup.tensor_degree > 1:  # transformers' own FSDP2: as loaded
+    if setup.sharded_at_loading:  # transformers' own FSDP2: as loaded
         return own
     if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
         return own

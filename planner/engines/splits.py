@@ -12,6 +12,10 @@ from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
+_NO_EXPERT_PLAN = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"})
+"""Model types with routed experts for which transformers 5.23 has no `ep_dispatch_experts` rule."""
+_DENSE_EXPERT_PLAN = frozenset({"gemma4", "gemma4_text", "diffusion_gemma"})
+"""Those whose plan also splits dense matrices over the experts' GPUs."""
 _TENSOR_ROLES = frozenset({"q", "k", "v", "o", "gate", "up", "gate_up", "down", "router"})
 
 
@@ -45,6 +49,12 @@ def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> lis
     own = model.num_embedding_params if model.tied else model.num_head_params
     size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
     return [weights_held("gathered head", size, "loss")]
+
+
+def split_refuses(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine splits this model so; "" where one does, or nothing is split."""
+    refused = context_refuses(model, setup) or experts_refuse(model, setup)
+    return refused or tensor_refuses(model, setup) or pipeline_refuses(model, setup)
 
 
 def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
@@ -123,6 +133,36 @@ def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
                 f"{attention.num_heads} heads and {attention.num_kv_heads} key-value heads cannot be dealt out to "
                 f"{degree} GPUs (DeepSpeed 0.19 UlyssesSPAttentionHF)"
             )
+    return ""
+
+
+def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine deals out this model's experts so; "" where one does, or none are dealt out."""
+    degree = setup.expert_degree
+    if degree == 1:
+        return ""
+    if setup.method != "full":
+        return (
+            "expert parallelism is planned for full fine-tuning: peft's adapters come when transformers has sharded "
+            "the model already (transformers 5.23 distributed/fsdp.py)"
+        )
+    stacks = [one for layer in model.layer_kinds for one in layer.linears if one.is_stack]
+    if not stacks:
+        return f"{model.model_type} has no stacked experts that could be dealt out over GPUs"
+    if model.model_type in _NO_EXPERT_PLAN:
+        return (
+            f"transformers has no plan that dispatches {model.model_type}'s tokens to experts elsewhere (5.23 "
+            "base_model_ep_plan)"
+        )
+    if model.model_type in _DENSE_EXPERT_PLAN:
+        return (
+            f"transformers' expert plan of {model.model_type} also splits dense matrices over the experts' GPUs, which "
+            "its FSDP2 cannot shard again (5.23, tried: overlapping meshes)"
+        )
+    if uneven := next((one.num for one in stacks if one.num % degree), 0):
+        return f"{uneven} experts cannot be dealt out evenly to {degree} GPUs (transformers 5.23 MoEParamShard)"
+    if not OPTIMIZERS[setup.optimizer].steps_dtensors:
+        return f"{setup.optimizer} has no step for the DTensors of dealt-out experts (bitsandbytes issue 1633)"
     return ""
 
 

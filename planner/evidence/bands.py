@@ -70,7 +70,7 @@ def dry_run_band(setup: TrainSetup) -> float:
 
 
 def _spread_band(setup: TrainSetup) -> float:
-    if setup.split_degree > 1 or setup.offload != "none":
+    if setup.is_split or setup.offload != "none":
         return SPREAD_BAND
     return SPREAD_BANDS.get(setup.parallel, SPREAD_BAND)
 

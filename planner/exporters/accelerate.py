@@ -64,7 +64,7 @@ def distributed_type(setup: TrainSetup) -> str:
     """Accelerate's name for the way a setup spreads."""
     if not needed(setup):
         return "NO"
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         return "MULTI_GPU"  # transformers shards while it loads; Accelerate must not do it again
     if setup.parallel in deepspeed.STAGES:
         return "DEEPSPEED"

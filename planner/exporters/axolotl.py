@@ -94,6 +94,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "Axolotl"):
         return reason
+    if setup.expert_degree > 1:
+        return (
+            "Axolotl's expert parallelism needs DeepEP built from source, and every GPU that shares experts holds all "
+            "the rest: plan with --target trl"
+        )
     if setup.activation_offload and setup.parallel == "fsdp2":
         return "Axolotl's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
     if reason := context_refusal(setup, "Axolotl"):

@@ -127,7 +127,7 @@ def _spread_notes(request: ExportRequest) -> list[str]:
         notes.append(f"Or without Accelerate's config: {torchrun(request, f'launch/{FILE}')}")
     if setup.parallel == "dp":
         notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     return notes
 
@@ -244,7 +244,7 @@ def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
         Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
         attention_line(request),
         Line("quantization_config", Code("quantization")) if quantization else None,
-        Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
+        Line("distributed_config", distributed_config(setup)) if setup.sharded_at_loading else None,
         device_map,
     ]
 
@@ -409,7 +409,7 @@ def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:
     if not request.save:
         return [Line("save_strategy", "no", "the final model is saved all the same")]
     lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
     return lines
 

@@ -29,6 +29,8 @@ def split_refusal(setup: TrainSetup, tool: str) -> str:
         return f"{tool} has no tensor parallelism (hf, trl, axolotl and torchtitan have)"
     if setup.context_degree > 1:
         return context_refusal(setup, tool)
+    if setup.expert_degree > 1:
+        return f"{tool} is not written with expert parallelism (hf, trl and torchtitan are)"
     if setup.parallel == "dp":
         return f"one process for all GPUs (nn.DataParallel) is not {tool}'s way; ddp holds less and is faster"
     return ""
@@ -91,10 +93,10 @@ def sync_lines(setup: TrainSetup) -> list[Line]:
 
 
 def distributed_config(setup: TrainSetup) -> dict[str, object]:
-    """transformers' `DistributedConfig` as plain values; {} without tensor parallelism."""
-    if setup.tensor_degree == 1:
+    """transformers' `DistributedConfig` as plain values; {} where Accelerate shards."""
+    if not setup.sharded_at_loading:
         return {}
-    config: dict[str, object] = {"tp_size": setup.tensor_degree}
+    config: dict[str, object] = {"tp_size": setup.tensor_degree} if setup.tensor_degree > 1 else {}
     if setup.parallel == "fsdp2":
         config["fsdp_size"] = setup.shards
         if setup.shards < setup.data_degree:
@@ -103,6 +105,8 @@ def distributed_config(setup: TrainSetup) -> dict[str, object]:
             config["fsdp_cpu_offload"] = True
         if setup.autocast_dtype == "bf16":
             config["fsdp_mixed_precision"] = True
+        if setup.expert_degree > 1:
+            config["ep_size"] = setup.expert_degree
     return config
 
 

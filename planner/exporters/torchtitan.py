@@ -26,12 +26,14 @@ FLAVORS = {
     ("qwen3", 4096, 36): "8B",
     ("qwen3", 5120, 40): "14B",
     ("qwen3", 5120, 64): "32B",
+    ("qwen3_moe", 2048, 48): "30B-A3B",
+    ("qwen3_moe", 4096, 94): "235B-A22B",
     ("llama", 4096, 32): "8B",
     ("llama", 8192, 80): "70B",
     ("llama", 16384, 126): "405B",
 }
 """(model type, hidden size, layers) -> torchtitan's name. Source: 0.2.2 models/{qwen3,llama3}/__init__.py."""
-NAMES = {"qwen3": "qwen3", "llama": "llama3"}
+NAMES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
 LLAMA_ROPE_FACTOR = 8
 """torchtitan's Llama scales its rotary frequencies like Llama 3.1 does."""
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
@@ -70,7 +72,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.num_gpus == 1:
         return "the torchtitan config is written for several GPUs"
     if not flavor(model):
-        return "torchtitan 0.2.2 has Llama 3.1 and dense Qwen 3, not this model"
+        return "torchtitan 0.2.2 has Llama 3.1 and Qwen 3, not this model"
     if setup.method != "full":
         return "torchtitan 0.2.2 trains whole models: no peft adapters"
     if setup.parallel not in ("none", "ddp", "fsdp2"):
@@ -192,6 +194,8 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
             Line("context_parallel_degree", setup.context_degree, "GPUs over which every sequence is cut"),
             Line("context_parallel_rotate_method", "allgather"),
         ]
+    if setup.expert_degree > 1:
+        lines.append(Line("expert_parallel_degree", setup.expert_degree, "GPUs over which experts are dealt out"))
     if sharded:
         lines.append(Line("fsdp_reshard_after_forward", "always" if setup.reshard_after_forward else "never"))
     if setup.pipeline_degree > 1:

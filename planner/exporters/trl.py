@@ -194,7 +194,7 @@ def _notes(request: ExportRequest) -> list[str]:
         notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     if setup.packing and setup.attention != "flash-attention-2":
         notes.append(
@@ -319,7 +319,7 @@ def _quantization(setup: TrainSetup) -> list[Line]:
             "bnb_4bit_use_double_quant": double,
             "bnb_4bit_compute_dtype": DTYPES[setup.compute_dtype],
         }
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         kwargs["distributed_config"] = distributed_config(setup)
         return [*lines, Line("model_init_kwargs", kwargs, "sharded while loading")]
     if setup.parallel == "device-map":
@@ -419,7 +419,7 @@ def output_lines(request: ExportRequest) -> list[Line]:
     ]
     if request.save:
         lines += [Line("save_steps", 500), Line("save_total_limit", 1)]
-        if request.setup.tensor_degree > 1:
+        if request.setup.sharded_at_loading:
             lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
         return lines
     return [*lines, Line("save_strategy", "no", "the final model is saved all the same")]

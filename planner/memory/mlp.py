@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.expert_parallel import dispatch_saved
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec
@@ -126,7 +127,9 @@ def add_mlp(
         saved.mlp += _between_dense(layer.mlp, down, context, normed)
         _add_last(saved, layer, layer.mlp, down, context, normed)
     if layer.mlp.kind == "moe":
-        saved.mlp += _routed_saved(layer.mlp, layer, context, normed)
+        if context.trained and not dense:
+            saved.add("mlp", inputs_saved(by_role.get("router", ()), context, normed))
+        saved.mlp += _routed_saved(layer.mlp, layer, context, normed) + dispatch_saved(layer, context)
         _experts_as_modules(saved, layer, context)
 
 

@@ -55,7 +55,8 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
     if setup.parallel == "dp":
         return (RankPart(name="GPU 0", num_ranks=1, model=model),)
     if stages == 1:
-        return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=tensor_shard(model, setup.tensor_degree)),)
+        piece = expert_shard(tensor_shard(model, setup.tensor_degree), setup.expert_degree)
+        return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=piece),)
     parts = []
     start = 0
     for stage, size in enumerate(stage_sizes(model.num_layers, stages)):
@@ -160,6 +161,29 @@ def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     Not counted: sequence parallelism, which those plans do not use.
     """
     return model if degree == 1 else _tensor_shard(model, degree)
+
+
+def expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
+    """One rank's share of a model whose experts are dealt out: an even number of each layer's, whole; all else as it
+    is.
+
+    Source: transformers 5.23 `distributed/expert_parallel.py` MoEParamShard ("grouped_gemm").
+    """
+    return model if degree == 1 else _expert_shard(model, degree)
+
+
+@lru_cache(maxsize=256)
+def _expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
+    kinds = tuple(
+        replace(
+            layer,
+            linears=tuple(
+                replace(one, num=one.num // degree, dealt=True) if one.is_stack else one for one in layer.linears
+            ),
+        )
+        for layer in model.layer_kinds
+    )
+    return replace(model, layer_kinds=kinds)
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ from planner.memory.adapter_kinds import (
 )
 from planner.memory.context_parallel import exchanged_bytes
 from planner.memory.dtypes import SIZE_BYTES, promote
+from planner.memory.expert_parallel import dispatched_moments
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.matrix_inputs import adapter_input, handed_on
 from planner.memory.mlp import ACTIVATION_COPIES, activation_dtype, gated_fused, lora_mlp
@@ -307,9 +308,17 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     """
     flow = context.flow
     residual = SIZE_BYTES[flow.residual] * context.hidden
-    size = SIZE_BYTES[flow.linear_out(flow.residual)]
     seen = SIZE_BYTES[looked_at_dtype(flow)] * context.looked_at  # features of pictures, in their type
     mlp, _ = _mlp_moments(layer, context, saved)
+    fed = context.tokens * (residual + max(mlp, routed_gradients(layer, context))) - saved.behind
+    return seen * context.hidden + max(fed, *_outside_the_mlp(layer, context, saved))
+
+
+def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """As `backward_transient`, of the norm's backward and of the attention's alone."""
+    flow = context.flow
+    residual = SIZE_BYTES[flow.residual] * context.hidden
+    size = SIZE_BYTES[flow.linear_out(flow.residual)]
     plain = context.traits.norm == "layer" and not flow.autocast  # one kernel in the stream's own type
     norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[flow.residual] if plain else 4)
     norm = (2 * size if "norm" in context.fused else norms) * context.hidden
@@ -326,8 +335,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         attention = attention or size * (width + of_keys)
         if context.looked_at and looked_at_dtype(flow) != flow.attention_input:  # before the kernel's copies of them
             attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
-    return seen * context.hidden + max(  # the gradient of the features, of the layers above
-        context.tokens * (residual + max(mlp, routed_gradients(layer, context))) - saved.behind,
+    return (
         context.tokens * (residual + norm) - gone,
         context.tokens * (residual + attention) + exchange - saved.late,
     )
@@ -347,6 +355,8 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
         found += _magnitude_moments(layer, context, saved)
     if context.stacks:
         found.append((context.tokens * (residual + mlp) - saved.behind + stack, 0))
+    if context.setup.expert_degree > 1:
+        found += dispatched_moments(layer, context, saved, _outside_the_mlp(layer, context, saved))
     if context.setup.quantized:
         lasts = [one for one in layer.linears if one.role == "down" and not one.is_expert]
         copies = [dequantized_bytes(one, context.setup, context.flow.residual) for one in lasts or layer.linears]

@@ -39,6 +39,7 @@ class LinearSpec:
         kept: nothing quantizes it: a checkpoint that is published quantized holds it in 16 bits, or its class is a
             child of nn.Linear, which transformers passes over (`integrations/bitsandbytes.py`: `type(module) is`).
         of_encoder: its input is the encoder's output (keys and values of a cross attention).
+        dealt: a rank's share of experts that are dealt out over GPUs (`planner.memory.rank_part`), which may be one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LinearSpec:
     num_active: int = 1
     kept: bool = False
     of_encoder: bool = False
+    dealt: bool = False
 
     @property
     def quantizes(self) -> bool:
@@ -60,12 +62,12 @@ class LinearSpec:
     @property
     def is_stack(self) -> bool:
         """Whether it is the experts of a layer in one bare parameter."""
-        return self.module == "parameter" and self.num > 1
+        return self.module == "parameter" and self.is_expert
 
     @property
     def is_expert(self) -> bool:
         """Whether it stands for routed experts, stacked or modules of their own (`planner.models.earlier`)."""
-        return self.num > 1
+        return self.num > 1 or self.dealt
 
     @property
     def leaf(self) -> str:

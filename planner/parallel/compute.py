@@ -74,7 +74,23 @@ class Rank:
             size, tensors = 4, 2
         elif setup.parallel == "fsdp2" and setup.autocast_dtype:
             size = 4
-        return self._speed.optimizer_s(optimizer, family.trained_params / setup.shards, size, tensors)
+        return self._speed.optimizer_s(optimizer, self._stepped(setup.shards), size, tensors)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the GPU's memory, as reached."""
+        return self._speed.bandwidth
+
+    def _stepped(self, shards: int) -> float:
+        """Trained elements of this rank's share: a part's experts that are dealt out are cut over fewer ranks."""
+        trained = self.profile.family.trained_params
+        ways = self._setup.expert_degree
+        if ways == 1:
+            return trained / shards
+        dealt = sum(
+            one.num_weights * num for layer, num in self.part.layer_counts for one in layer.linears if one.dealt
+        )
+        return (trained + (ways - 1) * dealt) / shards
 
     def _add(self) -> float:
         """The whole gradient, or this rank's share where each micro-batch's is reduced."""

@@ -17,6 +17,12 @@ ZERO_BUCKET_BYTES = 5e8 * 2
 _TENSOR_SUMS = 2
 """All-reduces of one layer, forward, and again backward: behind the attention's and the MLP's row-split matrix."""
 
+_ROW_PASSES = 12
+"""Times a dispatch reads or writes its rows in a GPU's own memory, one way: gathered, sorted back, widened for their
+sum, beside what routed experts do anyway."""
+_REDUCE_BYTES = 2 + 6 * 4
+"""Bytes per gradient that a group of one rank reads and writes to reduce it: widened, divided, copied."""
+
 
 class Exposed(NamedTuple):
     """Seconds that one micro-batch waits: `quiet_s` without the reduction of gradients, `reducing_s` with it."""
@@ -32,7 +38,9 @@ class DataParallel:
     pass before they are gathered and after they are reduced.
     """
 
-    __slots__ = ("_collectives", "_host_rate", "_overlap_cost", "_replicas", "_setup", "_shards", "_traffic")
+    __slots__ = (
+        "_alike", "_collectives", "_host_rate", "_overlap_cost", "_replicas", "_setup", "_shards", "_traffic",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,6 +57,8 @@ class DataParallel:
         self._overlap_cost = constants.overlap_cost_fsdp_1 if fsdp_1 else constants.overlap_cost
         self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.copies, inner)
         self._replicas: Group = group_of(cluster, setup.copies // self._shards.size, inner * self._shards.size)
+        ways = setup.expert_degree  # ranks that hold the same experts stand that far apart
+        self._alike: Group = group_of(cluster, self._shards.size // ways, inner * ways)
         self._host_rate = host_rate
 
     def micro(self, micro: Micro, seqs: int) -> Exposed:
@@ -106,8 +116,10 @@ class DataParallel:
         traffic, setup = self._traffic, self._setup
         layers = max(traffic.layers, 1)
         gather = self._gather_s(traffic.layer_bytes)
+        if traffic.expert_bytes:
+            gather += self._collectives.all_gather_s(traffic.expert_bytes, self._alike)
         root = self._gather_s(traffic.root_bytes)
-        scatter = self._scatter_s(traffic.layer_gradient_bytes) if reduce else 0.0
+        scatter = self._scatter_s(traffic.layer_gradient_bytes) + self._experts_scatter_s() if reduce else 0.0
         scatter_root = self._scatter_s(traffic.root_gradient_bytes) if reduce else 0.0
         again = gather if setup.reshard_after_forward else 0.0
         root_again = root if setup.parallel == "zero3" else 0.0
@@ -136,6 +148,14 @@ class DataParallel:
         seconds = self._collectives.reduce_scatter_s(size_bytes, self._shards)
         seconds += self._collectives.all_reduce_s(share, self._replicas)
         return seconds + (share / self._host_rate if self._host_rate else 0.0)
+
+    def _experts_scatter_s(self) -> float:
+        """As `_scatter_s`, of a layer's experts that are dealt out: over the ranks that hold the same."""
+        size = self._traffic.expert_gradient_bytes
+        if size <= 0:
+            return 0.0
+        seconds = self._collectives.reduce_scatter_s(size, self._alike)
+        return seconds + self._collectives.all_reduce_s(size / self._alike.size, self._replicas)
 
     def _one_process(self, seqs: int) -> float:
         """nn.DataParallel: weights to every GPU before each forward, logits and gradients back to GPU 0, not hidden.
@@ -203,6 +223,40 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
             ahead = back = collectives.all_to_all_s(size * (turned + pairs), group)
         forward += count * ahead
         backward += count * back
+    again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
+    return forward, backward + again * forward
+
+
+def experts_s(
+    part: ModelSpec, setup: TrainSetup, collectives: Collectives, bandwidth: float, seqs: int
+) -> tuple[float, float]:
+    """Forward and backward seconds in which dealt-out experts get their tokens, in every layer that has them;
+    recomputed layers repeat the forward's. None of it is hidden: the host waits for the counts.
+
+    Two exchanges from all to all, of every token's active copies to the experts and back, each way again in the
+    backward; beside them what moves those rows within a GPU's memory, and the experts' weights and gradients through
+    their own copies in the type that is computed and reduced. Routing is taken to be balanced.
+
+    Source: as `planner.memory.expert_parallel`; the passes are counted in a dry run's events. Nobody measured them.
+
+    Args:
+        bandwidth: bytes per second of a GPU's memory.
+    """
+    if setup.expert_degree == 1:
+        return 0.0, 0.0
+    group = group_of(collectives.cluster, setup.expert_degree)
+    flow = flow_of(computed(setup))
+    forward = backward = 0.0
+    for layer, count in part.layer_counts:
+        if layer.mlp is None or layer.mlp.kind != "moe":
+            continue
+        rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[flow.table]
+        once = 2 * collectives.all_to_all_s(rows, group) + _ROW_PASSES * rows / bandwidth
+        own = sum(one.num_weights for one in layer.linears if one.dealt) / bandwidth
+        copied = own * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[flow.table])
+        reduced = own * _REDUCE_BYTES * (setup.shards == setup.expert_degree)
+        forward += count * (once + copied)
+        backward += count * (once + copied + reduced)
     again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
     return forward, backward + again * forward
 

@@ -25,6 +25,8 @@ class Traffic:
         layer_gradient_bytes, root_gradient_bytes: the same of trained weights.
         last_gradient_bytes: gradients that are ready only when the backward ends (the embedding's, or the first
             layer's where it is frozen): nothing is left to hide them behind.
+        expert_bytes, expert_gradient_bytes: of an average layer, where they are dealt out over GPUs and the two above
+            leave them out: those of this rank.
         logit_bytes: of one token's logits.
         trained_params: elements that the optimizer updates.
         small_units: adapter matrices that are gathered one by one, outside their layer's unit.
@@ -39,6 +41,8 @@ class Traffic:
     logit_bytes: float
     trained_params: float
     small_units: int = 0
+    expert_bytes: float = 0.0
+    expert_gradient_bytes: float = 0.0
 
     @property
     def weight_bytes(self) -> float:
@@ -83,9 +87,10 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
     layers = part.num_layers
     quantized = _quantized_weights(part) if setup.quantized else 0
-    in_layers = sum(layer.num_params * count for layer, count in part.layer_counts)
+    dealt = sum(one.num_weights * count for layer, count in part.layer_counts for one in layer.linears if one.dealt)
+    in_layers = sum(layer.num_params * count for layer, count in part.layer_counts) - dealt
     layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
-    outside = part.num_params - in_layers
+    outside = part.num_params - in_layers - dealt
     small = 0
     if setup.method == "full":
         size = held if sharded else SIZE_BYTES[flow.table]
@@ -110,6 +115,8 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
         root_gradient_bytes=root * sent,
         last_gradient_bytes=max(last, each),
         logit_bytes=float(part.vocab_size * SIZE_BYTES[flow.compute]),
-        trained_params=trained + root,
+        trained_params=trained + root + dealt,
         small_units=small,
+        expert_bytes=dealt * held / layers if layers else 0.0,
+        expert_gradient_bytes=dealt * sent / layers if layers else 0.0,
     )

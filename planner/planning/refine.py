@@ -37,7 +37,8 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
 
 def spread_correction_key(setup: TrainSetup) -> CorrectionKey:
     """On several GPUs: setups of one engine and split; unseen families of them err as the last one run."""
-    return ("spread", setup.parallel, setup.tensor_degree, setup.context_degree, setup.pipeline_degree, setup.offload)
+    degrees = (setup.tensor_degree, setup.context_degree, setup.expert_degree, setup.pipeline_degree)
+    return ("spread", setup.parallel, *degrees, setup.offload)
 
 
 ANY_SETUP: CorrectionKey = ()

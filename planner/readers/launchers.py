@@ -57,7 +57,7 @@ def read_accelerate(
     found = parallel_of(settings, spread, processes)
     if base.parallel == "device-map" and found["parallel"] == "none":
         found = {}
-    if base.tensor_degree > 1 and kind == "MULTI_GPU" and base.num_gpus == processes:
+    if base.sharded_at_loading and kind == "MULTI_GPU" and base.num_gpus == processes:
         found = {}  # transformers shards while it loads; the launcher only starts the processes
     if found:
         base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})

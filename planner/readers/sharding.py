@@ -153,7 +153,10 @@ def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spr
         spread["parallel"] = "fsdp2"
         if inner.flag("fsdp_cpu_offload", False):
             spread["offload"] = "parameters"
-    if inner.integer("ep_size", 1, at_least=1) > 1:
+    experts = inner.integer("ep_size", 1, at_least=1)
+    if experts > 1 and spread.get("parallel") == "fsdp2" and spread.keys() <= {"parallel", "shard_degree"}:
+        spread["expert_degree"] = experts
+    elif experts > 1:
         settings.approximate("experts spread over GPUs (ep_size) are counted as if every GPU held them all")
     return spread
 

@@ -1,5 +1,6 @@
 """torchtitan configs (`torchtitan.train --job.config_file FILE`) as setups. Defaults of torchtitan 0.2.2."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ConfigError
@@ -84,8 +85,6 @@ def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[
     copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
     context = settings.integer("context_parallel_degree", 1, at_least=1)
     gpus, shard = _gpus(settings, tensor * stages * copies * context, sharding)
-    if settings.integer("expert_parallel_degree", 1, at_least=1) > 1:
-        settings.approximate("expert_parallel_degree splits a step further: counted as if it did not")
     fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
     fields |= _batch(settings, training, stages, shard * copies)
     if context > 1:
@@ -100,7 +99,25 @@ def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[
         "shard_degree": shard * context if copies > 1 else 0,
         "reshard_after_forward": policy == "always" or (policy == "default" and stages == 1),
     }
-    return fields | ({"offload": "parameters"} if training.flag("enable_cpu_offload", False) else {})
+    if training.flag("enable_cpu_offload", False):
+        fields["offload"] = "parameters"
+    return fields | _experts(settings, fields)
+
+
+def _experts(settings: Settings, fields: Mapping[str, Any]) -> dict[str, int]:
+    """The degree of expert parallelism, where it can be counted; it takes its GPUs from those that shard."""
+    degree = settings.integer("expert_parallel_degree", 1, at_least=1)
+    if degree == 1:
+        return {}
+    others = {name: fields.get(name, 1) for name in ("tensor_degree", "context_degree", "pipeline_degree")}
+    if any(value > 1 for value in others.values()) or fields.get("offload") or not fields["reshard_after_forward"]:
+        settings.approximate("expert_parallel_degree beside other splits is counted as if every GPU held all experts")
+        return {}
+    if settings.integer("expert_tensor_parallel_degree", 1, at_least=1) > 1:
+        settings.approximate("expert_tensor_parallel_degree is counted as 1")
+    if settings.text("expert_parallel_comm_backend", "standard") != "standard":
+        settings.approximate("expert_parallel_comm_backend is counted as PyTorch's own all-to-all")
+    return {"expert_degree": degree}
 
 
 def _gpus(settings: Settings, others: int, sharding: Sharding) -> tuple[int, int]:

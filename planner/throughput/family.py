@@ -41,7 +41,7 @@ _NOT_THE_FAMILYS = {
     "num_gpus",
     "parallel",
     *SPREAD_FIELDS,
-} - {"context_degree"}  # whose attention is longer than its tokens
+} - {"context_degree", "expert_degree"}  # whose attention is longer than its tokens; whose host waits
 _SHARED = tuple(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS)
 family_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards")
 """What setups of one family share: every field that is not named here, so that a new one cannot be forgotten, and the
@@ -230,12 +230,12 @@ def _attended(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[float, 
 
 
 def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:
-    """Whether the host waits for the GPU in every layer: experts one by one, unpadding, the outlier search of
-    LLM.int8(), which asks for its columns, per matrix."""
+    """Whether the host waits for the GPU in every layer: experts one by one, or dealt out over GPUs (how many tokens go
+    where), unpadding, the outlier search of LLM.int8(), which asks for its columns, per matrix."""
     conditions = speed.conditions
     loops = conditions.loop_experts and speed.inv.num_experts_run > 0
     unpads = conditions.masked_attention and setup.attention == "flash-attention-2"
-    return loops or unpads or setup.quantization == "int8"
+    return loops or unpads or setup.expert_degree > 1 or setup.quantization == "int8"
 
 
 class _Trained(NamedTuple):

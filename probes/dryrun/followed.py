@@ -55,6 +55,8 @@ def rank_note(setup: TrainSetup) -> str:
     if setup.tensor_degree > 1:
         inside = " inside its FSDP2" if setup.parallel == "fsdp2" else ""
         return f"{rank}: transformers' own tensor parallelism{inside} ran in a fake process group"
+    if setup.expert_degree > 1:
+        return f"{rank}: transformers' own FSDP2 and token dispatch ran in a fake process group, with balanced routing"
     if setup.rings:
         rank = f"rank {traced_rank(setup)} of {setup.num_gpus}, PyTorch's own ring of {setup.context_degree}"
     host = "; what lies in the host's memory is told apart by a mark" if setup.offload != "none" else ""

@@ -34,6 +34,6 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
 
 def world_of(setup: TrainSetup) -> World:
     """What follows a rank of the job of `setup`, whose default process group exists."""
-    if setup.tensor_degree > 1:
+    if setup.sharded_at_loading:
         return TensorWorld(setup)
     return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()

@@ -5,13 +5,14 @@ spread`), in a fake process group on meta tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 
 from planner.setup import TrainSetup
+from probes.dryrun.experts import balanced_dispatch
 from probes.dryrun.fsdp import OnHost
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
@@ -48,7 +49,8 @@ class TensorWorld:
         `core_model_loading`), so that loading holds nothing more."""
         device = next(model.parameters()).device
         forget_meshes()
-        with _strides_without_tensors(), tracker.resizing(), tracker.following_fsdp(), untracked_trials():
+        dispatch = balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
+        with _strides_without_tensors(), dispatch, tracker.resizing(), tracker.following_fsdp(), untracked_trials():
             spread = spread_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.host_phases = frozenset({"step"})

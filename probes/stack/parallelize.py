@@ -53,8 +53,8 @@ def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spre
     Raises:
         ValueError: a strategy that is not wrapped here.
     """
-    if setup.tensor_degree > 1:
-        return _tensor(model, setup, device)
+    if setup.sharded_at_loading:
+        return _at_loading(model, setup, device)
     if setup.parallel == "ddp":
         return _ddp(model, device)
     if setup.parallel == "fsdp2":
@@ -116,7 +116,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     return Spread(module=module, autocast=False)
 
 
-def _tensor(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     """What `from_pretrained(distributed_config=...)` of the launch files does to a model on meta before its weights are
     read, and what the Trainer then adds: autocast, no wrapper of Accelerate's.
 
@@ -156,7 +156,8 @@ def _tensor(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
         finally:
             inner.set_requires_gradient_sync(True)
 
-    return Spread(module=model, no_sync=no_sync if setup.parallel == "fsdp2" else nullcontext)
+    defers = setup.parallel == "fsdp2" and setup.expert_degree == 1  # which the launch files ask to reduce every time
+    return Spread(module=model, no_sync=no_sync if defers else nullcontext)
 
 
 @contextmanager

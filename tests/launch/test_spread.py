@@ -9,6 +9,7 @@ All are forked from a process that has imported the libraries.
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,41 @@ def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     reference, folder = alone("hf", FULL)
     same_steps(run, reference)
     same_weights(place / "outputs", folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A random two-layer mixture of four experts with the tiny model's tokenizer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixture") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    torch.manual_seed(0)
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    config = Qwen3MoeConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, pad_token_id=1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_experts_dealt_out_by_torchrun_step_like_one_process(
+    tmp_path: Path, tiny_mixture: Path, launch: Callable[..., Run], warm_programs: Path
+) -> None:
+    (tmp_path / "alone").mkdir()
+    both, one = furnish(tmp_path, tiny_mixture), furnish(tmp_path / "alone", tiny_mixture)
+    setup = FULL.with_(**TWO, parallel="fsdp2", expert_degree=2)
+    files, reference = emitted("hf", setup), emitted("hf", FULL)
+    write_launch(both, files)
+    write_launch(one, reference)
+    (note,) = [note for note in files.notes if "torchrun" in note]
+    run = spread(launch, both, note[note.index("torchrun") :], shard=True)
+    assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
+    same_steps(run, run_launch(one, warm_programs, reference.command, env=THREADS))
+    same_weights(both / "outputs", one / "outputs")
 
 
 SRUN = """#!/bin/bash

@@ -46,18 +46,21 @@ SPREADS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 4, "parallel": "dp", "loss": "full"},
 )
 
-NUM_SPREAD = 2 * len(SPREADS)
+DEALT = TrainSetup(
+    **FULL, parallel="fsdp2", expert_degree=4, precision="bf16-mixed", micro_batch_seqs=2, seq_len_tokens=2048
+)
+NUM_SPREAD = 2 * len(SPREADS) + 1
 
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
-    """(group, model, GPU, setup): random ones of every model type, and one model spread over eight GPUs."""
+    """(group, model, GPU, setup): random ones of every model type, and one model, and a mixture, spread over eight GPUs."""
     rows = [json.loads(line) for line in GRID.read_text().splitlines()[::EVERY]]
     found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
         for spread in SPREADS:
             setup = TrainSetup(**spread, micro_batch_seqs=2, seq_len_tokens=2048)
             found.append((f"spread: {spread['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
-    return found
+    return [*found, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", DEALT)]
 
 
 def figures() -> dict[str, dict[str, float]]:

@@ -78,6 +78,7 @@ def plain(setup: TrainSetup) -> dict[str, Any]:
 def test_every_field_is_written_or_declared(target: str) -> None:
     """Changing any field changes the files, or the target declares the difference or refuses."""
     base = TrainSetup(method="qlora", quantization="nf4-double", loss="chunked")
+    full = base.with_(method="full", quantization="none", lora_rank=0, loss="full")
     contrastive = base.with_(objective="embedding", loss="full", micro_batch_seqs=2)
     changes = {
         "method": base.with_(method="lora", quantization="none"),
@@ -115,6 +116,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "parallel": base.with_(num_gpus=2, parallel="zero2"),
         "tensor_degree": base.with_(num_gpus=2, tensor_degree=2),
         "context_degree": base.with_(num_gpus=4, parallel="fsdp2", context_degree=2),
+        "expert_degree": full.with_(num_gpus=4, parallel="fsdp2", expert_degree=2),
         "pipeline_degree": base.with_(num_gpus=2, pipeline_degree=2),
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2, pipeline_schedule="gpipe"),
         "shard_degree": base.with_(num_gpus=4, parallel="fsdp2", shard_degree=2),
@@ -124,6 +126,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
     # what a field is compared with: the same job without it
     spread = {
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
+        "expert_degree": full.with_(num_gpus=4, parallel="fsdp2"),
         "rollout": base.with_(objective="grpo", accumulation_steps=8),
         "precomputed_reference": base.with_(objective="dpo"),
         "frozen_encoder": base.with_(method="full", quantization="none", lora_rank=0),

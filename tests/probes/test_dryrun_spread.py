@@ -41,6 +41,10 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fsdp2 hybrid, alternating layers": ("gemma2", {**FULL, "parallel": "fsdp2", "shard_degree": 2}),
     "a ring inside fsdp2": ("llama", {"parallel": "fsdp2", "context_degree": 4}),
+    "dealt experts inside fsdp2": (
+        "qwen3_moe",
+        {**FULL, "parallel": "fsdp2", "precision": "bf16-mixed", "expert_degree": 4, "accumulation_steps": 2},
+    ),
     "fsdp2 nf4": ("llama", {"parallel": "fsdp2", "method": "qlora", "quantization": "nf4-double"}),
     "fsdp2 full, offloaded, accumulation": (
         "qwen2",

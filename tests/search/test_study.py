@@ -218,7 +218,7 @@ def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
 def test_every_dimension_holds_its_least_value() -> None:
     low = {name: one.low for name, one in SPACE.items() if isinstance(one, optuna.distributions.IntDistribution)}
     none = dict.fromkeys(("lora_rank", "checkpointing", "shard_degree"), 0)
-    one = ("micro_batch_seqs", "num_gpus", "tensor_degree", "context_degree", "pipeline_degree")
+    one = ("micro_batch_seqs", "num_gpus", "tensor_degree", "context_degree", "expert_degree", "pipeline_degree")
     assert low == {**none, **dict.fromkeys(one, 1)}
 
 

@@ -262,10 +262,14 @@ def same_models() -> None:
         launch = EXPORTERS["torchtitan"](request(setup, model=model))
         if launch.refused:
             continue
+        mixture = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
+        if mixture:
+            launch = EXPORTERS["torchtitan"](request(setup.with_(expert_degree=8), model=model))
         with tempfile.TemporaryDirectory() as name:
             file = Path(name, "torchtitan.toml")
             file.write_text(launch.files[0].text)
             read = ConfigManager().parse_args(["--job.config_file", str(file)])
+        assert read.parallelism.expert_parallel_degree == (8 if mixture else 1)
         spec = get_train_spec(read.model.name)
         arguments = spec.model_args[read.model.flavor]
         arguments.update_from_config(read)
@@ -299,6 +303,7 @@ def torchtitan() -> Check:
             world_size=setup.num_gpus,
         )
         assert (dims.tp, dims.cp, dims.pp) == (setup.tensor_degree, setup.context_degree, setup.pipeline_degree)
+        assert dims.ep == setup.expert_degree
         assert dims.dp_replicate * dims.dp_shard == setup.data_degree
         assert dims.dp_shard * dims.cp == setup.shards
         steps = read.training.global_batch_size / (read.training.local_batch_size * setup.data_degree)

@@ -1,0 +1,188 @@
+"""Experts that are dealt out over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
+
+from typing import Any
+
+import pytest
+
+from planner.decision.spreads import all_spreads, spread_name
+from planner.engines import engine_of, why_not
+from planner.engines.dealt import share_of
+from planner.errors import SetupError
+from planner.exporters import EXPORTERS, ExportRequest
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.hyperparameters import choose
+from planner.memory.expert_parallel import PAIR_BYTES
+from planner.memory.layer_costs import layer_costs
+from planner.memory.micro_batch import step_flow
+from planner.memory.model import rank_memories
+from planner.memory.rank_part import rank_parts
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.parallel.collectives import Collectives, group_of
+from planner.parallel.exchange import experts_s
+from planner.parallel.speed import DEALT_BAND, spread_step_time
+from planner.readers import Sharding, read_text
+from planner.setup import TrainSetup
+from planner.throughput.calibration import load_calibration
+from planner.workload import Workload
+
+H100 = find_gpu("h100-sxm")
+MIXTURE = "qwen/qwen3-30b-a3b"
+EXPERTS, LAYERS, EACH = 128, 48, 3 * 2048 * 768
+"""Of that model: experts of a layer, layers, elements of an expert."""
+
+
+def _model(name: str = MIXTURE) -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def _setup(degree: int = 8, **fields: Any) -> TrainSetup:
+    values = {"num_gpus": 8, "parallel": "fsdp2", "method": "full", "lora_rank": 0, "precision": "bf16-mixed", **fields}
+    return TrainSetup(expert_degree=degree, **values)
+
+
+def test_a_rank_holds_its_experts_whole_and_a_share_of_the_rest() -> None:
+    model = _model()
+    for degree, gpus, replicas in ((8, 8, 1), (2, 8, 4), (8, 64, 8)):
+        setup = _setup(degree, num_gpus=gpus)
+        (part,) = rank_parts(model, setup)
+        share = share_of(part.model, setup)
+        assert share.replicas == replicas
+        assert share.gathered == EXPERTS // degree * EACH
+        assert share.stored == LAYERS * share.gathered // replicas
+        state = engine_of(setup).state(part, setup, accumulated=False)
+        assert state.local.num == pytest.approx(model.num_params / gpus, rel=1e-3)
+
+
+def test_one_expert_on_a_gpu_is_padded_to_the_ranks_that_share_it() -> None:
+    """FSDP2 cuts along the experts: 8 ranks that hold the same single expert store one each, seven of them padding."""
+    setup = _setup(8, num_gpus=64)
+    model = _model("mistralai/mixtral-8x7b-v0.1")
+    (part,) = rank_parts(model, setup)
+    each = 3 * 4096 * 14336
+    share = share_of(part.model, setup)
+    assert (share.stored, share.gathered) == (32 * each, 8 * each)
+
+
+def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs() -> None:
+    model = _model()
+    alone = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", checkpointing=0)
+    setup = _setup(8, checkpointing=0)
+    (part,) = rank_parts(model, setup)
+    inner = engine_of(setup).computes(setup)
+    kinds = [frozenset[str]()] * len(model.layer_kinds)
+    (one,) = layer_costs(model, H100, alone, step_flow(model, alone), kinds)
+    (dealt,) = layer_costs(part.model, H100, inner, step_flow(part.model, inner), kinds)
+    assert dealt.saved.total - one.saved.total == PAIR_BYTES * 2048 * 8
+
+
+def test_seconds_by_hand() -> None:
+    """Two exchanges forward, two backward and two where the layer is recomputed, of eight rows of a token each."""
+    setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
+    (part,) = rank_parts(_model(), setup)
+    wires = Collectives(make_cluster(H100, 8), load_calibration().spread_constants)
+    one = wires.all_to_all_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
+    forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
+    assert forward == pytest.approx(LAYERS * 2 * one)
+    assert backward == pytest.approx(LAYERS * 4 * one)
+    kept = experts_s(part.model, setup.with_(checkpointing=0), wires, bandwidth, 1)
+    assert kept == pytest.approx((forward, LAYERS * 2 * one))
+
+
+def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> None:
+    model, cluster = _model(), make_cluster(H100, 8)
+
+    def tokens_per_s(degree: int, seqs: int) -> float:
+        setup = _setup(degree, precision="bf16-pure", seq_len_tokens=512, micro_batch_seqs=seqs)
+        found = spread_step_time(model, H100, setup, cluster)
+        assert (found.band_fraction >= DEALT_BAND) == (degree > 1)
+        return found.tokens_per_s
+
+    assert tokens_per_s(8, 1) > 1.2 * tokens_per_s(1, 1)
+    assert tokens_per_s(8, 32) < tokens_per_s(1, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"parallel": "zero3"}, "beside fsdp2 alone"),
+        ({"num_gpus": 16, "tensor_degree": 2}, "beside fsdp2 alone"),
+        ({"num_gpus": 12}, "does not divide the 12 GPUs"),
+        ({"num_gpus": 16, "shard_degree": 4}, "does not divide the 4 GPUs"),
+        ({"reshard_after_forward": False}, "gathered weights that stay"),
+        ({"offload": "parameters"}, "offloading"),
+        ({"precision": "fp16-mixed"}, "bf16 only"),
+        ({"compile": True}, "torch.compile"),
+        ({"num_gpus": 1, "parallel": "none"}, "need more than one GPU"),
+    ],
+)
+def test_what_cannot_be_built(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        _setup(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "setup", "words"),
+    [
+        (MIXTURE, _setup(), ""),
+        (MIXTURE, _setup(method="lora", lora_rank=16, precision="bf16-autocast"), "full fine-tuning"),
+        (MIXTURE, _setup(optimizer="adamw-8bit"), "DTensors"),
+        ("meta-llama/llama-3.1-8b", _setup(), "no stacked experts"),
+        ("qwen/qwen1.5-moe-a2.7b", _setup(), "60 experts"),
+        ("qwen/qwen1.5-moe-a2.7b", _setup(4), ""),
+        ("meta-llama/llama-4-scout-17b-16e", _setup(), "no plan that dispatches"),
+        ("google/gemma-4-26b-a4b-it", _setup(), "also splits dense matrices"),
+    ],
+)
+def test_models_and_setups_that_no_engine_runs(name: str, setup: TrainSetup, words: str) -> None:
+    reason = why_not(_model(name), setup)
+    assert (words in reason) if words else not reason
+
+
+def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
+    def names(model: str, **fixed: tuple[Any, ...]) -> set[str]:
+        workload = Workload(
+            model=_model(model), gpu=H100, memory_bytes=H100.memory_bytes, headroom_bytes=0, seq_len_tokens=2048,
+            global_batch_seqs=8, cluster=make_cluster(H100, 8), fixed=fixed,
+        )  # fmt: skip
+        return {one.name for one in all_spreads(workload) if "experts" in one.name and not one.reason}
+
+    assert names(MIXTURE) == {"experts 8 under FSDP2"}
+    assert names("qwen/qwen1.5-moe-a2.7b") == {"experts 4 under FSDP2"}
+    assert names("meta-llama/llama-3.1-8b") == set()
+    assert names(MIXTURE, parallel=("fsdp2",)) == set()
+    assert names(MIXTURE, expert_degree=(2, 4), parallel=("fsdp2",)) == {f"experts {one} under FSDP2" for one in (2, 4)}
+    assert spread_name(_setup(8, num_gpus=16, shard_degree=8)) == "experts 8 under FSDP2 in groups of 8"
+
+
+@pytest.mark.parametrize("target", ["hf", "trl", "torchtitan"])
+@pytest.mark.parametrize("fields", [{}, {"num_gpus": 16, "shard_degree": 8, "accumulation_steps": 2}])
+def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, Any], tmp_path: Any) -> None:
+    setup = _setup(4, loss="full", **fields)
+    request = ExportRequest(
+        model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=_model(), num_nodes=setup.num_gpus // 8
+    )
+    launch = EXPORTERS[target](request)
+    assert not launch.refused
+    (file,) = [one for one in launch.files if "ep_size" in one.text or "expert_parallel_degree" in one.text]
+    back = read_text(file.text, file.path, sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)))
+    assert back.setup.spread == setup.spread
+    assert back.setup.parallel == "fsdp2"
+    assert not [note for note in back.approximations if "expert" in note]
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "accelerate", "deepspeed"])
+def test_other_tools_refuse(target: str) -> None:
+    setup = _setup(8, loss="full")
+    request = ExportRequest(model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=_model())
+    launch = EXPORTERS[target](request)
+    assert launch.refused or "ep_size" not in "".join(one.text for one in launch.files)
+
+
+def test_memory_falls_with_the_degree_as_less_is_gathered() -> None:
+    sizes = [rank_memories(_model(), H100, _setup(degree))[0].breakdown.peak_allocated_bytes for degree in (2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < rank_memories(_model(), H100, _setup(1))[0].breakdown.peak_allocated_bytes
