@@ -53,7 +53,7 @@ NUM_SPREAD = 2 * len(SPREADS) + 1
 
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
-    """(group, model, GPU, setup): random ones of every model type, and one model, and a mixture, spread over eight GPUs."""
+    """(group, model, GPU, setup): random ones of every model type; one model and a mixture over eight GPUs."""
     rows = [json.loads(line) for line in GRID.read_text().splitlines()[::EVERY]]
     found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
