@@ -3,6 +3,7 @@
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
     python benchmarks/spread_formula_vs_dryrun.py --out context.jsonl --parallel context --limit 90   # cut sequences
     python benchmarks/spread_formula_vs_dryrun.py --out experts.jsonl --parallel experts --limit 88   # dealt experts
+    python benchmarks/spread_formula_vs_dryrun.py --out objectives.jsonl --parallel objectives --limit 200
     python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.hardware.gpus import find_gpu
@@ -79,6 +81,16 @@ MIXTURES = (
     "qwen/qwen3.5-35b-a3b",
     "qwen/qwen3-next-80b-a3b-instruct",
 )
+OBJECTIVES = ("dpo", "kto", "orpo", "reward", "classification")
+"""With `--parallel objectives`: those that are planned on several GPUs beside supervised training."""
+SHARED: tuple[dict[str, Any], ...] = (
+    {"parallel": "ddp"},
+    {"parallel": "fsdp2"},
+    {"parallel": "fsdp2"},
+    {"parallel": "fsdp2", "reshard_after_forward": False},
+    {"parallel": "fsdp2", "shard_degree": 2},
+)
+FEW = (2, 4, 8)
 LONG = (8192, 16384, 32768, 65536)
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SEQ_LENS = (512, 1024, 2048, 4096)
@@ -125,6 +137,35 @@ def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
                 spec = catalogue.load(model)
                 assert spec is not None
                 if (cut or dealt or strategy["parallel"] in parallels) and not why_not(spec, setup):
+                    yield model, setup
+
+
+def objective_points(seed: int) -> Iterator[tuple[str, TrainSetup]]:
+    """Endless (model id, setup) of OBJECTIVES, models and objectives in rotation."""
+    draw = random.Random(seed)
+    while True:
+        for model in MODELS:
+            for objective in OBJECTIVES:
+                fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
+                fields |= draw.choice(METHODS) | draw.choice(SHARED)
+                fields |= (
+                    {"lora_rank": draw.choice(RANKS)} if fields["method"] != "full" else {"lora_targets": "all-linear"}
+                )
+                fields |= {"seq_len_tokens": draw.choice(SEQ_LENS[:3]), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
+                fields |= {"objective": objective, "num_gpus": draw.choice(FEW)}
+                row = ROWS[objective]
+                fields["loss"] = draw.choice(row.losses)
+                fields["stack"] = "axolotl" if row.reference and fields["loss"] == "full" else row.stack("trl")
+                if row.reference and draw.random() < 0.2:
+                    fields["precomputed_reference"] = True
+                fields["micro_batch_seqs"] = max(row.least_samples, fields["micro_batch_seqs"])
+                try:
+                    setup = TrainSetup(**fields)
+                except SetupError:  # groups of as many GPUs as there are, or a setting that the stack has not
+                    continue
+                spec = catalogue.load(model)
+                assert spec is not None
+                if not why_not(spec, setup):
                     yield model, setup
 
 
@@ -200,6 +241,7 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
             ("method", f"{setup.method} {setup.precision}"),
             ("world size", f"{setup.num_gpus:3}"),
             ("model", row["model"]),
+            ("objective", setup.objective),
             ("dry run's peak phase", row["phase"]),
         )
         for key in keys:
@@ -264,7 +306,8 @@ def main() -> int:
         return 0
     done = {key_of(row["model"], row["setup"]) for row in rows}
     with args.out.open("a") as file:
-        for model, setup in points(args.seed, set(args.parallel.split(","))):
+        several = set(args.parallel.split(","))
+        for model, setup in objective_points(args.seed) if "objectives" in several else points(args.seed, several):
             if len(done) >= args.limit:
                 break
             key = key_of(model, setup_to_dict(setup))

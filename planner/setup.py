@@ -198,6 +198,16 @@ class TrainSetup:
         return self.aim.reference or (self.aim.rolls_out and self.rolls.reference)
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether that is a second copy of the weights: with adapters it is the model with them switched off."""
+        return self.has_reference and self.method == "full"
+
+    @property
+    def asks_beside(self) -> bool:
+        """Whether it is asked while the activations of a forward with gradients are there."""
+        return self.has_reference and not self.aim.rolls_out
+
+    @property
     def extra_forwards(self) -> int:
         """Forwards of every micro-batch without gradients."""
         if not self.aim.rolls_out:

@@ -301,12 +301,8 @@ def _check_objective(setup: "TrainSetup") -> None:
         )
     if setup.packing and not row.packs:
         raise SetupError(f"objective {setup.objective!r} trains on {row.sample}s, which no trainer packs")
-    if setup.num_gpus > 1 and not row.supervised:
-        raise SetupError(
-            f"objective {setup.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
-            "spread is not modelled",
-            hint="leave --gpus out",
-        )
+    if setup.num_gpus > 1 and (refused := row.spread_refusal(setup.parallel, split=setup.is_split)):
+        raise SetupError(refused, hint="leave --gpus out" if row.alone else "leave --parallel and degrees out")
     if setup.precomputed_reference and not row.reference:
         raise SetupError(f"objective {setup.objective!r} asks no reference that could be computed beforehand")
     if (setup.hard_negatives or setup.cached_seqs) and not row.whole_batch:

@@ -18,12 +18,21 @@ class LossChain:
 
     `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
     `kept_bytes`: the logits that the loop's variable holds from one forward to the next, beside all of these.
+    `asked_bytes`: kept for the backward while a reference's layers run. `inside_bytes`: what of `loss_bytes` is there
+    while the model's forward still runs, where the loss is made behind it; None: all.
     """
 
     loss_bytes: int
     backward_bytes: int
     logits_bytes: int = 0
     kept_bytes: int = 0
+    asked_bytes: int = 0
+    inside_bytes: int | None = None
+
+    @property
+    def within_bytes(self) -> int:
+        """Its largest moment within the model's forward."""
+        return self.loss_bytes if self.inside_bytes is None else self.inside_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +51,7 @@ class LossShape:
         in_place: the stack's own kernel of the full loss writes the gradient over the logits; shifted: over a copy of
             their fp32 form.
         kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
+        asked: a reference is asked between its forward and its backward.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
     """
@@ -61,6 +71,7 @@ class LossShape:
     shifted: bool = False
     kept: bool = False
     widened: bool = False
+    asked: bool = False
     compiled: bool = False
 
     @property
@@ -202,7 +213,9 @@ class ChunkedLoss(Loss):
         # the head's fp32 gradient is cast to the weight's type at the end, beside the last tile
         cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
         rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
-        return LossChain(loss_bytes=tile + rows, backward_bytes=again + cast + gradients + 2 * rows)
+        beside = rows if shape.asked else 0  # the policy's, and the reference's hidden states
+        forward = tile + rows + 2 * beside
+        return LossChain(loss_bytes=forward, backward_bytes=again + cast + gradients + 2 * rows, asked_bytes=beside)
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
         return Tiling(tokens=min(tokens, TRL_TOKEN_CHUNK), forwards=2, head_traffic_bytes=8.0)

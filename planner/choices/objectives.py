@@ -17,6 +17,9 @@ DEFAULT = "sft"
 
 Head = Literal["vocabulary", "score", "none"]
 
+SHARED_BY = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+"""Engines of several GPUs under which TRL prepares a reference (trl 1.16 `DPOTrainer.__init__`)."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class Objective:
         least_samples: of one micro-batch; `whole_batch`: it is the whole batch, as accumulation adds no negatives.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
+        alone: why it is planned on one GPU; "" where it is planned under every engine of SHARED_BY, supervised training
+            under all.
         trainer: TRL's class for it; "" where it has none of its own.
         columns: what its data must have, for people; `data`: the kinds of it (`planner.samples.dataset.columns_of`).
         source: where all this was read.
@@ -69,6 +74,23 @@ class Objective:
     forwards: int = 1
     whole_batch: bool = False
     rolls_out: bool = False
+    alone: str = ""
+
+    def spread_refusal(self, parallel: str, *, split: bool) -> str:
+        """Why no plan spreads it so over several GPUs, "" where one does.
+
+        Args:
+            split: whether a copy of the model, or of a sequence, is cut.
+        """
+        if self.supervised:
+            return ""
+        if self.alone:
+            return f"objective {self.name!r} is planned on one GPU: {self.alone}"
+        if parallel in SHARED_BY and not split:
+            return ""
+        return (
+            f"objective {self.name!r} is planned on several GPUs with {', '.join(SHARED_BY)}, each with a whole model"
+        )
 
     def least(self, batch: int) -> int:
         """Samples of the smallest micro-batch that a plan takes of so large a batch."""
@@ -84,14 +106,19 @@ class Objective:
         return usual if usual in self.targets else next(iter(self.targets))
 
 
-def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0) -> LossChain:
-    """So many times the logits as they leave the model, in the forward (and `beside`) and in the backward."""
+def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0, asked: float = 0) -> LossChain:
+    """So many times the logits as they leave the model, in the forward (and `beside`), in the backward, and while a
+    reference is asked."""
     elements = shape.tokens * shape.vocab_size
-    wide = _wide(shape) * elements
+    wide, logits = _wide(shape) * elements, shape.logit_bytes * elements
+    kept = (logits if shape.softcap else 0) + shape.cast_bytes
+    asked = int(asked * wide) + (logits if shape.softcap else 0) if shape.asked else 0
     return LossChain(
-        loss_bytes=int(forward * wide) + beside * elements + shape.cast_bytes,
-        backward_bytes=int(backward * wide) + shape.cast_bytes,
-        logits_bytes=shape.logit_bytes * elements,
+        loss_bytes=int(forward * wide) + beside * elements + kept,
+        backward_bytes=int(backward * wide) + kept,
+        logits_bytes=logits,
+        asked_bytes=asked,
+        inside_bytes=asked + logits + kept,
     )
 
 
@@ -121,8 +148,9 @@ def _pairs_chain(shape: LossShape, stack: str) -> LossChain:
     kernel; LLaMA-Factory 0.9.5 `train/dpo/trainer.py` get_batch_loss_metrics, `train/trainer_utils.py` get_batch_logps.
     """
     if stack == "llamafactory":
-        return _chain(shape, 4, 3)
-    return _chain(shape, 2, 2, beside=shape.logit_bytes if shape.widened else 0)
+        return _chain(shape, 4 if shape.asked else 2, 3, asked=2)
+    beside = shape.logit_bytes if shape.widened else 0
+    return _chain(shape, 2 if shape.asked else 1, 2, beside=beside, asked=1)
 
 
 def _score_chain(shape: LossShape, stack: str) -> LossChain:
@@ -321,6 +349,7 @@ _ROWS = (
         rate_reason="",
         columns="anchor and positive",
         data=("pairs",),
+        alone="on several each contrasts its own samples alone, so that the same batch has fewer negatives",
         source="sentence-transformers 6.2 MultipleNegativesRankingLoss: embed_columns gives each of two columns a "
         "forward of its own (base/losses/merged_forward.py), the other pairs of the micro-batch are the negatives "
         "(one pair alone has none); the mean of the last hidden states (modules/pooling.py)",
@@ -342,6 +371,7 @@ _ROWS = (
         rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
         rolls_out=True,
+        alone="how generation gathers what several GPUs share is not modelled",
         trainer="GRPOTrainer",
         columns="prompt, and what its reward functions ask for",
         data=("prompt",),

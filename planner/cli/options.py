@@ -151,11 +151,8 @@ def objective_fields(objective: str | None, *, packing: bool | None, num_gpus: i
         return {}
     if packing and not row.packs:
         raise UsageError(f"--packing contradicts --objective {row.name}: no trainer packs {row.sample}s")
-    if num_gpus > 1 and not row.supervised:
-        raise UsageError(
-            f"--objective {row.name} is planned on one GPU: how its {row.sample}s are spread is not modelled",
-            hint="leave --gpus out",
-        )
+    if num_gpus > 1 and row.alone:
+        raise UsageError(f"--objective {row.name} is planned on one GPU: {row.alone}", hint="leave --gpus out")
     return {"objective": (row.name,)}
 
 

@@ -15,6 +15,7 @@ from planner.decision.spreads import Spread, all_spreads, fields_name, spread_ke
 from planner.engines import engine_named, engine_of, why_not
 from planner.errors import SetupError
 from planner.memory.model import rank_memories
+from planner.memory.weights import weight_bytes
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import SPREAD_FIELDS, TrainSetup
@@ -44,6 +45,8 @@ def spread_answers(
     yield _sharded(workload, facts, node, chosen)
     yield _split(workload, facts, node, chosen)
     yield _offload(workload, facts, node, chosen)
+    if chosen.setup.has_reference:
+        yield _reference(workload, chosen.setup)
     yield _one_process(workload, chosen)
     if chosen.setup.parallel == "device-map":
         yield Answer(
@@ -188,6 +191,19 @@ def _offload(workload: Workload, facts: Facts, node: Node, chosen: Candidate) ->
         choice = spread_name(chosen.setup)
         reason = "nothing fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
     return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
+
+
+def _reference(workload: Workload, setup: TrainSetup) -> Answer:
+    """Where the model as it was before training is, of an objective that asks it."""
+    question = "Where is the reference model?"
+    if not setup.copies_reference:
+        reason = "the base answers with its adapters switched off, spread as it is"
+        return Answer(question=question, choice="nowhere else", reason=reason)
+    size = sum(weight_bytes(workload.model, engine_of(setup).computes(setup)).values())
+    reason = f"a second copy of the weights, {gib(size)}"
+    if setup.aim.reference:
+        reason += "; --precomputed-reference asks it before the first step and keeps none"
+    return Answer(question=question, choice=engine_of(setup).reference, reason=reason)
 
 
 def _one_process(workload: Workload, chosen: Candidate) -> Answer:

@@ -230,6 +230,8 @@ def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
 def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
     """Why a spread that can exist is not walked for this model and this global batch; "" where it is."""
     batch, model = workload.global_batch_seqs, workload.model
+    if refused := workload.aim.spread_refusal(setup.parallel, split=setup.is_split):
+        return refused
     if batch % setup.data_degree:
         return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
     if setup.pipeline_degree > model.num_layers:

@@ -31,6 +31,7 @@ class Engine(ABC):
             PyTorch, then DeepSpeed's stages.
         shares: what of the states each GPU keeps only a part of, "" where nothing is cut.
         sends: what crosses the links, for people.
+        reference: where TRL puts a frozen second copy of the weights under it, for people.
         keeps_fp32_masters: whether it keeps fp32 copies of 16-bit weights by itself.
     """
 
@@ -38,6 +39,7 @@ class Engine(ABC):
     simplicity: ClassVar[int]
     shares: ClassVar[str] = ""
     sends: ClassVar[str] = ""
+    reference: ClassVar[str] = "whole on every GPU"
     keeps_fp32_masters: ClassVar[bool] = False
 
     @abstractmethod

@@ -9,8 +9,18 @@ from planner.engines.dealt import around_experts, at_the_loss, gathered_beside, 
 from planner.engines.gather import Groups, gathered_groups, scales_bytes
 from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.optimizer import state_bytes
 from planner.memory.rank_part import RankPart
-from planner.memory.state import COMPUTE, Held, RankState, gradients_held, halves_stay_apart, part_trained, weights_held
+from planner.memory.state import (
+    COMPUTE,
+    REFERENCE,
+    Held,
+    RankState,
+    gradients_held,
+    halves_stay_apart,
+    part_trained,
+    weights_held,
+)
 from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
@@ -37,6 +47,7 @@ class Fsdp2(Engine):
     simplicity = 2
     shares = "weights, gradients and optimizer states"
     sends = "weights are gathered before every forward and every backward"
+    reference = "cut over the GPUs, and all of it gathered at once for its forward: TRL makes one FSDP group of it"
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         if setup.expert_degree > 1:
@@ -50,12 +61,14 @@ class Fsdp2(Engine):
         on_host = setup.offload == "parameters"
         held = [] if on_host else list(weights)
         held.append(weights_held("quantization states", scales_bytes(model, setup)))
-        loss_forward = loss_backward = 0
+        loss_forward = loss_backward = asked = arriving = 0
         if setup.pipeline_degree > 1:
             held += _in_schedule(groups, setup, trained, local)
         else:
             held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
+            if setup.asks_beside:
+                asked, arriving = _beside_reference(setup, groups, local, accumulated=accumulated)
         return RankState(
             part=part,
             setup=inner,
@@ -65,6 +78,8 @@ class Fsdp2(Engine):
             held=tuple(one for one in held if one.size_bytes),
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
+            asked_bytes=asked,
+            arriving_bytes=arriving,
             host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
         )
 
@@ -132,10 +147,12 @@ def _block_by_block(
     accumulated: bool,
 ) -> list[Held]:
     """What a step without pipeline stages gathers and reduces."""
-    # of a tied table's gradient, before they are one; TRL gathers the head as a DTensor, into which nothing is added
-    halves = 2 + int(halves_stay_apart(model, inner) or setup.loss == "chunked")
+    # of a tied table's gradient, before they are one
+    halves = 2 + int(halves_stay_apart(model, inner))
     keep = not setup.reshard_after_forward
-    held = _gathered(model, groups, keep=keep, adapters=setup.method != "full")
+    held = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
+    if setup.copies_reference and keep:
+        held.append(weights_held("reference model, gathered", _whole(groups)))
     held += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
         again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
@@ -154,6 +171,11 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     # the last layer's buffer stays
     own_gather = setup.loss == "chunked" and setup.method != "full"
     forward = groups.layer if model.tied or own_gather else groups.tail
+    if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
+        forward = 2 * _whole(groups)
+    elif setup.asks_beside and setup.method != "full":  # the tail is there already; TRL's own gather makes a second one
+        forward = groups.layer if setup.reshard_after_forward else 0
+        forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
     backward = groups.layer if not LOSSES[setup.loss].whole_logits and setup.reshard_after_forward else 0
     return forward, backward
 
@@ -165,7 +187,7 @@ def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Tra
     Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_maybe_with_nosync, perform_reduce_grad), FSDPParam.
     to_accumulated_grad_if_needed; torchtitan 0.2.2 `apply_fsdp` (reduce_dtype fp32).
     """
-    whole = groups.layers + groups.embedding + groups.tail + groups.root
+    whole = _whole(groups)
     reduced = SIZE_BYTES["fp32"] * trained.num
     alive = (*COMPUTE, "end")
     name = f"gradients / {setup.shards}"
@@ -176,7 +198,7 @@ def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Tra
     ]
 
 
-def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -> list[Held]:
+def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Held]:
     """Gathered weights and all-gather buffers; `keep`: groups stay gathered from their forward to their backward.
 
     Forward: a block's weights and the buffer they came in, freed when the next block's weights have been copied out of
@@ -188,8 +210,8 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
     the buffer before, post_backward, _backward_prefetch), `_fsdp_collectives.py` (foreach_all_gather).
     """
     tied = groups.tail if model.tied else 0
-    # under peft the final norm is not found, and the head's group arrives with the head
-    arriving_tail = 0 if adapters else groups.tail - tied
+    # under peft the final norm is not found: the head's group arrives with the head, whose forward TRL does not call
+    arriving_tail = 0 if head_apart else groups.tail - tied
     ahead = 0 if keep else groups.layer
     kept = groups.layers + groups.embedding if keep else 0
     behind = max(kept - groups.layer, 0)
@@ -208,6 +230,32 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
         weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
+
+
+def _beside_reference(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
+    """(gathered weights and buffers while a reference's layers run, beyond what is held at the loss; what more of them
+    is there before a layer runs): of the policy what stays gathered, and where its adapters are off a block with its
+    buffer, before that two blocks or the embedding; of a copy all of it, and the buffer that it came in, which lives as
+    long as its forward does: TRL makes one group of it. Kept gathered it is resident.
+
+    Source: trl 1.16 `models/utils.py` prepare_fsdp; PyTorch 2.13 `FSDPState._post_forward` (all_gather_state).
+    """
+    if setup.copies_reference:
+        whole = _whole(groups)
+        if setup.reshard_after_forward:
+            return 2 * whole, 0
+        # its buffer is there once, before the first gradients and the optimizer's states
+        later = state_bytes(local.num, local.dtype, setup.optimizer, matrix_edge_sum=local.edge_sum)
+        later += local.size_bytes if accumulated else 0
+        return max(0, whole - later), 0
+    if not setup.reshard_after_forward:
+        return 0, 0
+    return 2 * groups.layer, max(groups.layer, 2 * (groups.embedding - groups.layer))
+
+
+def _whole(groups: Groups) -> int:
+    """Bytes of all weights as gathered."""
+    return groups.layers + groups.embedding + groups.tail + groups.root
 
 
 def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
@@ -311,11 +359,14 @@ class _Reduction:
             found = max(found, groups.tail + halves * tail + before - coming)
         else:
             found = max(found, groups.embedding + self.size * self.table + before - coming)
-        found = max(found, self.bytes_of(self.table, new=self.accumulated))
+        counted = 0 if self.cast else coming  # what is reduced is this rank's gradient
+        found = max(found, self.bytes_of(self.table, new=self.accumulated) - counted)
         other = groups.embedding if self.keep else max(groups.layer, groups.embedding)
         missing = self.to_come(groups.layer_trained + self.table) + unreduced
         twice = groups.tail if self.tied else 0
-        return max(found, groups.layer + other + before + self.waiting + self.of_a_block - missing + twice)
+        found = max(found, groups.layer + other + before + self.waiting + self.of_a_block - missing + twice)
+        # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
+        return found if self.table else max(found, 2 * groups.embedding + before)
 
 
 def _reducing(
@@ -398,8 +449,11 @@ def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained
     shards = setup.shards
     name = f"weights / {shards}"
     if setup.method == "full":
-        size = -(-(model.num_params + groups.padding[1]) * SIZE_BYTES[local.dtype] // shards)
-        return [weights_held(name, size)]
+        num = model.num_params + groups.padding[1]
+        found = [weights_held(name, -(-num * SIZE_BYTES[local.dtype] // shards))]
+        if setup.copies_reference:
+            found.append(weights_held(f"{REFERENCE} / {shards}", -(-num * SIZE_BYTES[setup.weight_dtype] // shards)))
+        return found
     loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
     loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
     return [

@@ -10,6 +10,7 @@ from planner.memory.rank_part import RankPart
 from planner.memory.state import (
     BACKWARD,
     COMPUTE,
+    REFERENCE,
     Held,
     RankState,
     gradients_held,
@@ -106,6 +107,7 @@ class Zero3(_Zero):
     simplicity = 5
     shares = "weights, gradients and optimizer states"
     sends = "weights are gathered before every forward and every backward"
+    reference = "cut over the GPUs and gathered module by module, by a DeepSpeed engine of its own"
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
@@ -221,6 +223,7 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
     held += _gradients_and_copy(model, inner, trained, bucket, waiting, "reduce-scatter's copy of the bucket")
     layer = gathered_groups(model, inner, 1).layer
+    loss_forward, asked = _beside_reference(model, inner) if setup.asks_beside else (0, 0)
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
     return RankState(
@@ -232,6 +235,8 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
         held=tuple(one for one in held if one.size_bytes),
         stepped=stepped,
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
+        loss_forward_bytes=loss_forward,
+        asked_bytes=asked,
         host_bytes=host,
     )
 
@@ -245,6 +250,8 @@ def _cut(
     scales = scales_bytes(model, inner)
     loaded = sum(weight_bytes(model, inner).values()) - scales
     weights = [weights_held(f"weights / {shards}", -(-loaded // shards))]
+    if setup.copies_reference:
+        weights.append(weights_held(f"{REFERENCE} / {shards}", -(-loaded // shards)))
     if setup.method != "full":
         weights.append(
             Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
@@ -338,6 +345,24 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
         weights_held(name, last, "last"),
         weights_held(name, end, "end"),
     ]
+
+
+def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
+    """(bytes gathered beside a reference's loss, beside its layers), beyond what the policy has gathered at its loss. A
+    copy has an engine and a limit of its own, and nothing of it is used again: what it gathered is freed as it goes.
+
+    Source: trl 1.16 `models/utils.py` prepare_deepspeed (stage 3 stays); DeepSpeed 0.19 `engine.py`
+    _configure_zero_optimizer (without an optimizer `DeepSpeedZeRoOffload`), `partitioned_param_coordinator.py`.
+    Not measured: no run of it was followed.
+    """
+    groups = gathered_groups(model, inner, 1)
+    half = SIZE_BYTES[inner.weight_dtype]
+    everything = groups.layers + groups.embedding + groups.tail
+    live = min(everything, half * (ZERO3_LIVE_ELEMENTS + _stacks(model)[2] // 2))
+    ahead = min(half * ZERO3_PREFETCH_ELEMENTS, everything)
+    if inner.copies_reference:
+        return max(live, groups.tail), live + ahead
+    return 0, ahead
 
 
 def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:

@@ -158,10 +158,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         files.append(launch_file(rollouts.REWARDS, rollouts.rewards_text()))
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
-        command += f" --accelerate_config launch/{TARGET}/{accelerate.NAME}"
-        job = command + accelerate_flags(request, rendezvous=True)
+        job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
         files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
-        command += accelerate_flags(request)
     else:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
     runs = setup.with_(**{one.field: one.runs_as for one in found})
@@ -170,6 +168,15 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
     main = Main(file, title, yaml_text(_sections(request, runs)))
     return Draft(main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
+
+
+def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bool) -> str:
+    """The command on several GPUs: TRL's own takes Accelerate's configuration, a program is Accelerate's to launch."""
+    if request.setup.objective == "orpo":
+        script = f"launch/{ORPO_SCRIPT} --config launch/{file}"
+        return accelerate.command(request, script, TARGET, rendezvous=rendezvous)
+    flags = accelerate_flags(request, rendezvous=rendezvous)
+    return f"{command} --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
 
 
 def _notes(request: ExportRequest) -> list[str]:

@@ -29,6 +29,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
         compiled=setup.compiled and by.compiles_loss,
+        asked=setup.asks_beside,
         widened=by.widens_outputs and flow.autocast is not None,
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:

@@ -16,6 +16,7 @@ from planner.memory.encoder import NO_ENCODER, EncoderBytes, around_the_encoder
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
 from planner.memory.position_bias import position_bias
+from planner.memory.reference import Asked, asked_bytes
 from planner.memory.streams import kept_around_the_layers
 from planner.memory.trained import adapted_names, decoder_alone, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
@@ -92,6 +93,8 @@ class ActivationParts:
     """Keys and values behind a prefix that only their cache holds, until the forward's outputs are gone."""
     with_rows: int = 0
     """At the forward's beginning, alone: a copy of the embedding with its trained rows, its output, and that scaled."""
+    asked: Asked = Asked()
+    """Of a reference that is asked beside all this."""
     hooked: int = 0
     """At the backward's end, in place of what is left of what is stored: `hooked_bytes`."""
 
@@ -102,8 +105,8 @@ class ActivationParts:
 
     @property
     def until_loss(self) -> int:
-        """Bytes that are gone when the loss's own backward begins."""
-        return self.cast_cache + self.key_cache
+        """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
+        return max(self.cast_cache, self.asked.cached) + self.key_cache
 
 
 def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
@@ -162,6 +165,7 @@ def activation_parts(
         encoder=encoder,
         key_cache=sum(cost.cached * count for cost, count in zip(costs, counts, strict=True)),
         with_rows=_with_rows(model, setup, flow),
+        asked=asked_bytes(model, setup, flow, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
     )
 

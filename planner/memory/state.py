@@ -22,6 +22,7 @@ head arriving; the last layer's forward; the loss; the head's gradient on its wa
 backward's first layer; its turn from an encoder-decoder's decoder to its encoder; its last layer; its end (the
 embedding's gradient and what is still in buffers, all activations gone); and the optimizer step."""
 COMPUTE = ("start", "gather", "forward", "loss", "head", "first", "turn", "last")
+REFERENCE = "reference model (a frozen copy)"
 BACKWARD = ("head", "first", "turn", "last", "end")
 
 
@@ -63,6 +64,8 @@ class RankState:
         gone_in_step_bytes: of what is held at "step", gone when the optimizer makes its temporaries.
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
         loss_backward_bytes: alive in its backward only.
+        asked_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`: of the next
+            layer's weights, before it runs.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
         moment_bytes: what `held` adds up to at each moment beyond what is "resident".
     """
@@ -77,6 +80,8 @@ class RankState:
     gone_in_step_bytes: int = 0
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
+    asked_bytes: int = 0
+    arriving_bytes: int = 0
     host_bytes: int = 0
     moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
 
@@ -142,9 +147,9 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             if model.tied and setup.loss == "full" and not setup.kbit_fp32_cast:
                 name = "the tied head with its rows"  # multiplied from a copy of the table
                 yield Held(category="weights", name=name, size_bytes=table, moments=("loss", "head"))
-    elif setup.has_reference:
+    elif setup.copies_reference:
         size = sum(weight_bytes(model, setup).values())
-        yield Held(category="weights", name="reference model (a frozen copy)", size_bytes=size)
+        yield Held(category="weights", name=REFERENCE, size_bytes=size)
 
 
 def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:

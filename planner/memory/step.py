@@ -192,26 +192,42 @@ def _seen(parts: ActivationParts) -> tuple[Term, ...]:
 def loss_terms(
     state: RankState, chain: LossChain, parts: ActivationParts, outputs_bytes: int, loss: str
 ) -> tuple[Term, ...]:
-    """The loss chain's largest moment: its forward (autocast's cache still alive), its own backward, or the head's
-    gradient beside 16-bit logits (with accumulation too: it is made, then added).
+    """The loss chain's largest moment: a reference's layers, its forward (autocast's cache still alive), its own
+    backward, or the head's gradient beside 16-bit logits (with accumulation too: it is made, then added).
 
     Args:
         outputs_bytes: logits of other GPUs that are gathered here before the backward.
     """
     name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
     forward = chain.loss_bytes + outputs_bytes
+    within = chain.within_bytes + outputs_bytes + parts.until_loss + state.loss_forward_bytes
     backward = chain.backward_bytes + state.loss_backward_bytes
     head = state.trained.head * state.trained.outer_bytes + chain.logits_bytes
-    if forward + parts.until_loss + state.loss_forward_bytes > max(backward, head):
+    asked = _asking(state, chain, parts, loss)
+    if total_bytes(asked) > max(within, forward, backward, head):
+        return asked
+    if within > max(forward - 1, backward, head):
         return (
-            ("loss", name, forward),
-            ("activations", "autocast's cache in the loss", parts.cast_cache),
+            ("loss", name, chain.within_bytes + outputs_bytes),
+            ("activations", "autocast's cache in the loss", parts.until_loss - parts.key_cache),
             _prefixed(parts),
             ("loss", beside, state.loss_forward_bytes),
         )
-    if head > backward:
-        return (("loss", name, head),)
+    if max(forward, head) > backward:
+        return (("loss", name, max(forward, head)),)
     return ("loss", name, chain.backward_bytes), ("loss", beside, state.loss_backward_bytes)
+
+
+def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
+    """What is there while a reference's layers run: one layer's temporaries, or the next one's weights arriving."""
+    if not parts.asked.frames:
+        return ()
+    return (
+        ("loss", f"what the loss keeps ({loss})", chain.asked_bytes),
+        ("activations", "what the reference's forward holds", parts.asked.frames + parts.asked.cached),
+        ("activations", "one layer of it, or the next one's weights", max(parts.asked.layer, state.arriving_bytes)),
+        ("weights", "weights and buffers beside it", state.asked_bytes),
+    )
 
 
 def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:

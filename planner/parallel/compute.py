@@ -9,6 +9,7 @@ from planner.parallel.traffic import Traffic, computed, traffic_of
 from planner.setup import TrainSetup
 from planner.throughput import Calibration, Conditions, speed_model, throughput_profile
 from planner.throughput.profile import GRADIENT_ADD_PASSES, ThroughputProfile
+from planner.throughput.types import WITHOUT_GRADIENTS
 
 _FORWARD_PART = {"attention": 1 / 3.5, "elementwise": 0.35, "lora": 1 / 3, "dequantization": 0.5, "loss": 1 / 3}
 """Share of a part's time that falls into the forward, where communication can hide behind it (matmuls apart)."""
@@ -20,16 +21,18 @@ class Micro(NamedTuple):
     Attributes:
         parts: GPU seconds by part, host waiting included.
         forward_s, backward_s: its wall time (the loss is in both); recomputation is backward.
+        asked_s: of forwards without gradients.
     """
 
     parts: Mapping[str, float]
     forward_s: float
     backward_s: float
+    asked_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        """Both."""
-        return self.forward_s + self.backward_s
+        """All of it."""
+        return self.forward_s + self.backward_s + self.asked_s
 
 
 class Rank:
@@ -107,8 +110,10 @@ class Rank:
         wall = float((busy**power + self._host_s**power) ** (1.0 / power))
         forward = busy_parts["matmul"] * (1 / 3 if self._setup.method == "full" else 1 / 2)
         forward += sum(busy_parts[name] * share for name, share in _FORWARD_PART.items())
-        forward_s = forward * wall / busy if busy else 0.0
-        return Micro({**busy_parts, "host": wall - busy}, forward_s, wall - forward_s)
+        forward_s, asked_s = (
+            one * wall / busy if busy else 0.0 for one in (forward, busy_parts.get(WITHOUT_GRADIENTS, 0.0))
+        )
+        return Micro({**busy_parts, "host": wall - busy}, forward_s, wall - forward_s - asked_s, asked_s)
 
     def _gathered_logits_s(self, seqs: int) -> float:
         """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""

@@ -125,12 +125,31 @@ class DataParallel:
         root_again = root if setup.parallel == "zero3" else 0.0
         forward = root + gather + (layers - 1) * max(0.0, gather - micro.forward_s / layers)
         backward = root_again + again + (layers - 1) * max(0.0, again + scatter - micro.backward_s / layers)
-        exposed = forward + backward + scatter + scatter_root
+        asked, asked_all = self._asked(micro, gather)
+        exposed = asked + forward + backward + scatter + scatter_root
         if traffic.small_units:  # their compute follows at once: nothing hides their latency
             passes = 2 + bool(reduce)
             exposed += passes * traffic.small_units * self._collectives.all_gather_s(0.0, self._shards)
-        total = root + root_again + layers * (gather + again + scatter) + scatter_root
+        total = asked_all + root + root_again + layers * (gather + again + scatter) + scatter_root
         return exposed + self._overlap_cost * max(total - exposed, 0.0)
+
+    def _asked(self, micro: Micro, gather: float) -> tuple[float, float]:
+        """(exposed, all) seconds of gathers for the micro-batch's forwards without gradients.
+
+        Layer by layer as any forward's; but FSDP2 gathers a second copy of the weights in one piece, with nothing to
+        hide behind. What stays gathered is not gathered again.
+
+        Source: trl 1.16 `models/utils.py` prepare_fsdp (one `fully_shard` of the whole model).
+        """
+        setup, layers = self._setup, max(self._traffic.layers, 1)
+        if not setup.extra_forwards or not setup.reshard_after_forward:
+            return 0.0, 0.0
+        at_once = setup.aim.reference_forwards if setup.parallel == "fsdp2" and setup.copies_reference else 0
+        whole = at_once * self._gather_s(self._traffic.weight_bytes)
+        by_layer = setup.extra_forwards - at_once
+        hidden = micro.asked_s / setup.extra_forwards / layers
+        exposed = by_layer * (gather + (layers - 1) * max(0.0, gather - hidden))
+        return whole + exposed, whole + by_layer * layers * gather
 
     def _gather_s(self, size_bytes: float) -> float:
         """All-gather of a unit, after its share came from the host where weights are offloaded."""

@@ -22,6 +22,7 @@ from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.throughput.calibration import load_calibration
 from planner.throughput.family import family_key
+from planner.throughput.types import WITHOUT_GRADIENTS
 
 SPREAD_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
@@ -162,7 +163,8 @@ class SpreadProfile:
             loop.total_s(stages, accumulation_steps) + self._step_s + (accumulation_steps - 1) * loop.ranks[index].add_s
         )
         step += sum(stages[index].reducing.values())
-        tokens = micro_batch_seqs * setup.seq_len_tokens * accumulation_steps * setup.data_degree
+        seqs = micro_batch_seqs * setup.seqs_per_sample
+        tokens = seqs * setup.seq_len_tokens * accumulation_steps * setup.data_degree
         return step, tokens / step
 
     def step_time(self, setup: TrainSetup) -> StepTime:
@@ -182,6 +184,7 @@ class SpreadProfile:
         profile = loop.ranks[index].profile
         flops = profile.flops(setup.micro_batch_seqs, steps)
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
+        unmeasured = 0.0 if setup.aim.supervised else (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -193,7 +196,8 @@ class SpreadProfile:
                 setup.kernels,
                 self._cluster.gpu.key,
                 compiled=setup.compiled,
-            ),
+            )
+            + unmeasured,
             notes=(*profile.notes(), *self._notes()),
         )
 
@@ -231,7 +235,7 @@ def spread_profile(
     used = calibration if calibration is not None else load_calibration()
     parties: tuple[object, ...] = ("spread", id(gpu), id(cluster), id(used))
     model.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
-    key = (*parties, conditions, family_key(setup), setup.loss, setup.num_gpus, setup.parallel)
+    key = (*parties, conditions, family_key(setup), setup.objective, setup.loss, setup.num_gpus, setup.parallel)
     key += tuple(getattr(setup, name) for name in SPREAD_FIELDS)
     loop = model.once(key, lambda one: Loop(one, gpu, setup, cluster, used, conditions))
     return model.once((*key, setup.optimizer), lambda _: SpreadProfile(loop, setup, cluster, used, conditions))

@@ -126,7 +126,7 @@ class Rank:
         self.beside = resident_vllm(gpu, setup)
         self._states: dict[tuple[bool, str, bool], tuple[RankState, Stepping]] = {}
         self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
-        self._in_loss: dict[tuple[str, int, int, int, bool], tuple[int, int]] = {}
+        self._in_loss: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def generating(self, setup: TrainSetup, state: RankState) -> int:
         """Bytes of generation at its largest moment beyond what is resident."""
@@ -146,7 +146,7 @@ class Rank:
     ) -> tuple[int, int]:
         """Bytes of the loss at its largest moment, that of other micro-batches in flight included, and of the logits
         that the stack's loop holds all along."""
-        key = (loss, micro, flight, parts.until_loss, setup.checkpointing > 0)
+        key = (loss, micro, flight, parts.until_loss, parts.asked, setup.checkpointing > 0)
         found = self._in_loss.get(key)
         if found is None:
             chain = self._losses.get(key[:3])

@@ -15,7 +15,7 @@ from probes.allocator.stretches import flat
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
-from probes.dryrun.trace import Trace, load
+from probes.dryrun.trace import Trace, load_all
 from probes.dryrun.tracker import Origin
 from probes.stack.parallelize import Spread, spread_model
 
@@ -43,7 +43,7 @@ class DdpWorld:
 
     @contextmanager
     def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`."""
         self._states = [
@@ -56,7 +56,7 @@ class DdpWorld:
             for name, one in model.named_parameters()
             if one.requires_grad
         ]
-        owners = load(tracker, model)
+        owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
             spread = spread_model(model, setup, device=next(model.parameters()).device)
         plain = spread.module._pre_forward

@@ -98,8 +98,10 @@ def _run(
 ) -> DryRunReport:
     config = load_config(raw_config)
     unlike = deep_layers(setup, config)
-    # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together
-    whole = full_depth or setup.trained_layers > 0 or setup.kind.form == "prefix"
+    # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together, and so
+    # is the group in which FSDP2 gathers a reference
+    one_group = setup.parallel == "fsdp2" and setup.copies_reference
+    whole = full_depth or setup.trained_layers > 0 or setup.kind.form == "prefix" or one_group
     plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
     return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 

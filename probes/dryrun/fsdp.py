@@ -12,9 +12,9 @@ from probes.dryrun.full_step import Shards
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
-from probes.dryrun.trace import Trace, Trainable, load
+from probes.dryrun.trace import Trace, Trainable, load_all
 from probes.dryrun.tracker import Tracker, local
-from probes.stack.parallelize import Spread, data_mesh, spread_model
+from probes.stack.parallelize import Spread, data_mesh, share_reference, spread_model
 
 
 class FsdpWorld:
@@ -28,7 +28,7 @@ class FsdpWorld:
 
     @contextmanager
     def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
         receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
@@ -36,11 +36,13 @@ class FsdpWorld:
         device = next(model.parameters()).device
         with tracker.resizing(), tracker.following_fsdp(), untracked_trials():
             spread = spread_model(model, setup, device=device)
+            if reference is not None:
+                share_reference(reference, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.host_phases = frozenset({"step"})  # CPUOffloadPolicy: the optimizer steps on the host
-                for one in model.parameters():
+                for one in (*model.parameters(), *(() if reference is None else reference.parameters())):
                     tracker.keep_on_host(local(one))
-            owners = load(tracker, model)
+            owners = load_all(tracker, model, reference)
             weight = max(model.parameters(), key=lambda one: one.numel() * one.element_size())
             largest = weight.numel() * weight.element_size()
             twice = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False)) > 1

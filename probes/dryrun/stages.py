@@ -84,7 +84,7 @@ class PipelineWorld:
 
     @contextmanager
     def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`."""
         device = next(model.parameters()).device

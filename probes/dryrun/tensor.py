@@ -43,7 +43,7 @@ class TensorWorld:
 
     @contextmanager
     def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`. Every rank reads only its part of a weight from the files (transformers 5.23
         `core_model_loading`), so that loading holds nothing more."""

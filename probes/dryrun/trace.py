@@ -110,9 +110,10 @@ class World(Protocol):
     tracker: type[Tracker]
 
     def prepared(
-        self, tracker: Tracker, model: Any, setup: TrainSetup
+        self, tracker: Tracker, model: Any, setup: TrainSetup, reference: Any = None
     ) -> AbstractContextManager[tuple[Any, dict[int, tuple[str, str]]]]:
-        """The model wrapped for the job and loaded, with the owners of what was loaded; followed until its end."""
+        """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
+        what was loaded; followed until its end."""
 
     def splice(self, trace: "Trace", layers: Any, setup: TrainSetup) -> "Trace":
         """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
@@ -198,13 +199,10 @@ def _loaded(
 ) -> Iterator[tuple[Any, dict[int, tuple[str, str]]]]:
     """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
     if world is not None:
-        with world.prepared(tracker, model, setup) as found:
+        with world.prepared(tracker, model, setup, reference) as found:
             yield found
         return
-    owners = load(tracker, model)
-    if reference is not None:
-        owners |= load(tracker, reference, REFERENCE)
-    yield None, owners
+    yield None, load_all(tracker, model, reference)
 
 
 @dataclass
@@ -314,6 +312,12 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, tuple[str,
         for name, tensor in quantized_tensors(module):
             own(tensor, "weights", f"{prefix}{path}.{name}")
     return owners
+
+
+def load_all(tracker: Tracker, model: Any, reference: Any) -> dict[int, tuple[str, str]]:
+    """`load` of the model and of the frozen copy beside it."""
+    owners = load(tracker, model)
+    return owners if reference is None else owners | load(tracker, reference, REFERENCE)
 
 
 def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], gradients: _Gradients) -> Mark:

@@ -130,7 +130,7 @@ def build_reference(
 
     Source: TRL 1.16 `DPOTrainer.__init__`: loaded in the policy's type, its parameters not frozen, in eval mode.
     """
-    if not setup.has_reference or setup.method != "full":
+    if not setup.copies_reference:
         return None
     plain = setup.with_(checkpointing=0, activation_offload=False, kernels="eager")
     return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()

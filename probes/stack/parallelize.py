@@ -80,13 +80,9 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     """Runs Accelerate's own `fsdp2_prepare_model`, with plain objects in place of its accelerator and plugin, which
     could only be made with a launcher's environment."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    dtype = _DTYPES.get(setup.autocast_dtype or "")
-    policy = None
-    if dtype is not None:  # accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     plugin = SimpleNamespace(
         auto_wrap_policy=transformer_auto_wrap_policy,
         transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers_of(inner_model(model))}),
@@ -94,7 +90,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
         set_auto_wrap_policy=lambda _: None,
         reshard_after_forward=setup.reshard_after_forward,
         cpu_offload=CPUOffloadPolicy() if setup.offload == "parameters" else OffloadPolicy(),
-        mixed_precision_policy=policy,
+        mixed_precision_policy=_policy(setup),
         ignored_modules=None,
         cpu_ram_efficient_loading=False,
     )
@@ -114,6 +110,31 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
 
     # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one
     return Spread(module=module, autocast=False)
+
+
+def share_reference(reference: Any, setup: TrainSetup, *, device: torch.device) -> None:
+    """Cuts the frozen copy that an objective asks, in place, as TRL does under FSDP2: one group for the whole model, so
+    that its forward gathers all weights at once; in the type that it was loaded in.
+
+    Source: trl 1.16 `models/utils.py` prepare_fsdp.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    fully_shard(
+        reference,
+        mesh=data_mesh(setup, device),
+        reshard_after_forward=setup.reshard_after_forward,
+        mp_policy=_policy(setup),
+        offload_policy=CPUOffloadPolicy() if setup.offload == "parameters" else OffloadPolicy(),
+    )
+
+
+def _policy(setup: TrainSetup) -> Any:
+    """FSDP2's mixed precision. Source: accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = _DTYPES.get(setup.autocast_dtype or "")
+    return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype, dtype)
 
 
 def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Spread:

@@ -70,8 +70,10 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
     """
     device_type = next(model.parameters()).device.type
     forward: Callable[..., Any] = model.__call__ if spread is None else spread.module.__call__
+    asked = None if reference is None else reference.__call__
     if spread is None or spread.autocast:
         forward = _under_autocast(forward, setup, device_type)
+        asked = None if asked is None else _under_autocast(asked, setup, device_type)
     return Trainer(
         model=model,
         inner=inner_model(model),
@@ -82,7 +84,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
         device_type=device_type,
         no_sync=nullcontext if spread is None else spread.no_sync,
         before_step=None if spread is None else spread.before_step,
-        reference=None if reference is None else (reference, _under_autocast(reference.__call__, setup, device_type)),
+        reference=None if reference is None else (reference, asked),
     )
 
 

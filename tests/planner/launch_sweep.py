@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES, SHARED_BY
 from planner.errors import SetupError
 from planner.exporters import DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
+from planner.interchange import setup_from_dict
 from planner.setup import TrainSetup
 from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS
 
@@ -93,6 +95,17 @@ def spread_setups() -> list[TrainSetup]:
     """Every way of spreading times full (twice), LoRA and QLoRA."""
     batch = {"micro_batch_seqs": 2, "accumulation_steps": 2}
     return [TrainSetup(**{**batch, **method, **spread}) for method, spread in product(METHODS, SPREADS)]
+
+
+def objective_spreads() -> list[TrainSetup]:
+    """Every objective that several GPUs train, under every engine that does, by full fine-tuning and by LoRA."""
+    names = [name for name, row in OBJECTIVES.items() if not row.supervised and not row.alone]
+    methods = ({"method": "full", "precision": "bf16-pure", "attention": "flash-attention-2"}, {"method": "lora"})
+    job = {"micro_batch_seqs": 2, "num_gpus": 4}
+    return [
+        setup_from_dict({"objective": name, "parallel": parallel, **job, **method})
+        for name, parallel, method in product(names, SHARED_BY, methods)
+    ]
 
 
 def setups() -> list[TrainSetup]:

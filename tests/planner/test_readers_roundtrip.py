@@ -11,7 +11,7 @@ from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.models import catalogue
 from planner.readers import Sharding, canonical, read_text
 from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
-from tests.planner.launch_sweep import request, setups
+from tests.planner.launch_sweep import objective_spreads, request, setups
 
 SETUPS = setups()
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
@@ -42,6 +42,24 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert not back.approximations, back.approximations
         read_back += 1
     assert read_back >= {"unsloth": 40, "torchtitan": 30}.get(target, 150)
+
+
+@pytest.mark.parametrize(("target", "num"), [("trl", 40), ("hf", 10), ("axolotl", 10), ("llamafactory", 12)])
+def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path: Path) -> None:
+    (tmp_path / "launch" / target).mkdir(parents=True)
+    read_back = 0
+    for setup in objective_spreads():
+        launch = EXPORTERS[target](request(setup))
+        if launch.refused:
+            continue
+        for file in launch.files:
+            (tmp_path / "launch" / file.path).write_text(file.text)
+        launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
+        sharding = Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,))
+        back = read_text(launch.files[0].text, launch.files[0].path, sharding=sharding, launcher=launcher)
+        assert canonical(back.setup) == canonical(launch.runs_as(setup)), (target, setup)
+        read_back += 1
+    assert read_back == num
 
 
 def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path) -> None:

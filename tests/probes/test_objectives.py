@@ -11,6 +11,7 @@ from benchmarks.trace_vs_dryrun import config_of
 from planner.choices.objectives import OBJECTIVES
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
+from planner.memory.weights import weight_bytes
 from planner.models.adapters import spec_from_config
 from planner.predict import predict
 from probes.dryrun.api import report_for_config
@@ -45,6 +46,46 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
     found = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
     assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+@pytest.mark.parametrize("spread", [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}])
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [
+        ("dpo", {"method": "full", "precision": "bf16-autocast"}),
+        ("dpo", {"method": "lora", "checkpointing": 0}),
+        ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
+        ("kto", {"method": "full", "precision": "bf16-mixed", "checkpointing": 0}),
+        ("kto", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
+        ("orpo", {"method": "lora"}),
+        ("reward", {"method": "lora"}),
+    ],
+)
+def test_formula_and_dry_run_agree_on_several_gpus(
+    objective: str, changes: dict[str, Any], spread: dict[str, Any]
+) -> None:
+    config, card = config_of(8), find_gpu("a100-80gb")
+    job = {"num_gpus": 4, "parallel": spread["parallel"], "reshard_after_forward": "keep" not in spread}
+    setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **job, **changes})
+    report = report_for_config(config, (8, 0), setup)
+    assert isinstance(report, DryRunReport)
+    found = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
+    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+
+
+def test_fsdp2_gathers_a_reference_whole_and_in_a_buffer() -> None:
+    """By hand: TRL makes one FSDP group of it, so that all its weights are there twice while its forward runs."""
+    config = config_of(8)
+    asked = setup_from_dict(
+        {"objective": "dpo", "method": "full", "precision": "bf16-pure", "seq_len_tokens": 128, "num_gpus": 4,
+         "parallel": "fsdp2"}
+    )  # fmt: skip
+    report = report_for_config(config, (8, 0), asked)
+    assert isinstance(report, DryRunReport)
+    groups = report.phase_groups["forward"]
+    whole = sum(weight_bytes(spec_from_config(config, model_id="a copy", source="test"), asked).values())
+    assert groups["workspace", "all-gather buffer"] == pytest.approx(whole, rel=0.001)
+    assert whole < groups["workspace", "gathered weights"] < 1.5 * whole  # and the policy's table
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "planner"))
 
 import stand_ins  # noqa: E402
-from launch_sweep import request, setups  # noqa: E402
+from launch_sweep import objective_spreads, request, setups  # noqa: E402
 
 from planner.choices.objectives import OBJECTIVES  # noqa: E402
 from planner.exporters import EXPORTERS, DatasetChoice, Launch  # noqa: E402
@@ -369,12 +369,13 @@ def folder_with(launch: Launch) -> Iterator[Path]:
 
 
 def of_objectives() -> list[TrainSetup]:
-    """Every other objective than supervised training, by every method."""
+    """Every other objective than supervised training, by every method, and those of several GPUs under every engine."""
     methods = ({"method": "full", "precision": "bf16-pure"}, {"method": "lora"}, {"method": "qlora"})
     names = [name for name, row in OBJECTIVES.items() if not row.supervised]
-    return [
+    alone = [
         setup_from_dict({"objective": name, "micro_batch_seqs": 2, **method}) for name in names for method in methods
     ]
+    return [*alone, *objective_spreads()]
 
 
 def main(tool: str, *only: str) -> int:

@@ -1,0 +1,40 @@
+"""What the forward of a reference holds that an objective asks beside the activations of the policy's forward."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.layer_costs import LayerCosts
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+
+class Asked(NamedTuple):
+    """Bytes of a forward that keeps nothing.
+
+    Attributes:
+        frames: what its frames hold: the embeddings, a layer's input, the sum before its second norm, that norm's
+            result.
+        layer: the largest of one layer's temporaries.
+        cached: autocast's copies of a second model's fp32 weights, until its forward ends.
+    """
+
+    frames: int = 0
+    layer: int = 0
+    cached: int = 0
+
+
+def asked_bytes(
+    model: ModelSpec, setup: TrainSetup, flow: Flow, costs: Sequence[LayerCosts], weight_casts: int
+) -> Asked:
+    """Of one micro-batch; nothing where no reference is asked there.
+
+    Args:
+        weight_casts: autocast's copies of the policy's weights in its forward.
+
+    Source: trl 1.16 `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (no_grad, without checkpointing).
+    """
+    if not setup.asks_beside:
+        return Asked()
+    frames = 4 * SIZE_BYTES[flow.residual] * model.hidden_size * setup.forward_tokens
+    return Asked(frames, max(one.forward + one.merged for one in costs), weight_casts if setup.copies_reference else 0)
