@@ -7,9 +7,9 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
 from planner.engines.dealt import around_experts, at_the_loss, gathered_beside, share_of, without_experts
 from planner.engines.gather import Groups, gathered_groups, scales_bytes
+from planner.engines.reference import beside_reference
 from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.optimizer import state_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.state import (
     COMPUTE,
@@ -68,7 +68,7 @@ class Fsdp2(Engine):
             held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
             if setup.asks_beside:
-                asked, arriving = _beside_reference(setup, groups, local, accumulated=accumulated)
+                asked, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
         return RankState(
             part=part,
             setup=inner,
@@ -152,7 +152,7 @@ def _block_by_block(
     keep = not setup.reshard_after_forward
     held = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
     if setup.copies_reference and keep:
-        held.append(weights_held("reference model, gathered", _whole(groups)))
+        held.append(weights_held("reference model, gathered", groups.whole))
     held += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
         again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
@@ -172,7 +172,7 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     own_gather = setup.loss == "chunked" and setup.method != "full"
     forward = groups.layer if model.tied or own_gather else groups.tail
     if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
-        forward = 2 * _whole(groups)
+        forward = 2 * groups.whole
     elif setup.asks_beside and setup.method != "full":  # the tail is there already; TRL's own gather makes a second one
         forward = groups.layer if setup.reshard_after_forward else 0
         forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
@@ -187,7 +187,7 @@ def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Tra
     Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_maybe_with_nosync, perform_reduce_grad), FSDPParam.
     to_accumulated_grad_if_needed; torchtitan 0.2.2 `apply_fsdp` (reduce_dtype fp32).
     """
-    whole = _whole(groups)
+    whole = groups.whole
     reduced = SIZE_BYTES["fp32"] * trained.num
     alive = (*COMPUTE, "end")
     name = f"gradients / {setup.shards}"
@@ -230,32 +230,6 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
         weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
         weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
-
-
-def _beside_reference(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
-    """(gathered weights and buffers while a reference's layers run, beyond what is held at the loss; what more of them
-    is there before a layer runs): of the policy what stays gathered, and where its adapters are off a block with its
-    buffer, before that two blocks or the embedding; of a copy all of it, and the buffer that it came in, which lives as
-    long as its forward does: TRL makes one group of it. Kept gathered it is resident.
-
-    Source: trl 1.16 `models/utils.py` prepare_fsdp; PyTorch 2.13 `FSDPState._post_forward` (all_gather_state).
-    """
-    if setup.copies_reference:
-        whole = _whole(groups)
-        if setup.reshard_after_forward:
-            return 2 * whole, 0
-        # its buffer is there once, before the first gradients and the optimizer's states
-        later = state_bytes(local.num, local.dtype, setup.optimizer, matrix_edge_sum=local.edge_sum)
-        later += local.size_bytes if accumulated else 0
-        return max(0, whole - later), 0
-    if not setup.reshard_after_forward:
-        return 0, 0
-    return 2 * groups.layer, max(groups.layer, 2 * (groups.embedding - groups.layer))
-
-
-def _whole(groups: Groups) -> int:
-    """Bytes of all weights as gathered."""
-    return groups.layers + groups.embedding + groups.tail + groups.root
 
 
 def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:

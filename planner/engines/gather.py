@@ -38,6 +38,11 @@ class Groups:
     matrix: int
     padding: tuple[int, int]
 
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights as gathered."""
+        return self.layers + self.embedding + self.tail + self.root
+
 
 def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     """The groups in which Accelerate's FSDP2 gathers weights, in bytes as gathered (ZeRO-3 gathers the same tensors; it
