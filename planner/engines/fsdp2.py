@@ -105,6 +105,7 @@ class Fsdp2(Engine):
             setup=inner,
             trained=trained,
             local=local,
+            stepped=max(outer.num, share.stored),  # the Trainer makes a group of parameters for every mesh
             held=tuple(one for one in held if one.size_bytes),
             loss_forward_bytes=forward,
             loss_backward_bytes=backward,

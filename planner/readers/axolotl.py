@@ -302,6 +302,11 @@ def _mesh(settings: Settings, num_gpus: int, *, cuts: bool = False) -> Spread:
     if context > 1:
         how = "as by PyTorch's ring" if cuts else "as if they were whole"
         settings.approximate(f"sequences split over GPUs (context_parallel_size) are counted {how}")
+    if settings.integer("expert_parallel_size", 1, at_least=1) > 1:
+        settings.approximate(
+            "experts dealt out by DeepEP (expert_parallel_size), with all the rest on every GPU that shares them, are "
+            "counted as if FSDP2 sharded everything"
+        )
     return hybrid(
         settings,
         num_gpus,

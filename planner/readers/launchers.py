@@ -25,7 +25,7 @@ DEEPSPEED_KEYS = (
     "tensorboard", "wandb", "csv_monitor", "flops_profiler", "prescale_gradients", "gradient_predivide_factor",
     "sparse_gradients", "dump_state", "data_types", "comms_logger", "aio", "checkpoint", "compile", "autotuning",
     "tensor_parallel", "zero_force_ds_cpu_initialization", "memory_breakdown", "torch_autocast", "data_efficiency",
-    "elasticity", "sequence_parallel_size", "pipeline",
+    "elasticity", "sequence_parallel_size", "pipeline", "expert_parallel",
 )  # fmt: skip
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")

@@ -252,6 +252,11 @@ def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
     stage = Settings(zero, f"{settings.name}: zero_optimization").integer("stage", 0)
     if stage > 3:
         raise settings.error("zero_optimization.stage", "0 to 3", stage)
+    dealt = config.get("expert_parallel")
+    if isinstance(dealt, dict) and dealt.get("enabled"):
+        settings.approximate(
+            "experts dealt out by DeepSpeed (expert_parallel) are counted as if ZeRO alone sharded them"
+        )
     devices = {}
     for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_params")):
         block = zero.get(key)
