@@ -37,3 +37,5 @@ add() {
 }
 case ",$extras," in *,torch,*) add "torch==$(sed -n 's/^torch==//p' constraints.txt)" ;; esac
 if [ -n "$extras" ]; then add -e ".[$extras]"; else add -e .; fi
+# Gemma 3n's tower, alone: it would bring torchvision, which a CPU's build of torch does not load
+case ",$extras," in *,test,*) add --no-deps timm ;; esac

@@ -10,6 +10,14 @@ _SO400M = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16,
 }  # fmt: skip
+_GEMMA_3N = {
+    "model_type": "gemma3n",
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc"},
+    "audio_config": {"model_type": "gemma3n_audio"},
+}
+"""With timm alone does transformers build them: the dry run needs it."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Mistral-Small-3.1-24B-Instruct-2503": {  # the class's defaults
@@ -107,6 +115,19 @@ OTHERS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 131072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
         },
         "vision_config": {"model_type": "mllama_vision_model", "image_size": 560},
+    },
+    "gemma-3n-E2B-it": {
+        **_GEMMA_3N,
+        "text_config": {
+            "model_type": "gemma3n_text", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 30,
+            "num_kv_shared_layers": 10, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        },
+    },
+    "gemma-3n-E4B-it": {  # the class's defaults
+        **_GEMMA_3N,
+        "text_config": {
+            "model_type": "gemma3n_text", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35,
+        },
     },
     "paligemma-3b-pt-448": {
         "model_type": "paligemma",

@@ -2,8 +2,9 @@
 
     python -m benchmarks.images [--write] [MODEL ...]
 
-Each model and method with two of CASES in turn. `--write` puts the rows into benchmarks/data/images.jsonl, where those
-of models that were not named stay; without it they are only printed. The last line is the median and the worst of all.
+Each model and method with two of CASES in turn; Gemma 3n needs timm (`pip install --no-deps timm` does). `--write` puts
+the rows into benchmarks/data/images.jsonl, where those of models that were not named stay; without it they are only
+printed. The last line is the median and the worst of all.
 """
 
 import json
@@ -18,7 +19,9 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
+from planner.models.adapters import model_types, spec_from_config
 from planner.models.spec import ModelSpec
+from planner.models.stored import stored_refusal
 from planner.models.towers import image_tokens, with_eyes
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
@@ -43,6 +46,8 @@ def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     for owner in ("google", "Qwen"):
         if found := catalogue.load(f"{owner}/{name}"):
             return with_eyes(found)
+    if config["model_type"] in model_types():
+        return with_eyes(spec_from_config(config, model_id=name, source="benchmarks"))
     return with_eyes(spec_of_tree(config, model_id=name, source="benchmarks"))
 
 
@@ -84,6 +89,8 @@ def main() -> None:
         for method, fields in METHODS.items():
             for case in (CASES[turn % len(CASES)], CASES[(turn + 2) % len(CASES)]):
                 setup = setup_of(model, fields, case)
+                if stored_refusal(setup, model):  # in 4 bits, Gemma 3n
+                    continue
                 rows.append(compared(model, gpu, setup, {"model": name, "method": method, "case": case}))
             turn += 1
     errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)

@@ -180,14 +180,15 @@ def _sound_note(model: ModelSpec, setup: TrainSetup) -> str:
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What the pictures of a sample are to the step, or that a model with eyes is counted without."""
     from planner.memory.tower import tower_adapted  # late: a model without eyes needs neither
-    from planner.models.towers import SEEING, image_tokens
+    from planner.models.towers import SEEING, image_tokens, tower_of
 
     if setup.images is None:
         tower = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
         more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
         return [f"counted on text alone: {tower}{more}"]
     tokens = image_tokens(model, setup.images)
-    adapted = "gets adapters too" if tower_adapted(model, setup) else "is frozen"
+    adapts = tower_adapted(model, setup) and not tower_of(model, setup.images).convolves
+    adapted = "gets adapters too" if adapts else "is frozen"
     tower = "is trained" if setup.method == "full" else adapted
     return [
         f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision tower "

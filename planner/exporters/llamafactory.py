@@ -255,6 +255,7 @@ _TEMPLATES = {
     "llava": "llava",
     "paligemma": "paligemma",
     "gemma3": "gemma3",
+    "gemma3n": "gemma3n",
     "gemma4": "gemma4",
     "mllama": "mllama",
     "mistral3": "mistral_small",  # of the text below it: "ministral3"

@@ -13,7 +13,7 @@ from planner.memory.activations import attention_held, cached_keys, keeps_stream
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
-from planner.memory.streams import kept_in_a_layer
+from planner.memory.streams import kept_in_a_layer, moment_of_a_layer
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
     at_last_matrix,
@@ -138,6 +138,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     beside = max(beside, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
         dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
+    transient = moment_of_a_layer(context, backward_transient(layer, context, saved))
     return LayerCosts(
         saved=saved,
         entry=SIZE_BYTES[flow.residual] * context.hidden * tokens * traits.streams,
@@ -146,7 +147,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
         forward=forward_transient(layer, context),
         merged=merged_stacks(layer, context),
         beside=beside,
-        moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
+        moments=((transient, 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,
         not_asked=not_asked(layer, context, saved),

@@ -17,10 +17,11 @@ from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
 from planner.memory.position_bias import position_bias
 from planner.memory.reference import Asked, asked_bytes
-from planner.memory.streams import kept_around_the_layers
+from planner.memory.streams import held_by_the_forward, kept_around_the_layers, kept_by_embedders
 from planner.memory.trained import adapted_names, decoder_alone, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
 from planner.records import dataclass
 from planner.setup import TrainSetup
 
@@ -155,7 +156,8 @@ def activation_parts(
         recomputed=largest.recomputed,
         transient=largest.transient,
         layer_moments=layer_moments,
-        forward_temp=_forward_temporaries(setup, costs, *halves.decoder, behind),
+        forward_temp=_forward_temporaries(setup, costs, *halves.decoder, behind)
+        + held_by_the_forward(model, flow, setup.forward_tokens, traits_of(model).streams),
         dequantized=max(one.dequantized for one in costs),
         final_norm=forwards * final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
@@ -339,10 +341,21 @@ def _stored(
     biases = position_bias(model, setup, flow, costs[-1].kernel, row_tokens=costs[-1].row_tokens, num_kept=sum(kept))
     stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
     stored["inputs"] += _embedded(model, setup, flow)
-    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
+    stored["streams"], joined = kept_around_the_layers(model, flow, tokens, traits.streams)
+    if embedders := [one for one, _ in model.idle_layers if one.kind == "embedder"]:
+        names = _adapted_parts(model, setup)
+        found = [(one, one.path in names) for one in embedders]
+        stored["streams"] += kept_by_embedders(found, flow, tokens, trained=setup.method == "full")
     before, behind = _outer_norms(model, setup, flow, tokens)
     stored["norm"] += before
-    return stored, behind, biases.at_first_decoder_layer
+    return stored, behind + joined, biases.at_first_decoder_layer
+
+
+def _adapted_parts(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
+    """Paths of the layers of which some matrix has an adapter."""
+    if setup.method == "full" or not setup.kind.adapts_matrices:
+        return frozenset()
+    return frozenset(layer.path for layer, _, linears in lora_linears(model, setup.lora_targets) if linears)
 
 
 def _with_rows(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import layer_saved
+from planner.memory.convnet import convnet_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
@@ -164,6 +165,8 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     tower = tower_of(model, setup.images)
     own, adapted = tower_setup(setup, tower), tower_adapted(model, setup)
     flow = tower_flow(tower, own)
+    if tower.convolves:
+        return _convolved(model, tower, own, flow, adapted)
     costs = tower_costs(tower, gpu, own, flow, adapted)
     parts = activation_parts(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
     inputs, outputs = own.micro_batch_seqs * tower.input_bytes, held_outputs(model, tower, own, flow)
@@ -192,6 +195,24 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
         forward=parts.forward_temp,
         backward=tuple(moment + beside for moment in moments),
     )
+
+
+def _convolved(model: ModelSpec, tower: Tower, own: TrainSetup, flow: Flow, adapted: frozenset[str]) -> TowerBytes:
+    """Of a tower of convolutions: PEFT adapts none, so that it keeps something where it is trained itself, and all of
+    it; the copies that autocast makes of fp32 weights too."""
+    frames, sizes = own.micro_batch_seqs, convnet_bytes(flow)
+    widened = replace(flow, residual="fp32" if flow.autocast else flow.residual)
+    features = SIZE_BYTES[flow.linear_out(flow.residual)] * _seen(tower, own) * model.hidden_size
+    found = TowerBytes(
+        inputs=frames * tower.input_bytes,
+        behind=features + (projectors_saved(tower, own, widened, adapted) if own.method == "full" or adapted else 0),
+        held=SIZE_BYTES[widened.residual] * _rows(tower, own),
+        forward=frames * sizes.idle,
+    )
+    if own.method != "full":
+        return found
+    casts = SIZE_BYTES[flow.autocast] * tower.num_other_params if flow.autocast and flow.table == "fp32" else 0
+    return replace(found, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
 
 
 def _text_leaf(model: ModelSpec, setup: TrainSetup) -> int:

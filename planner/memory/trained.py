@@ -165,7 +165,11 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
 def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
     matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
     edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
-    unused = [(layer, num) for layer, num in model.idle_layers if not sees or "audio" in layer.path]
+    unused = [  # Gemma 3n's embedders look up tokens of text too
+        (layer, num)
+        for layer, num in model.idle_layers
+        if layer.kind != "embedder" and (not sees or "audio" in layer.path)
+    ]
     idle = sum(
         layer.num_params * num for layer, num in unused
     )  # what sees no picture and hears nothing gets no gradient

@@ -13,7 +13,19 @@ from planner.records import dataclass
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
 
 RMS_FP32 = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_vision", "qwen3_next", "qwen3_5"}
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_vision",
+        "qwen3_next",
+        "qwen3_5",
+    }
 ) | frozenset({"qwen3_5_moe", "olmo2", "olmo3", "gpt_oss"})
 """RMSNorms that multiply with their weight in fp32, before the cast back: a trained weight keeps fp32 rows."""
 LAYER_CAST_BACK = frozenset({"olmo"})

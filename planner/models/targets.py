@@ -19,7 +19,7 @@ Targets = str | tuple[str, ...]
 Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]
 
 ATTENTION_ROLES = frozenset({"q", "k", "v", "qkv", "o", "mixer"})
-_NO_LIST = ("outer", "idle-part")
+_NO_LIST = ("outer", "idle-part", "embedder")
 """Kinds of layers that stand once, outside any list."""
 CLIPPED = ".linear"
 """Gemma 4's towers wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.choices.images import Images
 from planner.errors import SetupError
-from planner.models.eyes import gemma4, mllama, pixtral, qwen, siglip, tiles
+from planner.models.eyes import gemma4, mllama, mobilenet, pixtral, qwen, siglip, tiles
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
 
@@ -24,6 +24,7 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]]
     "qwen3_5_moe": qwen.tower,
     "llava": siglip.llava,
     "gemma3": siglip.gemma3,
+    "gemma3n": mobilenet.tower,
     "gemma4": gemma4.tower,
     "paligemma": siglip.paligemma,
     "mistral3": pixtral.tower,
@@ -36,10 +37,6 @@ SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
 
 
-_NOT_MODELLED = {
-    "gemma3n": "its tower is timm's MobileNet-V5, whose convolutions are not modelled",
-}
-"""Types with eyes that no tower here describes, and why."""
 _EYES_APART = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
@@ -91,8 +88,7 @@ def _tower(model: ModelSpec, width: int, height: int) -> Tower:
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:
-        known = _NOT_MODELLED.get(model.model_type, f"what {model.model_type} makes of a picture is not known here")
-        known += f" ({', '.join(_MAKERS)} are planned)"
+        known = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
             f"images are not planned for {model.model_id}: {known if vision else 'it has no eyes'}",
             hint="leave --images-per-sample and --image-size out: text alone is planned",

@@ -1,8 +1,12 @@
 """The time that a vision tower takes: its layers as a model of its own, beside the text's."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
+from planner.memory.convnet import convnet_bytes
+from planner.memory.dtypes import flow_of
 from planner.memory.tower import asks_gradients, tower_adapted, tower_setup
+from planner.models.eyes.mobilenet import FLOPS
 from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
 from planner.models.towers import tower_of
@@ -30,6 +34,7 @@ class TowerTime:
         own = tower_setup(setup, tower)
         self._images = setup.images.num * tower.frames
         self._adapts, self._gradients = bool(adapted), asks_gradients(tower, setup, adapted)
+        self._convolutions = _convolutions(speed, setup) if tower.convolves else None
         self._families: list[tuple[Family, int, int]] = []  # with the length of what attends, and such of one picture
         for model, length in _by_length(tower):
             alone = SpeedModel(model, speed.gpu, speed.calibration, speed.conditions)
@@ -38,6 +43,8 @@ class TowerTime:
 
     def seconds(self, samples: int) -> float:
         """GPU seconds of one micro-batch."""
+        if self._convolutions is not None:
+            return samples * self._images * self._convolutions.picture_s
         total = 0.0
         for family, length, times in self._families:
             rows = samples * self._images * times
@@ -56,7 +63,31 @@ class TowerTime:
     @property
     def host_s(self) -> float:
         """Host seconds to issue one micro-batch's kernels."""
+        if self._convolutions is not None:
+            return self._convolutions.host_s
         return sum(one.host_s if self._gradients else one.forward_host_s for one, _, _ in self._families)
+
+
+class _Convolutions(NamedTuple):
+    """Seconds of a tower of convolutions: of the GPU for one picture, of the host for all of a micro-batch."""
+
+    picture_s: float
+    host_s: float
+
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 2600, 4900
+"""Of MobileNet-V5 under autocast, counted by running timm 1.0.31's on meta tensors."""
+
+
+def _convolutions(speed: SpeedModel, setup: TrainSetup) -> _Convolutions:
+    """From the multiplications at the rate of the text's matrices, and what its backward would keep, written and read
+    once; trained, three times that."""
+    flow, constants = flow_of(setup), speed.constants
+    trained = setup.method == "full"
+    once = FLOPS / speed.rates.matmul[flow.autocast or flow.compute]
+    once += 2.0 * convnet_bytes(flow).kept / speed.bandwidth
+    host = FORWARD_KERNELS * constants.host_forward_s + trained * BACKWARD_KERNELS * constants.host_backward_s
+    return _Convolutions((1 + 2 * trained) * once, host * constants.host_scale)
 
 
 def _by_length(tower: Tower) -> list[tuple[ModelSpec, int]]:

@@ -46,14 +46,19 @@ def choose_sdpa_kernel(
     mask: torch.Tensor | None,
     dropout: float,
     capability: tuple[int, int],
+    *,
+    grouped: bool = True,
 ) -> tuple[str, str]:
-    """("flash", "efficient" or "math", why the faster ones were refused).
+    """("flash", "efficient" or "math", why the faster ones were refused). `grouped`: `enable_gqa`, without which no
+    fused kernel takes fewer heads of keys than of queries (timm's multi-query attention).
 
     Source: PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: `can_use_flash_attention`,
     `can_use_mem_efficient_attention`, order flash, efficient, math. cuDNN's kernel, which newer builds prefer on Hopper
     and data-centre Blackwell, keeps the same tensors as flash.
     """
     flash = _flash_refusal(query, key, value, mask, dropout, capability)
+    if not grouped and query.shape[1] != key.shape[1]:
+        flash = f"{query.shape[1]} heads of queries, {key.shape[1]} of keys"
     if not flash:
         return "flash", ""
     efficient = _efficient_refusal(query, key, value, capability)
@@ -138,7 +143,7 @@ def _chosen(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """Attention by the kernel that PyTorch chooses for these arguments."""
-    kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
+    kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability, grouped=enable_gqa)
     log.note(kernel, reason)
     if log.ring is not None:
         return _over_the_ring(log.ring, kernel, query, key, value, scale)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+from planner.models.eyes.mobilenet import SIDE
 from planner.models.eyes.tiles import LONGEST_TILES
 from probes.phantom.cuda import Refused
 
@@ -108,6 +109,20 @@ KINDS = {
         sizes=lambda config: {"size": _square(config)},
         arguments=lambda config: {"image_seq_length": config.mm_tokens_per_image},
     ),
+    "gemma3n": _Kind(
+        picture="<image_soft_token>",
+        tokens={
+            "image_token": ("<image_soft_token>", "image_token_id"),
+            "boi_token": ("<start_of_image>", "boi_token_id"),
+            "eoi_token": ("<end_of_image>", "eoi_token_id"),
+            "audio_token": ("<audio_soft_token>", "audio_token_id"),
+            "boa_token": ("<start_of_audio>", "boa_token_id"),
+            "eoa_token": ("<end_of_audio>", "eoa_token_id"),
+        },
+        sizes=lambda config: {"size": {"height": SIDE, "width": SIDE}},
+        arguments=lambda config: {"image_seq_length": config.vision_soft_tokens_per_image},
+        hears=True,
+    ),
     "gemma4": _Kind(
         picture="<|image|>",
         tokens={
@@ -205,11 +220,12 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
     cls = _class(processing_auto, processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
     arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
-    if not kind.video_processor:
+    if not kind.video_processor and not kind.hears:
         return cls(**parts, **arguments)
     nothing = SimpleNamespace(model_input_names=[])
-    seen = find_spec("torchvision") is not None
-    parts["video_processor"] = getattr(transformers, kind.video_processor)() if seen else nothing
+    if kind.video_processor:
+        seen = find_spec("torchvision") is not None
+        parts["video_processor"] = getattr(transformers, kind.video_processor)() if seen else nothing
     if kind.hears:
         parts["feature_extractor"] = nothing
     with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):

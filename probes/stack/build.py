@@ -17,6 +17,7 @@ from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import hears, load_config, truncated_config
 from probes.stack.kernels import apply_kernels
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
+from probes.stack.timm_towers import timm_towers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
@@ -161,7 +162,7 @@ def bare_model(
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
     name = None if left_unnamed(config.to_dict(), attention) else attention
-    with torch.device("meta"):
+    with timm_towers(config.model_type), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=name)
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
     if dtype is torch.float16:

@@ -76,6 +76,8 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
         kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
         kinds[:, :num] = config.model_type == "gemma3"  # PaliGemma's are 0 in what is seen both ways
         found["token_type_ids"] = kinds
+    elif config.model_type == "gemma3n":
+        found["token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
     elif config.model_type == "gemma4":
         found["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
         found["mm_token_type_ids"][:, :num] = 1

@@ -23,7 +23,6 @@ from planner.install import install_command
 from planner.models import catalogue, module_tree
 from planner.models.adapters import model_types, spec_from_config
 from planner.models.spec import ModelSpec
-from planner.models.stored import stored_refusal
 from planner.outcome import Prediction
 from planner.predict import predict
 from planner.setup import TrainSetup
@@ -39,9 +38,6 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "exaone4": {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 2, "sliding_window": 128},
     "gpt_bigcode": {"vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 1024},
     "arcee": {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 4},
-    "gemma3n_text": {**SIZES, "num_hidden_layers": 10, "intermediate_size": 1536, "num_key_value_heads": 2,
-                     "head_dim": 64, "vocab_size_per_layer_input": 8000, "hidden_size_per_layer_input": 64,
-                     "num_kv_shared_layers": 5, "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 5},
     "granitemoe": {**SIZES, "intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2},
 }  # fmt: skip
 _TEXT = {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 2}
@@ -221,26 +217,6 @@ def test_an_encoders_layers_are_counted(name: str, fields: dict[str, Any]) -> No
     assert isinstance(run, Prediction), run
     assert formula.memory_band_fraction == ENCODER_BAND
     assert formula.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=ENCODER_BAND / 2)
-
-
-GEMMA3N_BAND = 0.05
-"""The worst of six setups of twice the width: -3.5 %."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-autocast", "bf16-pure"])
-def test_streams_and_shared_keys_are_counted(specs: Mapping[str, ModelSpec], precision: str) -> None:
-    """Gemma 3n: per-layer embeddings, AltUp, LAuReL, keys and values of another layer, sparse activations."""
-    spec = specs["gemma3n_text"]
-    model = bare_model(load_config(dict(spec.config)), torch.bfloat16, "eager")
-    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
-    setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, precision=precision, checkpointing=0)
-    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
-    assert isinstance(run, Prediction), run
-    assert formula.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=GEMMA3N_BAND)
-    refused = stored_refusal(setup.with_(method="qlora", quantization="nf4"), spec)
-    assert "clamps weights in place" in refused
-    assert any("upper bound" in note for note in formula.notes)
 
 
 def test_the_second_time_no_process_is_started(specs: Mapping[str, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:

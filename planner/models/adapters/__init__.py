@@ -39,6 +39,8 @@ _OTHERS = {
     "opt": "classic:opt",
     "falcon": "classic:falcon",
     "gemma3": "gemma:build",
+    "gemma3n": "gemma3n:build",
+    "gemma3n_text": "gemma3n:build",
     "gemma4": "gemma4:build",
     "gemma4_text": "gemma4:build",
     "t5": "t5:build",

@@ -55,6 +55,7 @@ class Tower:
             features then live until the last of those layers is done.
         checkpoints: whether its class takes part in gradient checkpointing.
         joined: whether the frames of a micro-batch are one sequence, kept apart by a mask.
+        convolves: whether it is Gemma 3n's, which has no layers of transformers'.
     """
 
     model: ModelSpec
@@ -82,6 +83,7 @@ class Tower:
     answer_width: int = 0
     looked_at: bool = False
     checkpoints: bool = True
+    convolves: bool = False
 
     @property
     def input_bytes(self) -> int:

@@ -1,0 +1,87 @@
+"""Towers that transformers builds of timm's models (Gemma 3n's MobileNet-V5), also where torchvision is not installed.
+
+timm binds names of torchvision while it is imported; its towers call none of them. transformers takes timm for absent
+without torchvision.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+WRAPPER = "transformers.models.timm_wrapper.modeling_timm_wrapper"
+TYPES = ("gemma3n",)
+"""Model types with such a tower."""
+
+
+class _Name(type):
+    """What stands for a class of torchvision, or for something in one."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _made(name)
+
+
+class _Empty(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return _made(name)
+
+
+def _made(name: str) -> Any:
+    if name.startswith("__"):  # what the import system asks of anything
+        raise AttributeError(name)
+    return _Name(name, (), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every module of torchvision, empty."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def _timm() -> ModuleType:
+    """timm, imported beside an empty torchvision that is gone afterwards.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if find_spec("timm") is None:
+        raise ImportError("its tower is built by timm, which is not installed (pip install timm)")
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("timm")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [one for one in sys.modules if one.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+def timm_towers(model_type: str) -> Any:
+    """Within it transformers builds the tower of such a type.
+
+    Raises:
+        ImportError: timm is not installed.
+    """
+    from transformers.utils import is_timm_available
+
+    return nullcontext() if model_type not in TYPES or is_timm_available() else _without_torchvision()
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    timm, wrapper = _timm(), importlib.import_module(WRAPPER)
+    with mock.patch.multiple(wrapper, create=True, timm=timm, requires_backends=lambda *_: None):
+        yield

@@ -1,0 +1,269 @@
+"""Gemma 3n: what its adapter says is what transformers builds, what its tower of convolutions keeps is what timm's
+keeps, a picture becomes what its processor makes of it, and the formula agrees with the dry run."""
+
+import json
+import weakref
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.image_models import configs
+from benchmarks.images import METHODS, OUT, setup_of, spec_of
+from planner.choices.images import Images
+from planner.errors import ConfigError, SetupError
+from planner.hardware.gpus import find_gpu
+from planner.memory.convnet import convnet_bytes
+from planner.memory.dtypes import flow_of
+from planner.memory.model import predict_memory
+from planner.memory.trained import trained_parameters
+from planner.models.adapters import spec_from_config
+from planner.models.eyes import mobilenet
+from planner.models.stored import stored_refusal
+from planner.models.towers import image_tokens, tower_of
+from planner.predict import predict
+from planner.setup import TrainSetup
+from probes.dryrun.api import report_for_config
+from probes.dryrun.kernels import KernelLog, choose_sdpa_kernel, sdpa_of
+from probes.dryrun.report import DryRunReport
+from probes.module_tree import spec_of_tree
+from probes.stack import timm_towers
+from probes.stack.autocast import emulated_autocast
+from probes.stack.build import bare_model
+from probes.stack.configs import load_config
+
+TOLERANCE = 0.01
+"""The worst of benchmarks/data/images.jsonl's Gemma 3n is 0.7 %."""
+SMALL, LARGE = "gemma-3n-E2B-it", "gemma-3n-E4B-it"
+SMALL_TOLERANCE = 0.03
+"""Of a quarter of the width, where what stands around the layers is more of the whole: the worst is 2.0 %."""
+WITH_TIMM = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed (setup.sh does)")
+CARD = find_gpu("h100-sxm")
+RECORDED = [row for row in map(json.loads, OUT.read_text().splitlines()) if row["model"] in (SMALL, LARGE)]
+PARAMS = {SMALL: 5_418_464_192, LARGE: 7_818_517_072}
+"""The published checkpoints hold as many more as keys and values of the layers that share another's: 20,974,080 and
+31,461,120, which transformers 5.23 does not build."""
+
+
+def raw(name: str = SMALL) -> dict[str, Any]:
+    """The published configuration."""
+    return dict(configs()[name])
+
+
+TEXT = raw()["text_config"] | {"vocab_size": 262400, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_adapter_counts_what_transformers_builds_with_timms_tower(name: str) -> None:
+    """Golden: counted on the module tree with timm 1.0.31, whose tower alone has 294,126,912."""
+    assert spec_of(name, raw(name)).num_params == PARAMS[name]
+    assert mobilenet.NUM_PARAMS == 294_126_912
+
+
+def test_adapter_reads_the_text_as_its_module_tree() -> None:
+    config = TEXT | {"num_hidden_layers": 10, "num_kv_shared_layers": 5}
+    config["activation_sparsity_pattern"] = [0.95] * 3 + [0.0] * 7
+    found = spec_from_config(config, model_id="text", source="test")
+    tree = spec_of_tree(config, model_id="text", source="test")
+    assert (found.num_params, found.built_class) == (tree.num_params, tree.built_class)
+    assert found.layer_order == tree.layer_order
+    assert (found.embeddings, found.outer_linears, found.head) == (tree.embeddings, tree.outer_linears, tree.head)
+    for ours, built in zip(found.layer_kinds, tree.layer_kinds, strict=True):
+        assert set(ours.linears) == set(built.linears)
+        assert (ours.mlp, ours.attention, ours.kind) == (built.mlp, built.attention, built.kind)
+        assert ours.num_params == built.num_params
+
+
+def test_adapter_names_what_hears_and_embeds_as_transformers_does() -> None:
+    """Without the tower of timm, in whose place an empty module stands."""
+    import transformers
+
+    def built(config: Any, **kwargs: Any) -> Any:
+        return torch.nn.Identity() if config.model_type == "gemma3n_vision" else true(config, **kwargs)
+
+    true = transformers.AutoModel.from_config
+    model = spec_of(SMALL, raw())
+    with (
+        mock.patch.object(transformers.AutoModel, "from_config", built),
+        mock.patch("probes.stack.build.timm_towers", return_value=nullcontext()),
+    ):
+        tree = bare_model(load_config(raw()), torch.bfloat16, "sdpa")
+    assert model.num_params - mobilenet.NUM_PARAMS == sum(one.numel() for one in tree.parameters())
+    shapes = {key: tuple(value.shape) for key, value in tree.named_parameters()}
+    for layer, num in model.idle_layers:
+        for one in layer.linears:
+            places = [f"{layer.path}.{index}" for index in range(num)] if layer.kind == "audio" else [layer.path]
+            assert all(shapes[f"{place}.{one.name}.weight"] == (one.out_features, one.in_features) for place in places)
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "activation_sparsity_pattern"])
+def test_a_list_of_another_length_than_the_layers_is_refused(field: str) -> None:
+    config = TEXT | {field: [1] * 7}
+    with pytest.raises(ConfigError, match=f"{field} must have 30 entries"):
+        spec_from_config(config, model_id="text", source="test")
+
+
+def test_formula_agrees_with_the_recorded_dry_runs() -> None:
+    assert len(RECORDED) == 16
+    for row in RECORDED:
+        model = spec_of(row["model"], raw(row["model"]))
+        setup = setup_of(model, METHODS[row["method"]], tuple(row["case"]))
+        found = predict_memory(model, CARD, setup).peak_allocated_bytes
+        assert found == pytest.approx(row["dry_run"], rel=TOLERANCE), row
+
+
+def test_a_picture_becomes_what_its_processor_makes_of_it(tmp_path: Path) -> None:
+    from probes.phantom.images import KINDS, processor_for
+    from probes.phantom.texts import stand_in_tokenizer
+
+    config = load_config(raw())
+    config.get_text_config().vocab_size = 2048
+    config.image_token_id = 1000
+    config.save_pretrained(tmp_path)
+    processor = processor_for(SMALL, config, lambda tokens: stand_in_tokenizer(str(tmp_path), tokens))
+    model = spec_of(SMALL, raw())
+    for width, height in ((1024, 1024), (300, 900), (40, 40)):
+        picture = torch.zeros(3, height, width, dtype=torch.uint8).numpy()
+        made = processor(images=[[picture]], text=[KINDS["gemma3n"].picture], return_tensors="pt")
+        tower = tower_of(model, Images(width=width, height=height))
+        assert int((made["input_ids"] == 1000).sum()) == tower.tokens == 256
+        assert tower.frames * tower.input_bytes == 4 * made["pixel_values"].numel()
+    assert image_tokens(model, Images(num=2, width=64, height=64)) == 520
+
+
+def test_lora_reaches_no_convolution_and_checkpointing_no_tower() -> None:
+    """PEFT's "all-linear" takes nn.Linear alone: of what sees, the matrix behind the tower."""
+    model = spec_of(SMALL, raw())
+    image = Images(width=512, height=512)
+    kept = {}
+    for method in ("lora", "full"):
+        for checkpointing in (0, 1):
+            setup = setup_of(model, METHODS[method], (1, 512, 1, 1)).with_(checkpointing=checkpointing)
+            terms = predict_memory(model, CARD, setup).terms
+            kept[method, checkpointing] = max(
+                (one.size_bytes for one in terms if one.name == "the tower's activations"), default=0
+            )
+    assert kept["lora", 0] == kept["lora", 1] == 0
+    assert kept["full", 0] == kept["full", 1] > 4 * 1024**3
+    setup = setup_of(model, {}, (1, 512, 1, 1))
+    assert any("the vision tower is frozen" in note for note in predict(model, CARD, setup).notes)
+    attention = trained_parameters(model, setup.with_(lora_targets="attention"))
+    named = trained_parameters(model, setup.with_(lora_targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+    assert attention.num < named.num  # names reach into what hears too
+    assert tower_of(model, image).num_other_params == mobilenet.NUM_PARAMS
+
+
+def test_what_cannot_train_is_said() -> None:
+    model = spec_of(SMALL, raw())
+    four_bits = TrainSetup(method="qlora", quantization="nf4-double")
+    assert "clamps weights in place" in stored_refusal(four_bits, model)
+    assert "flash-attention-2" not in model.attentions
+    other = replace(model, config={**model.config, "vision_config": {"architecture": "resnet50"}})
+    with pytest.raises(SetupError, match="its tower resnet50 is not known here"):
+        tower_of(other, Images(width=512, height=512))
+
+
+def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> None:
+    """PyTorch 2.13 `check_batch_size_and_num_heads_dense`."""
+    query = torch.empty(1, 12, 64, 64, dtype=torch.bfloat16, device="meta")
+    key = query[:, :1]
+    assert choose_sdpa_kernel(query, key, key, None, 0.0, (9, 0), grouped=True)[0] == "flash"
+    kernel, reason = choose_sdpa_kernel(query, key, key, None, 0.0, (9, 0), grouped=False)
+    assert kernel == "math"
+    assert "12 heads of queries, 1 of keys" in reason
+
+
+def test_without_timm_the_dry_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm_towers, "find_spec", lambda name: None)
+    monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
+    found = report_for_config(raw(), (9, 0), TrainSetup(seq_len_tokens=512))
+    assert not isinstance(found, DryRunReport)
+    assert "timm, which is not installed (pip install timm)" in found.message
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors that live, and their peak."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = {one.untyped_storage()._cdata for one in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor) and (key := (storage := one.untyped_storage())._cdata) not in self._seen:
+                self._seen.add(key)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.live -= size
+        self._seen.discard(key)
+
+
+@WITH_TIMM
+@pytest.mark.parametrize(("precision", "trained"), [("bf16-pure", True), ("bf16-autocast", True), ("fp32", False)])
+def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None:
+    setup = TrainSetup(precision=precision, method="full", lora_rank=0)
+    narrow = {"fp32": torch.float32, "bf16": torch.bfloat16}[setup.weight_dtype]
+    with torch.device("meta"):
+        tower = timm_towers._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
+    assert sum(one.numel() for one in tower.parameters()) == mobilenet.NUM_PARAMS
+    tower.requires_grad_(trained)
+    pixels = torch.empty(2, 3, mobilenet.SIDE, mobilenet.SIDE, dtype=narrow, device="meta")
+    live = _Live(pixels, *tower.parameters())
+    with ExitStack() as stack:
+        attend = sdpa_of(KernelLog(capability=(9, 0)))
+        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
+        stack.enter_context(live)
+        if setup.autocast_dtype:
+            stack.enter_context(emulated_autocast(torch.bfloat16))
+        out = tower.forward_features(pixels)
+    assert tuple(out.shape) == (2, mobilenet.FUSED, mobilenet.OUT_SIDE, mobilenet.OUT_SIDE)
+    sizes = convnet_bytes(flow_of(setup))
+    found, real = (sizes.kept, live.live - out.nbytes) if trained else (sizes.idle, live.peak)
+    assert 2 * found == pytest.approx(real, rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [{}, {"checkpointing": 0}, {**METHODS["full"], "checkpointing": 0}], ids=["lora", "kept", "full, kept"]
+)
+def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
+    """Per-layer embeddings, AltUp, LAuReL, keys and values of another layer, sparse activations."""
+    config = {
+        "model_type": "gemma3n_text", "vocab_size": 8000, "hidden_size": 512, "num_attention_heads": 8,
+        "num_hidden_layers": 10, "intermediate_size": 1536, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size_per_layer_input": 8000, "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 5,
+        "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 5,
+    }  # fmt: skip
+    model = spec_from_config(config, model_id="small", source="test")
+    setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, **fields)
+    report = report_for_config(config, (9, 0), setup)
+    assert isinstance(report, DryRunReport), report
+    found = predict(model, CARD, setup)
+    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=SMALL_TOLERANCE)
+    assert any("upper bound" in note for note in found.notes)
+
+
+@WITH_TIMM
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_formula_and_dry_run_agree_on_pictures(method: str) -> None:
+    config = raw()
+    config["text_config"] = config["text_config"] | {"num_hidden_layers": 10, "num_kv_shared_layers": 5}
+    config["text_config"]["activation_sparsity_pattern"] = [0.95] * 3 + [0.0] * 7
+    model = spec_of(SMALL, config)
+    setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
+    report = report_for_config(config, (9, 0), setup)
+    assert isinstance(report, DryRunReport), report
+    found = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=2 * TOLERANCE)
