@@ -217,10 +217,28 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
+    if fields.get("expert_degree", 1) > 1 and not _deals_out(fields):
+        settings.approximate("experts dealt out over GPUs are counted here as if every GPU that shards held them all")
+        fields = {**fields, "expert_degree": 1}
     try:
         return TrainSetup(**fields)
     except SetupError as error:
         raise ConfigError(f"{settings.name}: {error.message}", hint=error.hint) from error
+
+
+def _deals_out(fields: dict[str, Any]) -> bool:
+    """Whether a setup with dealt-out experts can have these fields, or cannot be built either way."""
+    if fields.get("method") != "full":
+        return False
+    try:
+        TrainSetup(**{**fields, "expert_degree": 1})
+    except SetupError:
+        return True
+    try:
+        TrainSetup(**fields)
+    except SetupError:
+        return False
+    return True
 
 
 LIGER_OPTIONS = {"norm": ("rms_norm",), "rotary": ("rope",), "gated": ("swiglu", "geglu")}

@@ -104,7 +104,8 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
             hint="say how many GPUs the run has with --gpus",
         )
     if num_gpus == split:  # one copy: nothing to share
-        return {**degrees, "num_gpus": num_gpus, "parallel": "none"}
+        dealt = {name: value for name, value in spread.items() if name == "expert_degree"}
+        return {**degrees, **dealt, "num_gpus": num_gpus, "parallel": "none"}
     version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in spread else {}
     return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
@@ -154,10 +155,8 @@ def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spr
         if inner.flag("fsdp_cpu_offload", False):
             spread["offload"] = "parameters"
     experts = inner.integer("ep_size", 1, at_least=1)
-    if experts > 1 and spread.get("parallel") == "fsdp2" and spread.keys() <= {"parallel", "shard_degree"}:
+    if experts > 1:
         spread["expert_degree"] = experts
-    elif experts > 1:
-        settings.approximate("experts spread over GPUs (ep_size) are counted as if every GPU held them all")
     return spread
 
 

@@ -109,10 +109,6 @@ def _experts(settings: Settings, fields: Mapping[str, Any]) -> dict[str, int]:
     degree = settings.integer("expert_parallel_degree", 1, at_least=1)
     if degree == 1:
         return {}
-    others = {name: fields.get(name, 1) for name in ("tensor_degree", "context_degree", "pipeline_degree")}
-    if any(value > 1 for value in others.values()) or fields.get("offload") or not fields["reshard_after_forward"]:
-        settings.approximate("expert_parallel_degree beside other splits is counted as if every GPU held all experts")
-        return {}
     if settings.integer("expert_tensor_parallel_degree", 1, at_least=1) > 1:
         settings.approximate("expert_tensor_parallel_degree is counted as 1")
     if settings.text("expert_parallel_comm_backend", "standard") != "standard":

@@ -174,6 +174,28 @@ def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, A
     assert not [note for note in back.approximations if "expert" in note]
 
 
+TITAN = """
+[model]
+name = "qwen3"
+flavor = "30B-A3B"
+hf_assets_path = "Qwen/Qwen3-30B-A3B"
+[training]
+seq_len = 4096
+[parallelism]
+expert_parallel_degree = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [("", True), ("tensor_parallel_degree = 2\n", False), ("[compile]\nenable = true\n", False)],
+)
+def test_what_cannot_be_counted_so_is_said(more: str, counted: bool) -> None:
+    back = read_text(TITAN + more, "train.toml", sharding=Sharding(num_gpus=8))
+    assert back.setup.expert_degree == (4 if counted else 1)
+    assert any("experts" in note for note in back.approximations) != counted
+
+
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "accelerate", "deepspeed"])
 def test_other_tools_refuse(target: str) -> None:
     setup = _setup(8, loss="full")
