@@ -96,6 +96,7 @@ def run(programs: Path, job: dict[str, Any]) -> None:
     while words[0] in ("-u", "-P"):
         flags.append(words.pop(0))
     sys.path[:0] = [part for part in job["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own, which the server loaded
     site.execsitecustomize()
     is_module, is_text = words[0] == "-m", words[0] == "-c"
     sys.argv = words[is_module:] if not is_text else ["-c", *words[2:]]
