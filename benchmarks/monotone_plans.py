@@ -14,11 +14,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planner.cli.cluster_options import cluster_of
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, merged
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, merged
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.planning.answer import choose
+from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.wish import Wish
 
@@ -46,7 +47,7 @@ class Step(NamedTuple):
 def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> list[Step]:
     """The choices at evenly rising memory limits up to the card's, where something fits."""
     model, card = resolve_model(model_name), find_gpu(key)
-    walks, steps = Walks(), []
+    known, steps = Known(), []
     cluster = cluster_of(card, num_gpus, None, None) if num_gpus > 1 else None
     for index in range(1, num_budgets + 1):
         limit_gib = card.memory_bytes / 2**30 * index / num_budgets
@@ -54,14 +55,14 @@ def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> li
             wish = Wish(memory_gib=limit_gib).workload(model, card, cluster)
         except PlannerError:  # less than a quarter of a GiB
             continue
-        facts = Facts(walks=walks)
+        facts = Facts(known=known)
         node, best = choose(wish, dimension_values(wish), facts)
         if node is None or best is None:
             continue
-        known = merged(facts.of_node(node).values())
-        fastest = max(known.fastest_sure)[0] if known.fastest_sure else best.tokens_per_s
-        shares = (best.tokens_per_s / speed for speed in (fastest, max(known.fastest)[0]))
-        steps.append(Step(limit_gib, node, best.tokens_per_s, *shares, tight=not known.fastest_sure))
+        whole = merged(facts.of_node(node).values())
+        fastest = max(whole.fastest_sure)[0] if whole.fastest_sure else best.tokens_per_s
+        shares = (best.tokens_per_s / speed for speed in (fastest, max(whole.fastest)[0]))
+        steps.append(Step(limit_gib, node, best.tokens_per_s, *shares, tight=not whole.fastest_sure))
     return steps
 
 

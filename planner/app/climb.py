@@ -159,9 +159,9 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
 
 def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:
     """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
-    from planner.decision.facts import Walks
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine
+    from planner.planning.runs import Known
 
     missing = dry_run_possible()
     if missing:
@@ -173,10 +173,10 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Pl
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
         return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
 
-    walks = Walks()
+    walked = Known()
     try:
         with dry_runs_ahead():
-            return refine(lambda learned: with_history(plan_workload(workload, learned, walks), known), run)
+            return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)
     finally:
         _say("")
 

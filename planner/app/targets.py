@@ -9,7 +9,7 @@ from planner.choices.kernels import KERNELS
 from planner.choices.packages import PACKAGED
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
+from planner.decision.facts import PREFERENCE_FRACTION, Facts
 from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import missing_kernels
 from planner.notes import risk
@@ -107,7 +107,7 @@ def faster_engines(plan: Plan) -> list[TargetChoice]:
 def _quick(workload: Workload) -> Candidate | None:
     """What is planned, without the rest of a plan; None where nothing is."""
     try:
-        best = choose(workload, dimension_values(workload), Facts(walks=Walks(once=True)))[1]
+        best = choose(workload, dimension_values(workload), Facts())[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None

@@ -166,7 +166,6 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-    from planner.decision.facts import Walks
     from planner.planning.answer import NUM_RANKED, plan_workload
     from planner.planning.runs import Known
     from reports.progress import steps
@@ -178,7 +177,7 @@ def _plans(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             asked = wish.workload(spec, card, cluster(card))
-            answers.append(plan_workload(asked, walks=Walks(memory, once=True), num_ranked=NUM_RANKED if charts else 1))
+            answers.append(plan_workload(asked, known=memory, num_ranked=NUM_RANKED if charts else 1))
         except UsageError as error:
             problem = error
             left_out.append(card.key)

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from heapq import nlargest
 from typing import Any
 
@@ -121,6 +121,25 @@ class Limits:
     corrections: Mapping[CorrectionKey, float] | None = None
     given_fraction: float = PREFERENCE_FRACTION
 
+    def ratio(self, setup: TrainSetup) -> float | None:
+        """By how much dry runs of a setup's family, or of its spread, correct the formula's peak; None: nothing did."""
+        if not self.corrections:
+            return None
+        rest = self.corrections.get(ANY_SETUP)
+        if setup.num_gpus > 1:
+            rest = self.corrections.get(spread_correction_key(setup), rest)
+        return self.corrections.get(correction_key(setup), rest)
+
+    def fitting_bytes(self, setup: TrainSetup) -> int:
+        """The largest peak of the formula that fits when it is corrected."""
+        ratio = self.ratio(setup)
+        if ratio is None:
+            return self.budget_bytes
+        found = int((self.budget_bytes + 1) / ratio) + 1
+        while int(found * ratio) > self.budget_bytes:
+            found -= 1
+        return found
+
     def surely_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
         ran = self.corrections is not None and correction_key(setup) in self.corrections
@@ -189,55 +208,18 @@ SPREAD_GAIN_FRACTION = 0.10
 """A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
 
 
-def _walked_alike(one: Workload, other: Workload) -> bool:
-    """Whether both have the same points: memory only decides which of them fit, but for what named targets run."""
-    same = one if one.targets else replace(one, memory_bytes=other.memory_bytes, headroom_bytes=other.headroom_bytes)
-    return one is other or same == other
-
-
-class Walks:
-    """Walked points of one workload: a plan that dry runs correct, or one of another memory, asks for them again.
-
-    Args:
-        memory: what walks on other cards computed.
-        once: one workload is asked for, without corrections: what cannot fit, or is slower than what is kept, is
-            counted and not listed.
-    """
-
-    def __init__(self, memory: Known | None = None, *, once: bool = False) -> None:
-        self._memory, self._once = memory, once
-        self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
-
-    def points(
-        self,
-        workload: Workload,
-        values: Mapping[str, tuple[Any, ...]],
-        chosen: tuple[Spread, ...],
-        floor: Callable[[TrainSetup], float],
-    ) -> Iterable[Point]:
-        """The points of these spreads, walked where they are not known yet."""
-        if self._once:
-            return walk(workload, values, chosen, self._memory, workload.budget_bytes, floor)
-        for known_workload, known_values, known_spreads, points in self._known:
-            if known_values == values and known_spreads == chosen and _walked_alike(known_workload, workload):
-                return points
-        points = tuple(walk(workload, values, chosen, self._memory))
-        self._known.append((workload, dict(values), chosen, points))
-        return points
-
-
 @dataclass(slots=True)
 class Facts:
     """Facts of every (spread, node) walked so far.
 
     Attributes:
-        walks: the points, kept for the next plan of the same workload.
+        known: what walks of the same model computed, for the next plan of it.
         walked: the spreads, in the order they were walked.
         refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
         too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
     """
 
-    walks: Walks = field(default_factory=lambda: Walks())
+    known: Known = field(default_factory=Known)
     facts: dict[tuple[SpreadKey, Node], NodeFacts] = field(default_factory=dict)
     walked: list[Spread] = field(default_factory=list)
     refused: dict[tuple[SpreadKey, Node], str] = field(default_factory=dict)
@@ -338,14 +320,14 @@ def add_spreads(
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
-    points: Iterable[Point] = facts.walks.points(
-        workload, values, tuple(chosen), lambda shared: facts.of(shared).floor()
+    given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
+    limits = Limits(workload.model, workload.budget_bytes, corrections, given)
+    points: Iterable[Point] = walk(
+        workload, values, chosen, facts.known, limits.fitting_bytes, lambda shared: facts.of(shared).floor()
     )
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
-    given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
-    limits = Limits(workload.model, workload.budget_bytes, corrections, given)
-    collect_into(corrected(points, corrections or {}), limits, facts.of)
+    collect_into(corrected(points, limits), limits, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
             known.smallest = known.smallest_cast
@@ -398,17 +380,11 @@ def _note_refusals(
                 facts.refused[key] = reason
 
 
-def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float]) -> Iterable[Point]:
+def corrected(points: Iterable[Point], limits: Limits) -> Iterable[Point]:
     """The points with the peaks of corrected families multiplied by their ratio."""
-    if not corrections:
+    if not limits.corrections:
         return points
-    other = corrections.get(ANY_SETUP)
-
-    def ratio(setup: TrainSetup) -> float | None:
-        rest = corrections.get(spread_correction_key(setup), other) if setup.num_gpus > 1 else other
-        return corrections.get(correction_key(setup), rest)
-
-    return (_scaled(point, ratio(point.shared)) for point in points)
+    return (_scaled(point, limits.ratio(point.shared)) for point in points)
 
 
 def _scaled(point: Point, ratio: float | None) -> Point:

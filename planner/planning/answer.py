@@ -18,7 +18,7 @@ from planner.choices.packages import packages_of, requirement
 from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
+from planner.decision.facts import Facts, add_spreads, best_spread, merged, walk_stages
 from planner.decision.job import job_notes
 from planner.decision.node import Node
 from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
@@ -33,6 +33,7 @@ from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.expressed import check_something_expressed, target_notes
 from planner.planning.refine import CorrectionKey
+from planner.planning.runs import Known
 from planner.planning.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
 from planner.planning.walk import Point
 from planner.setup import TrainSetup
@@ -51,7 +52,7 @@ _FIRST = ("replicate", "shard", "other")
 def plan_workload(
     workload: Workload,
     corrections: Mapping[CorrectionKey, float] | None = None,
-    walks: Walks | None = None,
+    known: Known | None = None,
     *,
     num_ranked: int = NUM_RANKED,
 ) -> Plan | NoPlan:
@@ -59,7 +60,7 @@ def plan_workload(
 
     Args:
         corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.
-        walks: kept by whoever plans the same workload again.
+        known: kept by whoever plans for the same model again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
 
     Raises:
@@ -69,19 +70,19 @@ def plan_workload(
     if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
         workload = replace(workload, targets=("axolotl",))  # the one target that has it
     values = dimension_values(workload)
-    facts = Facts(walks=walks if walks is not None else Walks(once=corrections is None))
+    facts = Facts(known=known if known is not None else Known())
     node, best = choose(workload, values, facts, corrections)
     space = _space_count(workload, values, facts)
     if not space.walked:
         spreads = facts.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, kinds(workload, values, spreads))
         raise _nothing_to_walk(workload, facts)
-    alone = _one_gpu(workload) if workload.num_gpus > 1 else None
+    alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup) if best is not None else None
-    installed = _with_packages(workload, chosen)
+    installed = _with_packages(workload, chosen, facts.known)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
-        packed = _with_packed_experts(workload, corrections, facts.walks) or _of_plain_copy(workload, corrections)
+        packed = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
         notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
         return packed if packed is not None else _refused(workload, facts, walked, space, notes)
     fastest = merged(facts.of_node(node).values()).ranked()
@@ -234,12 +235,12 @@ def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]])
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def _one_gpu(workload: Workload) -> OneGpu:
+def _one_gpu(workload: Workload, known: Known) -> OneGpu:
     """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
     fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
     wish = replace(workload, cluster=None, fixed=fixed)
     try:
-        return plan_workload(wish)
+        return plan_workload(wish, known=known)
     except UsageError:
         return None
 
@@ -254,14 +255,14 @@ def _packed(workload: Workload) -> Workload | None:
 
 
 def _with_packed_experts(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, walks: Walks
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: Known
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     wish = _packed(workload)
     try:
-        if wish is None or choose(wish, dimension_values(wish), Facts(walks=walks), corrections)[1] is None:
+        if wish is None or choose(wish, dimension_values(wish), Facts(known=known), corrections)[1] is None:
             return None
-        plan = plan_workload(wish, corrections, walks)
+        plan = plan_workload(wish, corrections, known)
     except UsageError:
         return None
     if not isinstance(plan, Plan):
@@ -310,13 +311,13 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     return (Remedy(action=words, saves_bytes=saved, fits=True),)
 
 
-def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Alternative, ...]:
+def _with_packages(workload: Workload, chosen: Candidate | None, known: Known) -> tuple[Alternative, ...]:
     """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
     if not workload.absent_packages:
         return ()
     wish = replace(workload, absent_packages=())
     values = dimension_values(wish)
-    _, best = choose(wish, values, Facts())
+    _, best = choose(wish, values, Facts(known=known))
     if best is None or (chosen is not None and best.setup == chosen.setup):
         return ()
     other = candidate(wish, best.setup)

@@ -36,11 +36,11 @@ class Run:
 
     Attributes:
         attentions: implementations that run the same `kernels` in every layer, and share all figures.
-        choices: loss -> the optimizers that can be had with it; `wholes`: loss -> the setup with the first of them.
+        choices: loss -> the optimizers that can be had with it.
         pairs: (micro-batch, accumulation).
-        rivals: the setup at the first loss and optimizer, and the same with the first kernel family and fused
-            attention; None where this has both, or all are asked for.
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
+        rival: the run with the first kernel family and fused attention, never larger; None where this has both, or
+            all are asked for.
         families: one of each rank, made when the first loss asks.
         peaks: by loss.
     """
@@ -50,12 +50,15 @@ class Run:
     attentions: tuple[str, ...]
     kernels: tuple[str, ...]
     choices: Choices
-    wholes: Mapping[str, TrainSetup]
     pairs: tuple[tuple[int, int], ...]
-    rivals: tuple[TrainSetup, TrainSetup] | None
     ranks: list[Rank]
+    rival: "Run | None" = None
     families: list[Family] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
+
+    def whole(self, loss: str) -> TrainSetup:
+        """The setup with this loss and the first optimizer that can be had with it."""
+        return self.shared.trusted_with(loss=loss, optimizer=self.choices[loss][0])
 
 
 class Known:
@@ -139,24 +142,38 @@ def _runs_of(
     groups: Mapping[tuple[str, ...], Sequence[str]],
     choices: Choices,
     pairs: tuple[tuple[int, int], ...],
-) -> Iterator[Run]:
+) -> Iterable[Run]:
     """The runs of a branch under one spread, by kernels and layers."""
-    open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
-    ranks: list[Rank] = []
-    layers_of = own_layers(setup, values)
-    fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
+    layers_of, ranks = own_layers(setup, values), list[Rank]()
+    found: dict[tuple[Any, ...], Run] = {}
     for kernels, attentions in groups.items():
-        rival = {"kernels": values["kernels"][0]} if "kernels" in open_ones else {}
-        if fused is not None and "attention" in open_ones and UNFUSED & set(kernels):
-            rival |= {"attention": fused, "selective_checkpointing": False}
         for layers in layers_of:
-            shared = setup.trusted_with(attention=attentions[0], **layers)
+            own = {"attention": attentions[0], **layers}
+            shared = setup.trusted_with(**own)
             if shared.compile and not shared.compiled:
                 continue
-            rivals = _rivals(shared, rival, layers_of, values)
-            wholes = {loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()}
-            for alike, own in _expressed(workload, shared, attentions, choices):
-                yield Run(setup, shared, alike, kernels, own, wholes, pairs, rivals, ranks)
+            for alike, fitting in _expressed(workload, shared, attentions, choices):
+                own["attention"] = alike[0]
+                found[tuple(own.values())] = Run(setup, shared, alike, kernels, fitting, pairs, ranks)
+    if not workload.targets:
+        _name_rivals(workload, values, groups, found)
+    return found.values()
+
+
+def _name_rivals(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    groups: Mapping[tuple[str, ...], Sequence[str]],
+    runs: Mapping[tuple[Any, ...], Run],
+) -> None:
+    """Tells every run its rival, where there is one; `runs` by attention, kernel family and the rest of its layers."""
+    fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
+    first = values["kernels"][0] if "kernels" not in workload.fixed else None
+    for (attention, kernels, *layers), run in runs.items():
+        if fused is not None and "attention" not in workload.fixed and UNFUSED & set(run.kernels):
+            attention, layers[-1] = fused, False  # selective checkpointing keeps what only fused kernels have
+        rival = runs.get((attention, first or kernels, *layers))
+        run.rival = rival if rival is not run else None
 
 
 def _expressed(
@@ -178,17 +195,6 @@ def _expressed(
         elif own:
             found.append(((attention,), own))
     return found
-
-
-def _rivals(
-    shared: TrainSetup, rival: Mapping[str, Any], layers_of: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
-) -> tuple[TrainSetup, TrainSetup] | None:
-    """The setup with its rival's fields beside it; None where they are its own, or cannot be had with its layers."""
-    if all(getattr(shared, name) == value for name, value in rival.items()):
-        return None
-    whole = shared.trusted_with(loss=values["loss"][0], optimizer=values["optimizer"][0])
-    best = whole.trusted_with(**rival)
-    return (whole, best) if {name: getattr(best, name) for name in layers_of[0]} in layers_of else None
 
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:

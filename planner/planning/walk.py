@@ -17,6 +17,9 @@ from planner.workload import Workload
 if TYPE_CHECKING:
     from planner.decision.spreads import Spread
 
+Limit = Callable[[TrainSetup], int]
+"""The largest peak that fits, of points with this shared setup."""
+
 
 class Point(NamedTuple):
     """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
@@ -53,7 +56,7 @@ def walk(
     values: Mapping[str, tuple[Any, ...]] | None = None,
     spreads: "Sequence[Spread]" = (),
     known: Known | None = None,
-    limit_bytes: int | None = None,
+    limit: Limit | None = None,
     floor: Callable[[TrainSetup], float] | None = None,
 ) -> Iterator[Point]:
     """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
@@ -61,14 +64,14 @@ def walk(
     express.
 
     Args:
-        known: what walks of the same model on other cards computed.
-        limit_bytes: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
+        known: what other walks of the same model computed.
+        limit: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
         floor: tokens/s up to which points that fit are only counted, asked anew all along; only with a limit.
     """
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1
-    limit_bytes = None if several else limit_bytes
-    points = _walk(workload, values, spreads, known if known is not None else Known(), limit_bytes, floor)
+    limit = None if several else limit
+    points = _walk(workload, values, spreads, known if known is not None else Known(), limit, floor)
     return _for_all(points, workload) if several else points
 
 
@@ -96,12 +99,15 @@ def _walk(
     values: Mapping[str, tuple[Any, ...]],
     spreads: "Sequence[Spread]",
     known: Known,
-    limit_bytes: int | None,
+    limit: Limit | None,
     floor: Callable[[TrainSetup], float] | None,
 ) -> Iterator[Point]:
     """Attention implementations that run the same kernels in every layer share their figures."""
     for run in known.runs(workload, values, spreads):
-        if run.rivals is not None and _outrun(workload, run):
+        limit_bytes = limit(run.shared) if limit is not None else None
+        if run.rival is not None and (
+            not _fits(workload, known, run.rival, limit_bytes) or _outrun(workload, run, run.rival)
+        ):
             continue
         shared, pairs = run.shared, run.pairs
         for loss, optimizers in run.choices.items():
@@ -110,13 +116,13 @@ def _walk(
                 if peaks.ordered[0] > limit_bytes:
                     yield _counted(run, loss, peaks, limit_bytes)
                     continue
-                speeds_of = useful_speeds(workload, run.wholes[loss])
+                speeds_of = useful_speeds(workload, run.whole(loss))
                 least = floor(shared) if floor is not None else -1.0
                 most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
                 if least > 0 and max(speeds_of(None, most)) <= least:
                     yield _counted(run, loss, peaks, limit_bytes)
                     continue
-            speeds_of = speeds_of or useful_speeds(workload, run.wholes[loss])
+            speeds_of = speeds_of or useful_speeds(workload, run.whole(loss))
             for optimizer, own in zip(optimizers, peaks.by_optimizer, strict=True):
                 listed = _num_listed(own, limit_bytes)
                 speeds = speeds_of(optimizer, pairs[:listed])
@@ -140,13 +146,20 @@ def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
     )
 
 
-def _outrun(workload: Workload, run: Run) -> bool:
-    """Whether the first kernel family and fused attention beat these, at the smallest and the largest micro-batch, by
-    more than simpler setups are preferred for: they are never larger, so that no point with these can be taken."""
-    assert run.rivals is not None
-    ends = (run.pairs[0], run.pairs[-1])
+def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -> bool:
+    """Whether any point of a run fits; where nothing limits them all do."""
+    if limit_bytes is None:
+        return True
+    return any(known.peaks(workload, run, loss).ordered[0] <= limit_bytes for loss in run.choices)
+
+
+def _outrun(workload: Workload, run: Run, rival: Run) -> bool:
+    """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
+    preferred for: the rival is never larger, so that no point of the run can be taken."""
+    loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
     mine, first = (
-        family_speeds(workload.model, workload.gpu, one, workload.cluster)(one.optimizer, ends) for one in run.rivals
+        family_speeds(workload.model, workload.gpu, one, workload.cluster)(one.optimizer, ends)
+        for one in (run.whole(loss), rival.whole(loss))
     )
     return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
 

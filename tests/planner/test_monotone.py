@@ -3,9 +3,11 @@
 import pytest
 
 from benchmarks.monotone_plans import PAIRS, rising, slower
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
+from planner.decision.facts import PREFERENCE_FRACTION, Facts
 from planner.decision.node import node_of_setup
+from planner.decision.spreads import ONE_GPU
 from planner.planning.answer import choose
+from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from tests.planner.helpers import wish
 
@@ -35,19 +37,16 @@ def test_the_thirty_pairs_are_thirty() -> None:
     assert set(SOME) <= set(PAIRS)
 
 
-def test_a_walk_is_shared_by_wishes_that_differ_in_memory_alone() -> None:
-    walks = Walks()
+def test_what_a_walk_computed_serves_wishes_that_differ_in_memory_alone() -> None:
+    known, runs = Known(), []
     for gib in (20.0, 23.0):
         asked = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
-        alone, shared = Facts(), Facts(walks=walks)
-        assert choose(asked, dimension_values(asked), alone) == choose(asked, dimension_values(asked), shared)
-    assert len(walks._known) == 1
+        values = dimension_values(asked)
+        assert choose(asked, values, Facts()) == choose(asked, values, Facts(known=known))
+        runs.append(known.runs(asked, values, [ONE_GPU]))
+    assert runs[0] is runs[1]
     other = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, seq_len=1024)
-    choose(other, dimension_values(other), Facts(walks=walks))
-    named = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, targets=("trl",))  # its peaks know the budget
-    for asked in (named, wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=20.0, targets=("trl",))):
-        choose(asked, dimension_values(asked), Facts(walks=walks))
-    assert len(walks._known) == 4
+    assert known.runs(other, dimension_values(other), [ONE_GPU]) is not runs[0]
 
 
 @pytest.mark.parametrize("name", ["optimizer", "attention", "checkpointing", "loss", "precision"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, Walks, collect_into
+from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, collect_into
 from planner.decision.spreads import ONE_GPU
 from planner.errors import UsageError
 from planner.hardware.cluster import make_cluster
@@ -13,13 +13,14 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
+from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GIB
-from planner.workload import Data
+from planner.workload import Data, Workload
 from tests.planner.helpers import wish
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
@@ -62,24 +63,50 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     assert runs["l4"] is not runs["h200"]
 
 
+def listing_all(asked: Workload, corrections: dict[CorrectionKey, float] | None = None) -> Plan | NoPlan:
+    """The plan of a walk that lists every point."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.decision.facts.walk", lambda *given: walk(*given[:4]))
+        return plan_workload(asked, corrections)
+
+
 def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
-    """A ranking of cards walks less and answers the same, and every setup is counted."""
+    """A plan walks less than everything and answers the same, and every setup is counted."""
     memory, model = Known(), wish("Qwen/Qwen2.5-1.5B").model
     for card, batch in (("t4", 720), ("rtx-4090", 60), ("h200", 60), ("mi300x", 60), ("apple-m3-max", 60)):
         asked = replace(wish("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
-        whole = plan_workload(asked, walks=Walks())
-        assert plan_workload(asked, walks=Walks(memory, once=True)) == whole
-        short = plan_workload(asked, walks=Walks(memory, once=True), num_ranked=1)
+        whole = listing_all(asked)
+        assert plan_workload(asked, known=memory) == whole
+        short = plan_workload(asked, known=memory, num_ranked=1)
         if isinstance(whole, Plan):
             assert short == replace(whole, ranked=whole.ranked[:1])
         every = list(walk(asked, spreads=[ONE_GPU]))
         for floor in (0.0, max(point.tokens_per_s for point in every)):
-            listed = list(walk(asked, None, [ONE_GPU], memory, asked.budget_bytes, lambda _, least=floor: least))
+            limits = (lambda _, most=asked.budget_bytes: most), (lambda _, least=floor: least)
+            listed = list(walk(asked, None, [ONE_GPU], memory, *limits))
             assert sum(1 + point.beyond + point.slower for point in listed) == len(every)
             fitting = sum(point.peak_device_bytes <= asked.budget_bytes for point in every)
             mine = sum(point.peak_device_bytes <= asked.budget_bytes for point in listed)
             assert mine + sum(point.slower for point in listed) == fitting
             assert len(listed) < len(every)
+
+
+def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
+    asked, memory = wish("Qwen/Qwen2.5-7B", "rtx-4090"), Known()
+    first = plan_workload(asked, {}, memory)
+    assert isinstance(first, Plan)
+    assert first == listing_all(asked, {})
+    for ratio in (0.97, 1.04):
+        corrections = {correction_key(first.chosen.setup): ratio, ANY_SETUP: 1.01}
+        assert plan_workload(asked, corrections, memory) == listing_all(asked, corrections)
+
+
+@pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])
+def test_the_largest_peak_that_fits_when_corrected_is_the_largest(ratio: float) -> None:
+    asked = wish("Qwen/Qwen2.5-7B", "rtx-4090")
+    limits = Limits(asked.model, asked.budget_bytes, {ANY_SETUP: ratio})
+    largest = limits.fitting_bytes(TrainSetup())
+    assert int(largest * ratio) <= asked.budget_bytes < int((largest + 1) * ratio) + (ratio < 1)
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, collect_into
 from planner.decision.node import node_of_setup
 from planner.decision.tree import METHOD_BAND
 from planner.hardware.gpus import find_gpu
@@ -14,6 +14,7 @@ from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning.answer import choose, plan_workload
 from planner.planning.refine import correction_key
+from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.wish import Wish
@@ -90,11 +91,11 @@ def test_standard_precision_wins_where_the_gain_cannot_be_known() -> None:
 
 def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
     """Llama-8B at 14, 15 to 17, 18 and 20 GiB: 2,049, 1,448 (int8), 1,861 and 2,498 tokens/s before."""
-    walks = Walks()
+    known = Known()
     classes = {}
     for gib in (14, 15, 16, 17, 18, 20):
         asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
-        classes[gib] = choose(asked, dimension_values(asked), Facts(walks=walks))[0]
+        classes[gib] = choose(asked, dimension_values(asked), Facts(known=known))[0]
     assert classes == dict.fromkeys((14, 15, 16, 17, 18), "qlora-4bit") | {20: "lora"}
 
 

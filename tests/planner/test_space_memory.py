@@ -1,9 +1,12 @@
 """The walk's figures are `predict_memory`'s: the space shares parts, it has no memory model of its own."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from planner.decision.spreads import STAGES, spreads
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
@@ -47,26 +50,27 @@ def test_walk_peak_equals_predict_memory(name: str, gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "seq_len"),
+    ("name", "gpu", "seq_len", "num_gpus"),
     [
-        ("Qwen/Qwen2.5-1.5B", "rtx-4090", 128),
-        ("google/gemma-3-4b-it", "a100-80gb", 2048),
-        ("microsoft/phi-2", "t4", 512),
-        ("google/gemma-2-9b", "h100-sxm", 4096),
+        ("Qwen/Qwen2.5-1.5B", "rtx-4090", 128, 1),
+        ("google/gemma-3-4b-it", "a100-80gb", 2048, 1),
+        ("microsoft/phi-2", "t4", 512, 1),
+        ("google/gemma-2-9b", "h100-sxm", 4096, 1),
+        ("meta-llama/Llama-3.2-1B", "rtx-4090", 4096, 4),
     ],
 )
-def test_what_a_rival_outruns_is_never_smaller(name: str, gpu: str, seq_len: int) -> None:
-    """A run is left out for its speed alone: no plan that fits may be lost by it."""
+def test_what_a_rival_outruns_is_never_smaller(name: str, gpu: str, seq_len: int, num_gpus: int) -> None:
+    """A run is left out for its speed, or because its rival does not fit: no plan that fits may be lost by it."""
     workload, known = wish(name, gpu, seq_len=seq_len), Known()
-    runs = {run.shared: run for run in known.runs(workload, dimension_values(workload), ())}
+    if num_gpus > 1:
+        workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
     unfused = 0
-    for run in [run for run in runs.values() if run.rivals is not None][::7]:
-        assert run.rivals is not None
-        rival = run.rivals[1].trusted_with(loss=run.shared.loss, optimizer=run.shared.optimizer)
-        unfused += rival.attention != run.shared.attention
+    runs = known.runs(workload, dimension_values(workload), spreads(workload, STAGES))
+    for run in [run for run in runs if run.rival is not None][::7]:
+        assert run.rival is not None
+        assert run.rival.rival is None
+        unfused += run.rival.shared.attention != run.shared.attention
         for loss in run.choices:
-            pairs = zip(known.peaks(workload, run, loss)[0], known.peaks(workload, runs[rival], loss)[0], strict=True)
-            assert all(
-                mine >= best for mine_all, best_all in pairs for mine, best in zip(mine_all, best_all, strict=True)
-            )
+            mine, best = (known.peaks(workload, one, loss).by_optimizer for one in (run, run.rival))
+            assert all(own >= other for pair in zip(mine, best, strict=True) for own, other in zip(*pair, strict=True))
     assert unfused
