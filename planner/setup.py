@@ -457,4 +457,6 @@ LATER_FIELDS = (
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
+FIELDS = tuple(_DEFAULTS)
+"""The names of all fields."""
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

@@ -1,6 +1,5 @@
 """The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -8,7 +7,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput import StepTime, conditions_of, throughput_profile
+from planner.throughput import StepTime, conditions_of, load_calibration, throughput_profile
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -53,13 +52,10 @@ def family_speeds(
             headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup)
         ).tokens_per_s
 
-    def speeds(optimizer: str | None, pairs: Pairs) -> list[float]:
-        if optimizer is None:
-            return [math.inf]
-        at = speed_profile(model, gpu, setup.trusted_with(optimizer=optimizer), cluster).at
-        return [at(*pair)[1] for pair in pairs]
+    from planner.parallel.speed import spread_loop  # one GPU never needs it
 
-    return speeds
+    cluster, used = cluster_of(gpu, setup, cluster), load_calibration()
+    return spread_loop(model, gpu, setup, cluster, used, conditions_of(setup)).tokens_per_s
 
 
 def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":

@@ -8,11 +8,12 @@ module tree instead and a test compares the two.
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from planner.records import dataclass
 
 T = TypeVar("T")
+_NOT_YET = object()
 
 Role = Literal[
     "q", "k", "v", "qkv", "o",              # attention projections ("qkv": fused)
@@ -302,10 +303,10 @@ class ModelSpec:
     def once(self, key: Hashable, work_out: Callable[["ModelSpec"], T]) -> T:
         """What is worked out of this very object, once: a walk asks thousands of times, and models of one shape are
         equal whatever their configurations say."""
-        if key not in self._worked_out:
-            self._worked_out[key] = work_out(self)
-        found: T = self._worked_out[key]
-        return found
+        found = self._worked_out.get(key, _NOT_YET)
+        if found is _NOT_YET:
+            found = self._worked_out[key] = work_out(self)
+        return cast(T, found)
 
     @property
     def num_layers(self) -> int:

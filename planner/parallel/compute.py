@@ -7,7 +7,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.parallel.traffic import Traffic, computed, traffic_of
 from planner.setup import TrainSetup
-from planner.throughput import Calibration, Conditions, speed_model, throughput_profile
+from planner.throughput import Calibration, Conditions, throughput_profile
 from planner.throughput.profile import GRADIENT_ADD_PASSES, ThroughputProfile
 from planner.throughput.types import WITHOUT_GRADIENTS
 
@@ -50,10 +50,10 @@ class Rank:
         self, part: ModelSpec, gpu: GpuSpec, setup: TrainSetup, calibration: Calibration, conditions: Conditions
     ) -> None:
         self._setup, self.part = setup, part
-        self._speed = speed_model(part, gpu, calibration=calibration, conditions=conditions)
         self.profile: ThroughputProfile = throughput_profile(
             part, gpu, computed(setup, conditions), calibration=calibration, conditions=conditions
         )
+        self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)
         host = self.profile.family.host_s + self.profile.beside_host_s
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another

@@ -5,7 +5,8 @@ where the engine prefetches or reduces in the background, unit by unit; what is 
 (`overlap_cost`), lengthens the step. `spread_profile(...).at(micro, accumulation)` ranks whole spaces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from planner.choices.kernels import speed_band
@@ -18,10 +19,10 @@ from planner.parallel.collectives import Collectives
 from planner.parallel.compute import Rank
 from planner.parallel.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.parallel.schedule import pipeline_s
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.parallel.traffic import traffic_of
+from planner.setup import FIELDS, TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.throughput.calibration import load_calibration
-from planner.throughput.family import family_key
 from planner.throughput.types import WITHOUT_GRADIENTS
 
 SPREAD_PARTS = (*PARTS, "communication", "bubble", "offload")
@@ -54,53 +55,70 @@ class Stage(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-class Loop:
-    """The micro-batches of a spread, whatever the optimizer: the distinct ranks and what each waits for.
+class Links:
+    """What the ranks of one spread exchange, whatever their layers cost.
 
     Attributes:
-        ranks: one of each kind; `order` says which kind every stage is.
-        wires: their data-parallel communication, and the same with offloading in between.
+        parts: the distinct parts of the model; `order` says which of them every stage holds.
+        wires: data-parallel communication of each part, and the same with offloading in between.
     """
 
-    __slots__ = ("_collectives", "_micro_s", "_setup", "_stages", "order", "ranks", "wires")
+    __slots__ = ("cluster", "collectives", "constants", "order", "parts", "wires")
 
-    def __init__(
-        self, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions
-    ) -> None:
-        constants = used.spread_constants
-        self._setup, self._collectives = setup, Collectives(cluster, constants)
-        self._micro_s = used.constants_for(gpu).micro_overhead_s if stack.trainer_overhead else 0.0
+    def __init__(self, model: ModelSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions):
+        self.cluster, self.constants = cluster, used.spread_constants
+        self.collectives = Collectives(cluster, self.constants)
         alike: dict[ModelSpec, int] = {}  # most pipeline stages hold the same
         self.order = [alike.setdefault(part.model, len(alike)) for part in rank_parts(model, setup)]
-        self.ranks = [Rank(part, gpu, setup, used, stack) for part in alike]
-        rates = [0.0] if setup.offload == "none" else [0.0, offload.host_rate(cluster, constants)]
+        self.parts = tuple(alike)
+        rates = [0.0] if setup.offload == "none" else [0.0, self.host_rate]
         self.wires = [
             [
-                DataParallel(setup, self._collectives, rank.traffic, constants, fsdp_1=stack.fsdp_1, host_rate=rate)
+                DataParallel(setup, self.collectives, traffic, self.constants, fsdp_1=stack.fsdp_1, host_rate=rate)
                 for rate in rates
             ]
-            for rank in self.ranks
+            for traffic in [traffic_of(part, setup, stack) for part in self.parts]
         ]
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second between one GPU and its host, one direction."""
+        return offload.host_rate(self.cluster, self.constants)
+
+
+class Loop:
+    """All setups of a spread that differ only in optimizer, micro-batch and accumulation: the distinct ranks, what each
+    waits for, and what follows the last backward."""
+
+    __slots__ = ("_after", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order", "ranks")
+
+    def __init__(self, links: Links, gpu: GpuSpec, setup: TrainSetup, used: Calibration, stack: Conditions) -> None:
+        constants = used.constants_for(gpu)
+        self._setup, self._links, self.order = setup, links, links.order
+        self._micro_s = constants.micro_overhead_s if stack.trainer_overhead else 0.0
+        self._step_s = constants.step_overhead_s if stack.trainer_overhead else 0.0
+        self.ranks = [Rank(part, gpu, setup, used, stack) for part in links.parts]
         self._stages: dict[int, list[Stage]] = {}
+        self._after: dict[str | None, Mapping[str, float]] = {}
 
     def at(self, seqs: int) -> list[Stage]:
         """Every distinct rank's micro-batch of so many sequences."""
         found = self._stages.get(seqs)
         if found is None:
-            pairs = zip(self.ranks, self.wires, strict=True)
+            pairs = zip(self.ranks, self._links.wires, strict=True)
             found = self._stages[seqs] = [self._stage(rank, wires, seqs) for rank, wires in pairs]
         return found
 
     def _stage(self, rank: Rank, wires: list[DataParallel], seqs: int) -> Stage:
-        setup = self._setup
+        setup, collectives = self._setup, self._links.collectives
         micro = rank.micro(seqs)
-        forward, backward = tensor_s(rank.part, setup, self._collectives, seqs)
-        ahead, back = context_s(rank.part, setup, self._collectives, seqs)
+        forward, backward = tensor_s(rank.part, setup, collectives, seqs)
+        ahead, back = context_s(rank.part, setup, collectives, seqs)
         forward, backward = forward + ahead, backward + back
-        ahead, back = experts_s(rank.part, setup, self._collectives, rank.bandwidth, seqs)
+        ahead, back = experts_s(rank.part, setup, collectives, rank.bandwidth, seqs)
         forward, backward = forward + ahead, backward + back
         if len(self.order) > 1:
-            over = hand_over_s(setup, rank.part.hidden_size, self._collectives, seqs)
+            over = hand_over_s(setup, rank.part.hidden_size, collectives, seqs)
             forward, backward = forward + over, backward + over
         exposed = wires[0].micro(micro, seqs)
         parts = {**micro.parts, "trainer": self._micro_s, "communication": forward + backward + exposed.quiet_s}
@@ -122,50 +140,59 @@ class Loop:
         backward = [stages[index].backward_s for index in self.order]
         return pipeline_s(self._setup.pipeline_schedule, forward, backward, steps)
 
+    def after(self, optimizer: str | None) -> Mapping[str, float]:
+        """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer; None:
+        with an optimizer that takes no time."""
+        found = self._after.get(optimizer)
+        if found is None:
+            each = [
+                self._rank_after(rank, wires, optimizer)
+                for rank, wires in zip(self.ranks, self._links.wires, strict=True)
+            ]
+            longest = max(reversed(each), key=lambda parts: sum(parts.values()))
+            found = self._after[optimizer] = {**longest, "trainer": self._step_s}
+        return found
+
+    def _rank_after(self, rank: Rank, wires: list[DataParallel], optimizer: str | None) -> dict[str, float]:
+        parts = {"communication": wires[0].step_s()}
+        if optimizer is None:
+            return parts
+        if self._setup.offload != "none":
+            return {**parts, "offload": self._offloaded_s(rank, optimizer)}
+        gpu_s, host_s = rank.optimizer_s(optimizer)
+        return {**parts, "optimizer": gpu_s, "host": max(host_s - gpu_s, 0.0)}
+
+    def _offloaded_s(self, rank: Rank, optimizer: str) -> float:
+        links, setup = self._links, self._setup.trusted_with(optimizer=optimizer)
+        seconds = offload.optimizer_s(setup, rank.traffic.trained_params / setup.shards, links.cluster, links.constants)
+        return seconds + offload.back_s(setup, rank.traffic.gradient_bytes / setup.shards, links.host_rate)
+
+    def step_s(self, optimizer: str | None, micro_batch_seqs: int, steps: int) -> float:
+        """Seconds of an optimizer step of so many micro-batches."""
+        stages = self.at(micro_batch_seqs)
+        index = _slowest(stages)
+        seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
+        return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
+
+    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Tokens/s of all GPUs together at every (micro-batch, accumulation); None: as in `after`."""
+        setup = self._setup
+        tokens = setup.seqs_per_sample * setup.seq_len_tokens * setup.data_degree
+        return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]
+
 
 class SpreadProfile:
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
-    __slots__ = ("_calibration", "_cluster", "_loop", "_setup", "_step_parts", "_step_s")
+    __slots__ = ("_calibration", "_cluster", "_loop", "_setup")
 
-    def __init__(self, loop: Loop, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions) -> None:
+    def __init__(self, loop: Loop, setup: TrainSetup, cluster: Cluster, used: Calibration) -> None:
         self._loop, self._setup, self._cluster, self._calibration = loop, setup, cluster, used
-        step_s = used.constants_for(cluster.gpu).step_overhead_s
-        self._step_parts = self._after(step_s if stack.trainer_overhead else 0.0)
-        self._step_s = sum(self._step_parts.values())
-
-    def _after(self, trainer_s: float) -> dict[str, float]:
-        """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer."""
-        parts: dict[str, float] = {}
-        for rank, wires in zip(self._loop.ranks, self._loop.wires, strict=True):
-            mine = {"communication": wires[0].step_s()}
-            if self._setup.offload != "none":
-                mine["offload"] = self._offloaded_s(rank)
-            else:
-                gpu_s, host_s = rank.optimizer_s(self._setup.optimizer)
-                mine |= {"optimizer": gpu_s, "host": max(host_s - gpu_s, 0.0)}
-            if sum(mine.values()) >= sum(parts.values()):
-                parts = mine
-        return {**parts, "trainer": trainer_s}
-
-    def _offloaded_s(self, rank: Rank) -> float:
-        setup, cluster, constants = self._setup, self._cluster, self._calibration.spread_constants
-        seconds = offload.optimizer_s(setup, rank.traffic.trained_params / setup.shards, cluster, constants)
-        share = rank.traffic.gradient_bytes / setup.shards
-        return seconds + offload.back_s(setup, share, offload.host_rate(cluster, constants))
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds, and tokens/s of all GPUs together."""
-        loop, setup = self._loop, self._setup
-        stages = loop.at(micro_batch_seqs)
-        index = _slowest(stages)
-        step = (
-            loop.total_s(stages, accumulation_steps) + self._step_s + (accumulation_steps - 1) * loop.ranks[index].add_s
-        )
-        step += sum(stages[index].reducing.values())
-        seqs = micro_batch_seqs * setup.seqs_per_sample
-        tokens = seqs * setup.seq_len_tokens * accumulation_steps * setup.data_degree
-        return step, tokens / step
+        optimizer, pair = self._setup.optimizer, (micro_batch_seqs, accumulation_steps)
+        return self._loop.step_s(optimizer, *pair), self._loop.tokens_per_s(optimizer, [pair])[0]
 
     def step_time(self, setup: TrainSetup) -> StepTime:
         """The full answer for one setup of this profile: the parts are those of the slowest rank."""
@@ -179,7 +206,7 @@ class SpreadProfile:
             parts["bubble"] = loop.total_s(stages, steps) - sum(parts.values())
         _add(parts, stages[index].reducing)
         _add(parts, {"optimizer": (steps - 1) * loop.ranks[index].add_s})
-        _add(parts, self._step_parts)
+        _add(parts, loop.after(setup.optimizer))
         total = sum(parts.values())
         profile = loop.ranks[index].profile
         flops = profile.flops(setup.micro_batch_seqs, steps)
@@ -214,12 +241,36 @@ class SpreadProfile:
 
 
 def _slowest(stages: list[Stage]) -> int:
+    if len(stages) == 1:
+        return 0
     return max(range(len(stages)), key=lambda index: stages[index].total_s)
 
 
 def _add(parts: dict[str, float], more: Mapping[str, float], times: int = 1) -> None:
     for name, seconds in more.items():
         parts[name] = parts.get(name, 0.0) + seconds * times
+
+
+_OPEN = ("optimizer", "micro_batch_seqs", "accumulation_steps")
+_OF_LAYERS = ("attention", "kernels", "checkpointing", "activation_offload", "selective_checkpointing", "loss")
+_loop_key = attrgetter(*[name for name in FIELDS if name not in _OPEN], "extra_forwards", "num_forwards")
+_links_key = attrgetter(*[name for name in FIELDS if name not in (*_OPEN, *_OF_LAYERS)])
+
+
+def spread_loop(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, conditions: Conditions
+) -> Loop:
+    """The loop of a setup on a cluster: the same for every optimizer, micro-batch and accumulation."""
+    parties = ("spread", id(gpu), id(cluster), id(used), conditions)
+
+    def links(one: ModelSpec) -> Links:
+        one.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
+        return Links(one, setup, cluster, used, conditions)
+
+    def loop(one: ModelSpec) -> Loop:
+        return Loop(one.once((*parties, _links_key(setup)), links), gpu, setup, used, conditions)
+
+    return model.once((*parties, "loop", _loop_key(setup)), loop)
 
 
 def spread_profile(
@@ -231,14 +282,9 @@ def spread_profile(
     calibration: Calibration | None = None,
     conditions: Conditions = CURRENT,
 ) -> SpreadProfile:
-    """The family of `setup` on a cluster: the same answer object for every micro-batch and accumulation of it."""
+    """The family of `setup` on a cluster, for every micro-batch and accumulation of it."""
     used = calibration if calibration is not None else load_calibration()
-    parties: tuple[object, ...] = ("spread", id(gpu), id(cluster), id(used))
-    model.once(parties, lambda _: (gpu, cluster, used))  # held, so that no other object can take their identity
-    key = (*parties, conditions, family_key(setup), setup.objective, setup.loss, setup.num_gpus, setup.parallel)
-    key += tuple(getattr(setup, name) for name in SPREAD_FIELDS)
-    loop = model.once(key, lambda one: Loop(one, gpu, setup, cluster, used, conditions))
-    return model.once((*key, setup.optimizer), lambda _: SpreadProfile(loop, setup, cluster, used, conditions))
+    return SpreadProfile(spread_loop(model, gpu, setup, cluster, used, conditions), setup, cluster, used)
 
 
 def spread_step_time(

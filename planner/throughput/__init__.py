@@ -35,8 +35,8 @@ __all__ = [
 
 _MAX_MODELS = 64
 _MODELS: dict[tuple[int, int, int, Conditions], SpeedModel] = {}
-_Key = tuple[object, ...]
-_PROFILES: dict[int, tuple[dict[_Key, ThroughputProfile], dict[_Key, Family], dict[_Key, dict[int, float]]]] = {}
+"""The last ones made. Each holds its model, GPU and calibration, so that no other object can take their identity. Not
+kept with the model (`ModelSpec.once`): the catalogue's live as long as the process, and each card adds a megabyte."""
 
 
 def speed_model(
@@ -46,15 +46,11 @@ def speed_model(
     used = calibration if calibration is not None else load_calibration()
     key = (id(model), id(gpu), id(used), conditions)
     found = _MODELS.get(key)
-    if found is not None and found.model is model and found.gpu is gpu and found.calibration is used:
-        return found
-    if len(_MODELS) >= _MAX_MODELS:
-        _MODELS.clear()
-        _PROFILES.clear()
-    made = SpeedModel(model, gpu, used, conditions)
-    _MODELS[key] = made
-    _PROFILES[id(made)] = ({}, {}, {})
-    return made
+    if found is None:
+        if len(_MODELS) >= _MAX_MODELS:
+            del _MODELS[next(iter(_MODELS))]
+        found = _MODELS[key] = SpeedModel(model, gpu, used, conditions)
+    return found
 
 
 def throughput_profile(
@@ -67,16 +63,15 @@ def throughput_profile(
 ) -> ThroughputProfile:
     """The family of `setup`: the same answer object for every micro-batch and accumulation of it."""
     speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-    profiles, families, times = _PROFILES[id(speed)]
     base = family_key(setup)
-    key = (base, setup.optimizer, setup.loss, setup.num_gpus)
-    found = profiles.get(key)
+    key = (base, setup.loss, setup.num_gpus, setup.optimizer)
+    found: ThroughputProfile | None = speed.profiles.get(key)
     if found is None:
-        family = families.get(base)
+        family = speed.families.get(base)
         if family is None:
-            family = families[base] = Family(speed, setup)
-        shared = times.setdefault((base, setup.loss, setup.num_gpus), {})
-        found = profiles[key] = ThroughputProfile(speed, setup, family, shared)
+            family = speed.families[base] = Family(speed, setup)
+        times = speed.times.setdefault(key[:-1], {})
+        found = speed.profiles[key] = ThroughputProfile(speed, setup, family, times)
     return found
 
 

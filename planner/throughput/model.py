@@ -5,7 +5,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.choices.kernels import parts_of
 from planner.choices.losses import LOSSES
@@ -92,7 +92,11 @@ def attended_pairs(spec: AttentionSpec, seq: int) -> float:
 
 
 class SpeedModel:
-    """Times of one model on one GPU under one calibration and one software stack."""
+    """Times of one model on one GPU under one calibration and one software stack.
+
+    Attributes:
+        families, profiles, times: what `planner.throughput.throughput_profile` made of it, by what each depends on.
+    """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, conditions: Conditions) -> None:
         self.model = model
@@ -106,6 +110,9 @@ class SpeedModel:
         self.rates: Rates = rates_of(gpu, calibration, self.constants)
         self.drag = drag_of(self.rates.bandwidth)
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
+        self.families: dict[tuple[object, ...], Any] = {}
+        self.profiles: dict[tuple[object, ...], Any] = {}
+        self.times: dict[tuple[object, ...], dict[int, float]] = {}
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}

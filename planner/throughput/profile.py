@@ -36,6 +36,7 @@ class ThroughputProfile:
         "_generation",
         "_head_dtype",
         "_optimizer",
+        "_parts",
         "_setup",
         "_speed",
         "_step_s",
@@ -49,6 +50,7 @@ class ThroughputProfile:
         self._speed, self._setup = speed, setup
         self._family = family if family is not None else Family(speed, setup)
         self._head_dtype = self._family.flow.autocast or self._family.flow.table
+        self._parts: dict[int, dict[str, float]] = {}
         self._times: dict[int, float] = {} if times is None else times  # shared by all optimizers of a loss
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
@@ -62,6 +64,11 @@ class ThroughputProfile:
         self._step_s = max(self._optimizer) + self._trainer_s
 
     @property
+    def speed(self) -> SpeedModel:
+        """Of its model on its GPU."""
+        return self._speed
+
+    @property
     def family(self) -> Family:
         """What the layers of this profile cost."""
         return self._family
@@ -73,11 +80,13 @@ class ThroughputProfile:
 
     def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
-        parts = self._family.parts(micro_batch_seqs)
-        parts["loss"] = self._loss_s(micro_batch_seqs)
-        if self._beside is not None:
-            parts[self._beside.name] = self._beside.seconds(micro_batch_seqs)
-        return parts
+        parts = self._parts.get(micro_batch_seqs)
+        if parts is None:
+            parts = self._parts[micro_batch_seqs] = self._family.parts(micro_batch_seqs)
+            parts["loss"] = self._loss_s(micro_batch_seqs)
+            if self._beside is not None:
+                parts[self._beside.name] = self._beside.seconds(micro_batch_seqs)
+        return dict(parts)
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
