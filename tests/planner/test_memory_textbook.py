@@ -15,10 +15,11 @@ from planner.plan import Plan
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.units import GB, GIB
+from planner.units import GIB
 from tests.planner import textbook
 from tests.planner.helpers import wish
 
+GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
 QLORA_SPEED = ((256, 0.54), (512, 0.60), (1024, 0.78), (2048, 0.94))
 

@@ -24,9 +24,9 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup_fields import SHARDED
-from planner.units import GB
 from tests.planner import textbook
 
+GB = 10**9
 GPU = find_gpu("a100-80gb")
 FULL: dict[str, Any] = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
 LORA: dict[str, Any] = {"method": "lora", "precision": "bf16-autocast"}
