@@ -114,8 +114,11 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     downs = [one for one in layer.linears if one.role == "down" and not one.is_expert]
     if mlp.kind == "moe" or not downs:
         return gradients, gradients
-    gone = saved.down // context.tokens
     down = downs[0]
+    # bitsandbytes' int8 multiplication keeps its input on the node itself, which lives as long as the layer's graph
+    kept_on = context.setup.quantization == "int8" and down.quantizes and not context.trained
+    pinned = SIZE_BYTES[input_dtype(down, layer, context)] * down.in_features if kept_on else 0
+    gone = max(0, saved.down // context.tokens - pinned)
     activated = activation_dtype(mlp.activation, flow, hidden_dtype)
     wide = SIZE_BYTES[activated]
     if down.name not in context.adapted:
