@@ -106,21 +106,11 @@ def _fsdp(setup: TrainSetup) -> dict[str, object]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": setup.reshard_after_forward,
         "fsdp_offload_params": setup.offload == "parameters",
-        "fsdp_cpu_ram_efficient_loading": not _loads_reference(setup),
+        "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": checkpoints(setup),
         # with SHARDED_STATE_DICT the Trainer's save_model writes no model at all
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     }
-
-
-def _loads_reference(setup: TrainSetup) -> bool:
-    """Whether the trainer loads a second copy of the weights, for precomputed log-probabilities too: it cuts it without
-    sending weights to ranks that loaded none, whose parts would stay on meta.
-
-    Source: trl 1.16 `DPOTrainer.__init__`, `models/utils.py` prepare_fsdp; transformers 5.23 `modeling_utils.py`
-    _move_missing_keys_from_meta_to_device (is_fsdp_enabled).
-    """
-    return setup.aim.reference and setup.method == "full"
 
 
 def _mesh(setup: TrainSetup) -> Line | None:

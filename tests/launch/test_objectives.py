@@ -1,6 +1,7 @@
 """The TRL files of other objectives really train: two steps on the tiny model, with the plan's batch and adapters."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from planner.choices.rollouts import Rollout
 from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl
+from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl, write_launch
+from tests.launch.test_spread import spread
 from tests.launch.test_trl import HIDDEN, lora_params
 
 
@@ -97,3 +99,26 @@ def test_two_steps_of_every_objective_train(
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
     score = HIDDEN * (2 if objective == "classification" else 1) if row.head == "score" else 0
     assert num_saved(place / "outputs") == lora_params(4) + score
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_fsdp2_shares_a_reference_that_knows_what_the_policy_knew(place: Path, launch: Callable[..., Run]) -> None:
+    """Before the first step both say the same, so that its loss is ln 2."""
+    setup = TrainSetup(
+        objective="dpo", method="full", lora_rank=0, precision="fp32", loss="chunked", micro_batch_seqs=2,
+        seq_len_tokens=64, num_gpus=2, parallel="fsdp2",
+    )  # fmt: skip
+    write_jsonl(place / "data" / "train.jsonl", pairs(16))
+    emitted = TARGETS["trl"].export(
+        ExportRequest(
+            model_id="./tiny-llama",
+            setup=setup,
+            hyper=choose(setup, max_steps=2),
+            dataset=DatasetChoice(path="./data", local=True, columns="preference"),
+            logging_steps=1,
+        )
+    )
+    write_launch(place, emitted)
+    run = spread(launch, place, emitted.command, shard=True)
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-4)

@@ -69,15 +69,6 @@ def test_a_spread_that_no_reference_was_followed_under_is_refused_by_name(spread
         setup_of("dpo", num_gpus=4, **spread)
 
 
-def test_fsdp_loads_a_reference_whole_on_every_rank() -> None:
-    """transformers leaves ranks beside the first without weights, and TRL's prepare_fsdp sends them none."""
-    for method, efficient in (("full", "false"), ("lora", "true")):
-        setup = setup_of("dpo", method=method, num_gpus=2, parallel="fsdp2")
-        emitted = TARGETS["trl"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
-        text = next(file.text for file in emitted.files if file.path.endswith("accelerate.yaml"))
-        assert f"fsdp_cpu_ram_efficient_loading: {efficient}" in text
-
-
 def test_orpo_on_several_gpus_is_accelerates_to_launch() -> None:
     setup = setup_of("orpo", num_gpus=2, parallel="ddp")
     emitted = TARGETS["trl"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
