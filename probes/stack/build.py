@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,26 +16,12 @@ from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import hears, load_config, truncated_config
 from probes.stack.kernels import apply_kernels
+from probes.stack.notices import errors_only
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
 from probes.stack.timm_towers import timm_towers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
-
-
-@contextmanager
-def _quiet() -> Any:
-    import logging
-
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def build_model(
@@ -82,7 +68,8 @@ def build_from_config(
 ) -> Any:
     """`build_model` from transformers' own configuration object (which is changed: attention, dtype)."""
     device = torch.device(device)
-    with _quiet():
+    with errors_only("transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model = bare_model(
             config,
             DTYPES[setup.weight_dtype],

@@ -1,11 +1,11 @@
 """From a raw configuration to transformers' own, and truncated copies of it that keep the pattern of the layers."""
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.models.stored import kept_names
+from probes.stack.notices import errors_only
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")
@@ -24,13 +24,8 @@ def load_config(config: Mapping[str, Any]) -> Any:
     raw.pop("quantization_config", None)  # the setup says how weights are stored, not the published checkpoint
     raw.pop("dtype", None)
     raw.pop("torch_dtype", None)
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # notices about legacy values that a person planning cannot act on
-    try:
+    with errors_only("transformers"):  # not: this value is a legacy one
         loaded = AutoConfig.for_model(model_type, **raw)
-    finally:
-        logger.setLevel(level)
     loaded.use_cache = False
     if kept:
         loaded.kept_modules = kept
