@@ -271,7 +271,21 @@ def page(errors: Sequence[Error]) -> str:
     kinds = _counted((one["kind"], inside) for one, key, inside in verdicts if key[1] == METRICS[3] and "kind" in one)
     for kind, (rows, inside) in sorted(kinds.items()):
         lines += _share(f"formula | speed of runs that are {kind}", rows, inside)
-    return HEAD + "\n".join([*lines, *_outside(counts)])
+    return HEAD + "\n".join([*lines, *_by_stack(verdicts), *_outside(counts)])
+
+
+def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
+    """Rows of one stack together, whichever band judged each."""
+    counts = _counted(
+        ((one["rung"], "speed" if one["metric"] == METRICS[3] else "memory", one["stack"]), inside)
+        for one, _, inside in verdicts
+    )
+    head = "| rung | what | stack | rows | inside, left out | by chance |"
+    lines = ["", "## By stack", "", head, "|---|---|---|---:|---:|---:|"]
+    for (rung, what, stack), (rows, inside) in sorted(counts.items()):
+        if rows >= LEAST_ROWS:
+            lines += _share(f"{rung.replace('_', ' ')} | {what} | {stack}", rows, inside)
+    return lines
 
 
 def _share(name: str, rows: int, inside: int) -> list[str]:

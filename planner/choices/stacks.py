@@ -135,9 +135,10 @@ _ROWS = (
         name="plain-loop-drops-outputs",
         title="a loop of one's own that drops `outputs`",
         compiles_loss=False,
-        clips_gradients=False,
         trainer_overhead=False,
-        source="as plain-loop, with `loss = model(...).loss`",
+        source="as plain-loop, with `loss = model(...).loss`. Its runs are PEFT's comparison of methods: peft "
+        "method_comparison/MetaMathQA/run.py (clip_grad_norm_ after every backward, in all its versions) and "
+        "default_training_params.json (grad_norm_clip 1.0)",
     ),
     Stack(
         name="plain-loop-own-model",

@@ -17,7 +17,7 @@ class GpuSpec:
         memory_bytes: usable memory as torch reports it (`total_memory`), not marketing.
         memory_basis: where `memory_bytes` was read.
         bf16_flops_per_s: None where the hardware has no bf16 units (torch then emulates it slowly).
-        memory_bandwidth_bytes_per_s: device memory.
+        memory_bandwidth_bytes_per_s: of device memory, less what ECC takes of it (`planner.hardware.gpus.ECC_SHARE`).
         nvlink_bytes_per_s: 0 where there is none.
         flash_attention_2: whether the flash-attn 2 kernels run on it.
         source: where the facts come from; `unsourced` names fields from memory.

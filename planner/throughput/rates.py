@@ -23,7 +23,7 @@ class Rates:
     Attributes:
         matmul: data type -> flops per second of a large matmul inside a training step.
         nominal: data type -> flops per second of the data sheet (0 where there is none).
-        bandwidth: bytes per second of the data sheet.
+        bandwidth: bytes per second of the data sheet, less what ECC takes.
         sms: streaming multiprocessors.
         start_up: inner-loop columns that a tile's start-up costs, relative to an A100's.
         l2: bytes of the L2 cache, 0 where unknown.

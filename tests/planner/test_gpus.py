@@ -177,6 +177,36 @@ def test_local_gpu_takes_the_drivers_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert "49140" in spec.memory_basis
 
 
+INLINE_ECC = ("a10", "a10g", "a16", "a2", "a40", "l4", "l40", "l40s", "t4")
+
+
+def test_ecc_takes_bandwidth_where_its_bits_lie_in_the_same_memory() -> None:
+    """Data center cards with GDDR6 show 15/16 of their memory; HBM has bits of its own, RTX cards leave it off."""
+    sheet = {row["key"]: float(row["bandwidth_gb_per_s"]) for row in TABLE}
+    shares = {spec.key: spec.memory_bandwidth_bytes_per_s / sheet[spec.key] / 1e9 for spec in gpus.all_gpus()}
+    assert {key for key, share in shares.items() if share != pytest.approx(1.0)} == set(INLINE_ECC)
+    assert [shares[key] for key in INLINE_ECC] == pytest.approx([15 / 16] * len(INLINE_ECC))
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize(
+    ("name", "total_mib", "gb_per_s"),
+    [
+        ("NVIDIA L40S", 46068, 810.0),
+        ("NVIDIA L40S", 49140, 864.0),
+        ("NVIDIA RTX A6000", 49140, 768.0),
+        ("NVIDIA RTX A6000", 46068, 720.0),
+        ("NVIDIA H200", 143771, 4800.0),
+    ],
+)
+def test_the_driver_here_says_whether_ecc_is_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, total_mib: int, gb_per_s: float
+) -> None:
+    answer = subprocess.CompletedProcess([], 0, stdout=f"GPU-1, {name}, {total_mib}, 0, [N/A]\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert gpus.local_gpu().memory_bandwidth_bytes_per_s == pytest.approx(gb_per_s * 1e9)
+
+
 @pytest.mark.usefixtures("no_nvml")
 @pytest.mark.parametrize(
     "failure",
