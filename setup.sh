@@ -37,5 +37,6 @@ add() {
 }
 case ",$extras," in *,torch,*) add "torch==$(sed -n 's/^torch==//p' constraints.txt)" ;; esac
 if [ -n "$extras" ]; then add -e ".[$extras]"; else add -e .; fi
-# Gemma 3n's tower, alone: it would bring torchvision, which a CPU's build of torch does not load
-case ",$extras," in *,test,*) add --no-deps timm ;; esac
+# Gemma 3n's tower, alone and where only its tests look: it would bring torchvision, which a CPU's build of torch does not
+# load, and Accelerate's commands do not start beside a timm without torchvision.
+case ",$extras," in *,test,*) add --no-deps --target .venv/timm timm ;; esac

@@ -43,12 +43,21 @@ TOLERANCE = 0.01
 SMALL, LARGE = "gemma-3n-E2B-it", "gemma-3n-E4B-it"
 SMALL_TOLERANCE = 0.03
 """Of a quarter of the width, where what stands around the layers is more of the whole: the worst is 2.0 %."""
-WITH_TIMM = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed (setup.sh does)")
+TIMM = Path(__file__).parents[2] / ".venv" / "timm"
+WITH_TIMM = pytest.mark.skipif(
+    not TIMM.is_dir() and find_spec("timm") is None, reason="timm is not installed (setup.sh does)"
+)
 CARD = find_gpu("h100-sxm")
 RECORDED = [row for row in map(json.loads, OUT.read_text().splitlines()) if row["model"] in (SMALL, LARGE)]
 PARAMS = {SMALL: 5_418_464_192, LARGE: 7_818_517_072}
 """The published checkpoints hold as many more as keys and values of the layers that share another's: 20,974,080 and
 31,461,120, which transformers 5.23 does not build."""
+
+
+@pytest.fixture(autouse=True)
+def _timm_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only here: Accelerate's commands do not start beside a timm without torchvision."""
+    monkeypatch.syspath_prepend(TIMM)
 
 
 def raw(name: str = SMALL) -> dict[str, Any]:
