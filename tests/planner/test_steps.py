@@ -168,7 +168,7 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
         assert useful >= (1 - PREFERENCE_FRACTION) * max(useful_speeds(asked, setup)(setup.optimizer, pairs))
         epochs[packing] = epoch_s(asked, plan.chosen), epoch_s(asked, blind.chosen)
         assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(asked, plan.chosen)
-    assert epochs[False][0] < 0.95 * epochs[False][1]
+    assert epochs[False][0] < 0.97 * epochs[False][1]
     assert epochs[True][0] < 0.8 * epochs[False][0]  # the mask of packed samples costs the causal half
 
 

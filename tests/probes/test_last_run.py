@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import pytest
 
+from benchmarks import last_run
 from planner.children import ROOT
-from probes import last_run
 
 
 @pytest.fixture
