@@ -241,7 +241,7 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
             ("method", f"{setup.method} {setup.precision}"),
             ("world size", f"{setup.num_gpus:3}"),
             ("model", row["model"]),
-            ("objective", setup.objective),
+            *[("objective", setup.objective)] * (setup.objective != "sft"),
             ("dry run's peak phase", row["phase"]),
         )
         for key in keys:
