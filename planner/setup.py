@@ -18,6 +18,7 @@ from planner.choices.stacks import DEFAULT as _DEFAULT_STACK
 from planner.choices.stacks import STACKS, Stack
 from planner.records import dataclass
 from planner.setup_fields import SHARDED, check
+from planner.setup_spread import SPLIT_DEGREES
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `trusted_with` copies a dictionary, thousands of times a plan
@@ -329,6 +330,11 @@ class TrainSetup:
         return self.num_gpus // self.split_degree
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """The values of SPLIT_DEGREES, in their order."""
+        return self.tensor_degree, self.context_degree, self.expert_degree, self.pipeline_degree
+
+    @property
     def split_degree(self) -> int:
         """GPUs over which one copy's matrices, sequences and layers are cut."""
         return self.tensor_degree * self.context_degree * self.pipeline_degree
@@ -425,10 +431,7 @@ class TrainSetup:
 
 
 SPREAD_FIELDS = (
-    "tensor_degree",
-    "context_degree",
-    "expert_degree",
-    "pipeline_degree",
+    *SPLIT_DEGREES,
     "pipeline_schedule",
     "shard_degree",
     "reshard_after_forward",

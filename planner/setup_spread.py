@@ -15,6 +15,8 @@ SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
+SPLIT_DEGREES = ("tensor_degree", "context_degree", "expert_degree", "pipeline_degree")
+"""Over how many GPUs the matrices, the sequences, the experts and the layers of one copy are cut."""
 _MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
 
@@ -32,7 +34,7 @@ def check_spread(setup: "TrainSetup") -> None:
 
 def _check_degrees(setup: "TrainSetup") -> None:
     """Over how many GPUs, cut how."""
-    for name in ("tensor_degree", "context_degree", "expert_degree", "pipeline_degree"):
+    for name in SPLIT_DEGREES:
         count(name, getattr(setup, name), at_least=1)
     count("shard_degree", setup.shard_degree, at_least=0)
     one_of("pipeline_schedule", setup.pipeline_schedule, PIPELINE_SCHEDULES)

@@ -6,6 +6,7 @@ from typing import Any, Self, final
 
 from planner.errors import SetupError
 from planner.records import dataclass
+from planner.setup_spread import SPLIT_DEGREES
 
 MAX_SIDE = 1 << 16
 IMAGE_TARGETS = ("trl", "llamafactory")
@@ -13,10 +14,7 @@ IMAGE_TARGETS = ("trl", "llamafactory")
 WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
     "objective": ("sft",),
     "parallel": ("none", "ddp"),
-    "tensor_degree": (1,),
-    "context_degree": (1,),
-    "expert_degree": (1,),
-    "pipeline_degree": (1,),
+    **dict.fromkeys(SPLIT_DEGREES, (1,)),
     "adapter": ("lora",),
     "packing": (False,),
     "attention": ("sdpa", "flash-attention-2"),

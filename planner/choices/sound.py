@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from planner.setup_spread import SPLIT_DEGREES
+
 TEXT_TOKENS = 225
 """Tokens of a clip's text where nobody says: what the field generates of one (`generation_max_length=225` in
 huggingface.co/blog/fine-tune-whisper and transformers' run_speech_recognition_seq2seq.py), as the original decodes at
@@ -23,10 +25,7 @@ WITH_SOUND: Mapping[str, tuple[object, ...]] = {
     "objective": ("sft",),
     "packing": (False,),
     "parallel": ("none", "ddp"),
-    "tensor_degree": (1,),
-    "context_degree": (1,),
-    "expert_degree": (1,),
-    "pipeline_degree": (1,),
+    **dict.fromkeys(SPLIT_DEGREES, (1,)),
     "images": (None,),
 }
 """What goes with clips: each is one sample, which no trainer packs; how FSDP2 and ZeRO gather convolutions and an

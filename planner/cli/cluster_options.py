@@ -10,6 +10,7 @@ from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import positive
 from planner.records import dataclass
+from planner.setup_spread import SPLIT_DEGREES
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -84,8 +85,7 @@ def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
     if rows and num_gpus == 1:
         raise UsageError(f"--{rows[0].word} needs more than one GPU", hint="give --gpus 2 or more")
     found = {row.of: row.wished(asked[row.key]) for row in rows}
-    degrees = {"tensor_degree", "pipeline_degree", "context_degree", "expert_degree"}
-    if set(found.get("parallel", ())) & {"dp", "device-map"} and degrees & set(found):
+    if set(found.get("parallel", ())) & {"dp", "device-map"} and found.keys() & set(SPLIT_DEGREES):
         raise UsageError(
             f"--parallel {found['parallel'][0]} does not combine with tensor, context, expert or pipeline parallelism",
             hint="leave the degrees out, or use --parallel ddp or fsdp2",

@@ -21,6 +21,7 @@ from planner.models.spec import ModelSpec
 from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.setup_fields import SHARDED
+from planner.setup_spread import SPLIT_DEGREES
 from planner.workload import Workload
 
 STAGES = ("replicate", "shard", "split", "offload", "other")
@@ -104,10 +105,7 @@ def spread_order(setup: TrainSetup) -> int:
     if setup.num_gpus == 1:
         return 0
     rank = engine_of(setup).simplicity
-    split = sum(
-        one > 1 for one in (setup.tensor_degree, setup.context_degree, setup.expert_degree, setup.pipeline_degree)
-    )
-    rank += 4 * split + 8 * (setup.offload != "none")
+    rank += 4 * sum(one > 1 for one in setup.degrees) + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
 
@@ -195,9 +193,9 @@ def _deals(workload: Workload) -> Iterator[int]:
     if degrees := _fixed(workload, "expert_degree"):
         yield from (degree for degree in degrees if degree > 1)
         return
-    if {"parallel", "tensor_degree", "context_degree", "pipeline_degree"} & set(workload.fixed):
+    if {"parallel", *SPLIT_DEGREES} & set(workload.fixed):
         return
-    stacks = [one.num for layer in workload.model.layer_kinds for one in layer.linears if one.is_stack]
+    stacks = workload.model.expert_stacks
     fitting = [one for one in _EXPERT_DEGREES if _per_node(workload) % one == 0]
     yield from [one for one in fitting if stacks and not any(num % one for num in stacks)][-1:]
 

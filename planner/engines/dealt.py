@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from planner.engines.gather import Groups, padded
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.expert_parallel import replicas
 from planner.memory.state import COMPUTE, Held, weights_held
 from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
@@ -58,11 +59,11 @@ def without_experts(model: ModelSpec) -> ModelSpec:
 
 def share_of(model: ModelSpec, setup: TrainSetup) -> Share:
     """A rank's share of the experts; `model` is its part (`planner.memory.rank_part.expert_shard`)."""
-    return _share_of(model, setup.shards // setup.expert_degree)
+    return _share_of(model, replicas(setup))
 
 
 @lru_cache(maxsize=256)
-def _share_of(model: ModelSpec, replicas: int) -> Share:
+def _share_of(model: ModelSpec, ranks: int) -> Share:
     """FSDP2 cuts a stack along its experts, padded to a multiple of the ranks."""
     layers: list[tuple[int, int, int, int]] = []
     stored = 0
@@ -71,14 +72,14 @@ def _share_of(model: ModelSpec, replicas: int) -> Share:
         for one in layer.linears:
             if one.dealt:
                 each = one.in_features * one.out_features + one.out_features * one.bias
-                elements = padded(one.num, replicas) * each
-                stacks.append((elements // replicas, elements))
+                elements = padded(one.num, ranks) * each
+                stacks.append((elements // ranks, elements))
         stored += num * sum(own for own, _ in stacks)
         if stacks:
             own, gathered = [one for one, _ in stacks], [one for _, one in stacks]
             layers.append((sum(gathered), sum(own), max(own), gathered[-1]))
     whole, layer_own, largest, last = max(layers)
-    return Share(stored, layer_own, largest, whole, last, replicas)
+    return Share(stored, layer_own, largest, whole, last, ranks)
 
 
 def gathered_beside(

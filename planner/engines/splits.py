@@ -146,7 +146,7 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
             "expert parallelism is planned for full fine-tuning: peft's adapters come when transformers has sharded "
             "the model already (transformers 5.23 distributed/fsdp.py)"
         )
-    stacks = [one for layer in model.layer_kinds for one in layer.linears if one.is_stack]
+    stacks = model.expert_stacks
     if not stacks:
         return f"{model.model_type} has no stacked experts that could be dealt out over GPUs"
     if model.model_type in _NO_EXPERT_PLAN:
@@ -159,7 +159,7 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
             f"transformers' expert plan of {model.model_type} also splits dense matrices over the experts' GPUs, which "
             "its FSDP2 cannot shard again (5.23, tried: overlapping meshes)"
         )
-    if uneven := next((one.num for one in stacks if one.num % degree), 0):
+    if uneven := next((num for num in stacks if num % degree), 0):
         return f"{uneven} experts cannot be dealt out evenly to {degree} GPUs (transformers 5.23 MoEParamShard)"
     if not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"{setup.optimizer} has no step for the DTensors of dealt-out experts (bitsandbytes issue 1633)"

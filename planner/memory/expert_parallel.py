@@ -12,14 +12,15 @@ copies its parameters and reduces through three buffers).
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.layer_context import LayerContext, Saved
 from planner.models.spec import LayerSpec
+from planner.setup import TrainSetup
 
 PAIR_BYTES = 11
 """Beside what experts that are not dealt out keep of a (token, expert) pair: its place in the sent order, and marks."""
 
 
-def replicas(context: LayerContext) -> int:
+def replicas(setup: TrainSetup) -> int:
     """Ranks that hold the same experts, over which these are sharded again."""
-    return context.setup.shards // context.setup.expert_degree
+    return setup.shards // setup.expert_degree
 
 
 def dealt(layer: LayerSpec, context: LayerContext) -> bool:
@@ -57,7 +58,7 @@ def dispatched_moments(
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
     residual = context.tokens * SIZE_BYTES[flow.residual] * context.hidden
     stacks = [one.num_weights + one.num_bias for one in layer.linears if one.is_stack]
-    elements, largest, ranks = sum(stacks), max(stacks), replicas(context)
+    elements, largest, ranks = sum(stacks), max(stacks), replicas(setup)
     experts = max(one.num for one in layer.linears if one.is_stack)
     padded = elements // experts * -(-experts // ranks) * ranks
     gradients, gathered = size * elements, size * padded

@@ -206,7 +206,7 @@ def loss_terms(
     asked = _asking(state, chain, parts, loss)
     if total_bytes(asked) > max(within, forward, backward, head):
         return asked
-    if within > max(forward - 1, backward, head):
+    if within >= forward and within > max(backward, head):
         return (
             ("loss", name, chain.within_bytes + outputs_bytes),
             ("activations", "autocast's cache in the loss", parts.until_loss - parts.key_cache),

@@ -53,9 +53,14 @@ def kept_around_the_layers(model: ModelSpec, flow: Flow, tokens: int, streams: i
     wide, narrow = SIZE_BYTES[flow.residual], SIZE_BYTES[flow.linear_out(flow.residual)]
     one_end = SIZE_BYTES[flow.autocast or flow.adapter] + narrow + wide + (4 if flow.autocast else 0)
     one_end *= model.hidden_size * (streams - 1)
-    inputs = sum(linear.out_features for linear in model.outer_linears if "per_layer" in linear.name)
+    inputs = _layer_inputs(model)
     behind = one_end + model.hidden_size * streams * wide
     return tokens * (one_end + inputs * (4 + narrow)), tokens * behind
+
+
+def _layer_inputs(model: ModelSpec) -> int:
+    """Numbers of a token that all layers add, each its own."""
+    return sum(linear.out_features for linear in model.outer_linears if "per_layer" in linear.name)
 
 
 def held_by_the_forward(model: ModelSpec, flow: Flow, tokens: int, streams: int) -> int:
@@ -63,7 +68,7 @@ def held_by_the_forward(model: ModelSpec, flow: Flow, tokens: int, streams: int)
     streams keeps, the streams as they were made, and the lookups that became every layer's inputs."""
     if streams == 1:
         return 0
-    inputs = sum(linear.out_features for linear in model.outer_linears if "per_layer" in linear.name)
+    inputs = _layer_inputs(model)
     made = streams * SIZE_BYTES[flow.residual] * model.hidden_size + SIZE_BYTES[flow.table] * inputs
     return kept_around_the_layers(model, flow, tokens, streams)[1] + tokens * made
 

@@ -322,6 +322,16 @@ class ModelSpec:
         return tuple(zip(self.layer_kinds, counts, strict=True))
 
     @cached_property
+    def expert_stacks(self) -> tuple[int, ...]:
+        """How many experts each stack of each kind of layer holds."""
+        return tuple(one.num for layer in self.layer_kinds for one in layer.linears if one.is_stack)
+
+    @cached_property
+    def num_dealt_weights(self) -> int:
+        """Elements of experts that are dealt out over GPUs (`planner.memory.rank_part.expert_shard`)."""
+        return sum(one.num_weights * num for layer, num in self.layer_counts for one in layer.linears if one.dealt)
+
+    @cached_property
     def num_encoder_layers(self) -> int:
         """Of an encoder-decoder: the layers before the first that looks at what others gave."""
         if not self.is_encoder_decoder:

@@ -86,14 +86,8 @@ class Rank:
 
     def _stepped(self, shards: int) -> float:
         """Trained elements of this rank's share: a part's experts that are dealt out are cut over fewer ranks."""
-        trained = self.profile.family.trained_params
-        ways = self._setup.expert_degree
-        if ways == 1:
-            return trained / shards
-        dealt = sum(
-            one.num_weights * num for layer, num in self.part.layer_counts for one in layer.linears if one.dealt
-        )
-        return (trained + (ways - 1) * dealt) / shards
+        more = (self._setup.expert_degree - 1) * self.part.num_dealt_weights
+        return (self.profile.family.trained_params + more) / shards
 
     def _add(self) -> float:
         """The whole gradient, or this rank's share where each micro-batch's is reduced."""

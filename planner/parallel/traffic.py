@@ -87,7 +87,7 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
     layers = part.num_layers
     quantized = _quantized_weights(part) if setup.quantized else 0
-    dealt = sum(one.num_weights * count for layer, count in part.layer_counts for one in layer.linears if one.dealt)
+    dealt = part.num_dealt_weights
     in_layers = sum(layer.num_params * count for layer, count in part.layer_counts) - dealt
     layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
     outside = part.num_params - in_layers - dealt

@@ -37,8 +37,7 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
 
 def spread_correction_key(setup: TrainSetup) -> CorrectionKey:
     """On several GPUs: setups of one engine and split; unseen families of them err as the last one run."""
-    degrees = (setup.tensor_degree, setup.context_degree, setup.expert_degree, setup.pipeline_degree)
-    return ("spread", setup.parallel, *degrees, setup.offload)
+    return ("spread", setup.parallel, *setup.degrees, setup.offload)
 
 
 ANY_SETUP: CorrectionKey = ()

@@ -228,12 +228,12 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
 
 def _deals_out(fields: dict[str, Any]) -> bool:
     """Whether a setup with dealt-out experts can have these fields, or cannot be built either way."""
-    if fields.get("method") != "full":
-        return False
-    try:
-        TrainSetup(**{**fields, "expert_degree": 1})
-    except SetupError:
-        return True
+    whole = {**fields, "expert_degree": 1}
+    return fields.get("method") == "full" and (_can_be(fields) or not _can_be(whole))
+
+
+def _can_be(fields: dict[str, Any]) -> bool:
+    """Whether a setup can have these fields."""
     try:
         TrainSetup(**fields)
     except SetupError:

@@ -81,16 +81,8 @@ class _Text(Decoder):
         self.streams = text.count("altup_num_inputs", kind="heads", default=4)
         self.bias = text.flag("attention_bias", False)
         self.activation = text.text("hidden_activation", default="gelu_pytorch_tanh")
-        self.first_shared = self.num_layers - text.count("num_kv_shared_layers", kind="layers", default=15, at_least=0)
         self.full = self._pattern()
-        if self.first_shared < self.num_layers and (
-            self.first_shared < 1 or set(self.full[: self.first_shared]) != set(self.full)
-        ):
-            raise ConfigError(
-                f"{text.where}: num_kv_shared_layers {self.num_layers - self.first_shared} must leave at least one "
-                f"layer of each type that makes its own keys and values",
-                hint="correct the field in config.json",
-            )
+        self.first_shared = self.first_sharing(self.full, default=15)
 
     def _pattern(self) -> tuple[bool, ...]:
         """Whether each layer is global."""

@@ -86,15 +86,7 @@ class _Text(Decoder):
                 text.count("moe_intermediate_size", kind="intermediate"),
             )
         self.full = self._pattern()
-        self.first_shared = self.num_layers - text.count("num_kv_shared_layers", kind="layers", default=0, at_least=0)
-        if self.first_shared < self.num_layers and (
-            self.first_shared < 1 or set(self.full[: self.first_shared]) != set(self.full)
-        ):
-            raise ConfigError(
-                f"{text.where}: num_kv_shared_layers {self.num_layers - self.first_shared} must leave at least one "
-                f"layer of each type that makes its own keys and values",
-                hint="correct the field in config.json",
-            )
+        self.first_shared = self.first_sharing(self.full, default=0)
 
     def _pattern(self) -> tuple[bool, ...]:
         """Whether each layer is global; the last one always is."""

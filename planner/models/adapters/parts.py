@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.spec import (
     AttentionSpec,
@@ -148,6 +149,26 @@ class Decoder:
         num_kv = self.fields.count(self.KV_HEADS, kind="heads", default=default)
         self.fields.divides(self.KV_HEADS, num_kv, self.HEADS[0], self.num_heads)
         return num_kv
+
+    def first_sharing(self, types: Sequence[object], *, default: int) -> int:
+        """The first of the last layers, which take the keys and values of an earlier one of their type.
+
+        Args:
+            types: of every layer.
+            default: how many share where the configuration does not say.
+
+        Raises:
+            ConfigError: no layer of some type is left to make keys and values.
+        """
+        num = self.fields.count("num_kv_shared_layers", kind="layers", default=default, at_least=0)
+        first = self.num_layers - num
+        if num and (first < 1 or set(types[:first]) != set(types)):
+            raise ConfigError(
+                f"{self.fields.where}: num_kv_shared_layers {num} must leave at least one layer of each type that "
+                "makes its own keys and values",
+                hint="correct the field in config.json",
+            )
+        return first
 
     def norms(self) -> tuple[NormSpec, ...]:
         """The two RMS norms of a layer."""
