@@ -2,9 +2,9 @@
 
     python -m benchmarks.images [--write] [MODEL ...]
 
-Each model and method with two of CASES in turn; Gemma 3n needs timm (`pip install --no-deps timm` does). `--write` puts
-the rows into benchmarks/data/images.jsonl, where those of models that were not named stay; without it they are only
-printed. The last line is the median and the worst of all.
+Each model and method with two of CASES in turn; Gemma 3n needs timm (`PYTHONPATH=.:.venv/timm` after `setup.sh
+test`). `--write` puts the rows into benchmarks/data/images.jsonl, where those of models that were not named stay;
+without it they are only printed. The last line is the median and the worst of all.
 """
 
 import json
