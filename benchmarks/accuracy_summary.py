@@ -1,6 +1,6 @@
 """The short table of how far to trust a figure, in README.md and docs/accuracy/README.md, out of the tables there.
 
-    python benchmarks/accuracy_summary.py --write
+    python -m benchmarks.accuracy_summary --write
 
 Every cell is one of `docs/accuracy/formula.md` and `dry-run.md`, which `plan accuracy` writes. Run it after them.
 """

@@ -1,6 +1,6 @@
 """How long a replay of 100,000 events takes, against the aim of 0.3 s on one core.
 
-Run: `python benchmarks/bench_allocator.py`; prints one JSON line, exit code 1 when the aim is missed.
+Run: `python -m benchmarks.bench_allocator`; prints one JSON line, exit code 1 when the aim is missed.
 """
 
 import json

@@ -1,6 +1,6 @@
 """How long a dry run takes: cold (a new process, everything imported) and warm, for an 8B and a 70B model.
 
-    python benchmarks/bench_dryrun.py [--json out.json]
+    python -m benchmarks.bench_dryrun [--json out.json]
 
 Both the wall clock and the process's own CPU time are printed: on a shared machine only the second says something about
 the program. Aim: 3 s cold and 1 s warm per setup.

@@ -6,7 +6,7 @@ the same libraries and runs as many steps of the full model. Aim: at most 3 time
 Part 2: truncated against full depth on three families: memory per phase, and step time in CPU seconds (other work on
 the machine shows less) with the spread of repeated full-depth probes as the measure of noise.
 
-    python benchmarks/bench_probe.py [--repeats 3] [--json FILE]
+    python -m benchmarks.bench_probe [--repeats 3] [--json FILE]
 """
 
 import argparse

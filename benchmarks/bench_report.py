@@ -1,6 +1,6 @@
 """How long a report of 2,000 candidates takes against the plan itself, cold processes, best of several.
 
-    python benchmarks/bench_report.py [--runs 5]
+    python -m benchmarks.bench_report [--runs 5]
 
 Four processes are timed: one that only imports typer and rich, `plan MODEL --gpu GPU --no-dry-run` (the plan), one
 that reads a plan.json of 2,000 candidates, and one that also writes report.html and report.md from it. The bound of the
@@ -48,10 +48,9 @@ def best_s(command: list[str], runs: int) -> float:
 
 def main() -> None:
     """Print the table as Markdown; exit 1 where the bound is missed."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     runs = parser.parse_args().runs
-    sys.path.insert(0, str(ROOT))
     from reports.plan_json import plan_to_dict
     from tests.reports.many import make_many
 

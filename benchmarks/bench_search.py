@@ -1,6 +1,6 @@
 """Search overhead per trial for a space of about 20,000 candidates: everything but the probe itself.
 
-    python benchmarks/bench_search.py [--probes 20] [--repeats 5] [--out benchmarks/data/search_overhead.json]
+    python -m benchmarks.bench_search [--probes 20] [--repeats 5] [--out benchmarks/data/search_overhead.json]
 
 The probe answers at once, so the time between probes is the search's own: claim, journal write with fsync, Gaussian
 process, acquisition, stop rule, constraints, result. Making the belief (encoding all candidates once) is reported
@@ -12,14 +12,11 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.synthetic_gpu import SCENARIOS, SyntheticGpu
 from planner.outcome import Evidence

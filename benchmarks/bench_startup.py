@@ -1,6 +1,6 @@
 """A cold formula-only plan against a process that only imports typer and rich, side by side.
 
-    python benchmarks/bench_startup.py [--rounds 15]
+    python -m benchmarks.bench_startup [--rounds 15]
 
 Both run as fresh processes in turn; least and median CPU seconds of each and their ratios are printed: wall time says
 more of a busy machine than of the program. The aim is a ratio of at most 3.

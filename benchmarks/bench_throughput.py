@@ -1,14 +1,11 @@
 """Cost of the speed model: one setup once its operators are known (at most 100 microseconds), and a whole walk.
 
-python benchmarks/bench_throughput.py
+python -m benchmarks.bench_throughput
 """
 
 import sys
 import time
 from itertools import product
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load

@@ -1,6 +1,6 @@
 """Is the choice the best of its class? Every combination evaluated on its own, without the shortcuts of the walk.
 
-    python benchmarks/brute_force.py [--pairs 20] [--global-batch 32]
+    python -m benchmarks.brute_force [--pairs 20] [--global-batch 32]
 
 For each (model, card): the plan's choice, the fastest setup of its class that surely fits (where none does: that may),
 found by `predict_memory` and the speed model over the plain product of the dimensions (ranks and targets as the plan

@@ -1,8 +1,8 @@
 """The chosen setup of every catalogue model on some cards, one JSON line per plan; what changed between two such files.
 
-    python benchmarks/catalogue_plans.py --out after.jsonl [--gpus t4,rtx-4090] [--models llama] [--workers 2]
-    python benchmarks/catalogue_plans.py --without-reserve --out before.jsonl     # what fits by its peak alone
-    python benchmarks/catalogue_plans.py --compare before.jsonl after.jsonl
+    python -m benchmarks.catalogue_plans --out after.jsonl [--gpus t4,rtx-4090] [--models llama] [--workers 2]
+    python -m benchmarks.catalogue_plans --without-reserve --out before.jsonl     # what fits by its peak alone
+    python -m benchmarks.catalogue_plans --compare before.jsonl after.jsonl
 
 Formula rung only: a reshaping must leave every line as it was, a change of a formula or a rule
 shows which plans it moves.

@@ -1,6 +1,6 @@
 """`plan check`'s reading of published training files: how each was answered, and what was open.
 
-    python benchmarks/check_corpus.py DIRECTORY [--gpu GPU] [--model STAND_IN] [--out FILE] [--fix [--fixed FOLDER]]
+    python -m benchmarks.check_corpus DIRECTORY [--gpu GPU] [--model STAND_IN] [--out FILE] [--fix [--fixed FOLDER]]
 
 --fix also makes, in memory alone, what `plan check --fix` would write, and counts how it ends; --fixed keeps the files
 and their originals for `tools/validators/validate_fixed.py`. Readings that a person compared with their files stand in

@@ -1,7 +1,7 @@
 """CPU seconds of `plan MODEL --gpu GPU` with its dry runs, cold: a new process and an empty cache for every plan.
 
-    python benchmarks/cold_plans.py [--gpu a100-80gb] [--every-model] [--models llama] [--out after.jsonl]
-    python benchmarks/cold_plans.py --compare before.jsonl after.jsonl
+    python -m benchmarks.cold_plans [--gpu a100-80gb] [--every-model] [--models llama] [--out after.jsonl]
+    python -m benchmarks.cold_plans --compare before.jsonl after.jsonl
 
 One model of every type of the catalogue (the one with the most layers that has at most 40 billion parameters,
 the smallest where all are larger), or all of them. CPU seconds are user and system of the process and of the child

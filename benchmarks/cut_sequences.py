@@ -1,6 +1,6 @@
 """Published runs of TRL with sequences cut over GPUs, against the formula and the dry run.
 
-    python benchmarks/cut_sequences.py [--dry-run]
+    python -m benchmarks.cut_sequences [--dry-run]
 
 One 8 x H100 node (16 and 32 GPUs: two and four), full fine-tuning of a bf16 model under FSDP2, one sequence per step,
 `cp_size` all GPUs. The longer model's checkpoints lie in the host's memory. No figure was fitted on these rows; the

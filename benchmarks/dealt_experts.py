@@ -1,6 +1,6 @@
 """Published runs with experts dealt out over the GPUs of a node, against the formula.
 
-    python benchmarks/dealt_experts.py
+    python -m benchmarks.dealt_experts
 
 Whole training in 16-bit weights under FSDP2 or FSDP, eight experts' GPUs of eight. None is transformers' own dispatch:
 IBM's runs have ScatterMoE's kernels and MegaBlocks' exchange (fms-acceleration), padded batches of 210 tokens in the

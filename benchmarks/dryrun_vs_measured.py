@@ -1,7 +1,7 @@
 """The dry run against recorded measurements of others: one JSON line per configuration, and a summary.
 
-    python benchmarks/dryrun_vs_measured.py --out dryrun_vs_measured.jsonl [--groups fms_acceleration,...]
-    python benchmarks/dryrun_vs_measured.py --out dryrun_vs_measured.jsonl --table
+    python -m benchmarks.dryrun_vs_measured --out dryrun_vs_measured.jsonl [--groups fms_acceleration,...]
+    python -m benchmarks.dryrun_vs_measured --out dryrun_vs_measured.jsonl --table
 
 Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.evidence.measured`), the newest of
 repeats under other library versions. The step that is run is that of the libraries installed here; what differed in the

@@ -1,7 +1,7 @@
 """Formula against dry run over a grid of (model, setup) points, one JSON line per point.
 
-    python benchmarks/formula_vs_dryrun.py --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0] [--parts]
-    python benchmarks/formula_vs_dryrun.py --out grid.jsonl --table      # summarise, run nothing
+    python -m benchmarks.formula_vs_dryrun --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0] [--parts]
+    python -m benchmarks.formula_vs_dryrun --out grid.jsonl --table      # summarise, run nothing
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models in rotation. With `--parts` every setup has at

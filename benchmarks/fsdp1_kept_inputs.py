@@ -1,6 +1,6 @@
 """FSDP version 1 keeps the inputs of frozen layers, and their gradients, until the backward ends; version 2 does not.
 
-    python benchmarks/fsdp1_kept_inputs.py
+    python -m benchmarks.fsdp1_kept_inputs
 
 Two gloo processes on the CPU train adapters on eight frozen blocks under activation checkpointing and count the live
 tensors of the size of a hidden state at the end of the backward. This is why published LoRA and QLoRA runs under FSDP 1

@@ -1,7 +1,7 @@
 """Forty plans with the sentence that explains each: the table of docs/choices.md.
 
-    python benchmarks/listed_plans.py            # print
-    python benchmarks/listed_plans.py --write    # write it into docs/choices.md
+    python -m benchmarks.listed_plans            # print
+    python -m benchmarks.listed_plans --write    # write it into docs/choices.md
 
 Formula rung, 2,048 tokens (or what the model takes), no wish but the one named. `tests/planner/test_listed_plans.py`
 holds the page to it.

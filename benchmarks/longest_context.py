@@ -1,6 +1,6 @@
 """The longest sequence that fits by the formula, beside Unsloth's published column.
 
-    python benchmarks/longest_context.py
+    python -m benchmarks.longest_context
 
 QLoRA of all linear layers, rank 32, micro-batch 1, the whole card. Unsloth's engine is fused kernels with checkpoints
 in host memory and a loss that holds no logits; "HF + FA2" is what the column beside it ran: peft's fp32 cast, flash

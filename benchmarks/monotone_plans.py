@@ -1,6 +1,6 @@
 """Does more memory ever give a slower plan, and what do the stated preferences cost?
 
-    python benchmarks/monotone_plans.py [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
+    python -m benchmarks.monotone_plans [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
 
 For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once.
 Within a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a

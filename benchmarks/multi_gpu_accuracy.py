@@ -1,7 +1,7 @@
 """Predictions for several GPUs against published runs: docs/accuracy/multi-gpu.md and its JSON.
 
-    python benchmarks/multi_gpu_accuracy.py                        (a few minutes; needs scipy)
-    python benchmarks/multi_gpu_accuracy.py --write-calibration    (also writes `spread` and its band in planner/data)
+    python -m benchmarks.multi_gpu_accuracy                        (a few minutes; needs scipy)
+    python -m benchmarks.multi_gpu_accuracy --write-calibration    (also writes `spread` and its band in planner/data)
 
 Speed: the constants of communication are fitted on all sources but one and tested on that one, never on a random row;
 the compute model under it is the shipped one. Memory has no fitted constant.
@@ -18,22 +18,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.multi_gpu_fit import fit_spread, log_error  # noqa: E402
-from benchmarks.multi_gpu_points import SpreadPoint, load_points  # noqa: E402
-from benchmarks.speed_accuracy import percentile  # noqa: E402
-from planner.memory.model import rank_memories  # noqa: E402
-from planner.memory.types import MemoryBreakdown  # noqa: E402
-from planner.setup import TrainSetup  # noqa: E402
-from planner.throughput.calibration import (  # noqa: E402
+from benchmarks.multi_gpu_fit import fit_spread, log_error
+from benchmarks.multi_gpu_points import SpreadPoint, load_points
+from benchmarks.speed_accuracy import percentile
+from planner.memory.model import rank_memories
+from planner.memory.types import MemoryBreakdown
+from planner.setup import TrainSetup
+from planner.throughput.calibration import (
     DATA_FILE,
     Calibration,
     SpreadConstants,
     load_calibration,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 JSON_FILE = ROOT / "benchmarks" / "data" / "multi_gpu_accuracy.json"
 DOC_FILE = ROOT / "docs" / "accuracy" / "multi-gpu.md"
 BAND_LEVEL = 0.9

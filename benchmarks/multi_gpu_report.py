@@ -79,7 +79,7 @@ def render(report: Mapping[str, Any]) -> str:
     )
     return f"""# Several GPUs: predictions against published runs
 
-Made by `python benchmarks/multi_gpu_accuracy.py` on {report["date"]}, from `benchmarks/data/multi_gpu_points.jsonl`
+Made by `python -m benchmarks.multi_gpu_accuracy` on {report["date"]}, from `benchmarks/data/multi_gpu_points.jsonl`
 ({report["points"]} configurations run by others, each with its source, its assumptions and its repeats;
 `tools/build_multi_gpu_points.py` says how each source maps onto a setup and a cluster). Nobody here has run a job on
 several GPUs: everything below is other people's figures. Errors are predicted / measured - 1.

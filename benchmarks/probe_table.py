@@ -1,6 +1,6 @@
 """A campaign's measurements as tables: formula, dry run and probe side by side; truncated against full depth.
 
-python benchmarks/probe_table.py benchmarks/data/h200.jsonl [--gpu h200] [--no-dry-run] [--json FILE]
+python -m benchmarks.probe_table benchmarks/data/h200.jsonl [--gpu h200] [--no-dry-run] [--json FILE]
 """
 
 import argparse

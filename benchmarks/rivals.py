@@ -1,6 +1,6 @@
 """Planned speed over that of the rivals' published defaults, by our own formula: a prediction until a GPU has run it.
 
-    python benchmarks/rivals.py [--json] [--rival TRL] [--dry-run]
+    python -m benchmarks.rivals [--json] [--rival TRL] [--dry-run]
 
 Each rival is a launch file as its project publishes it, read by `plan check`'s readers with the tool's own defaults. Of
 every pair of model and card the same work is compared: sequences of SEQ_LEN tokens, GLOBAL_BATCH of them per step (the

@@ -1,6 +1,6 @@
 """Search strategies compared: probes until a setup within 2 % of the true optimum is known.
 
-    python benchmarks/search_strategies.py --seeds 102 --out benchmarks/data/search_strategies.json
+    python -m benchmarks.search_strategies --seeds 102 --out benchmarks/data/search_strategies.json
 
 Machines: the synthetic GPU of `benchmarks.synthetic_gpu` (six scenarios, the seed moves its constants), two to eight
 of them ("spread": six scenarios, where the way of spreading the job is searched as well), and replay of recorded
@@ -23,7 +23,6 @@ strategy knows:
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -34,8 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DeepSpeedSampler, DoublingSampler, RankedSampler

@@ -1,7 +1,7 @@
 """How well the speed model predicts throughputs that it was not fitted on: docs/speed-accuracy.md and its JSON.
 
-    python benchmarks/speed_accuracy.py                        (about five minutes; needs scipy and scikit-learn)
-    python benchmarks/speed_accuracy.py --write-calibration    (also writes planner/data/calibration.json)
+    python -m benchmarks.speed_accuracy                        (about five minutes; needs scipy and scikit-learn)
+    python -m benchmarks.speed_accuracy --write-calibration    (also writes planner/data/calibration.json)
 
 Splits: a whole source is held out; within a source a whole GPU or a whole model. Never a random row. Beside each error
 the noise floor: how far repeats of one configuration under other software versions lie from their median.
@@ -19,15 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.speed_baselines import boosted_regression, constant_mfu
+from benchmarks.speed_points import load_points
+from benchmarks.speed_ratios import RATIOS, ratio_errors
+from planner.throughput.calibration import DATA_FILE, Calibration, family, load_calibration
+from planner.throughput.fit import FitPoint, fit_constants, log_errors
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.speed_baselines import boosted_regression, constant_mfu  # noqa: E402
-from benchmarks.speed_points import load_points  # noqa: E402
-from benchmarks.speed_ratios import RATIOS, ratio_errors  # noqa: E402
-from planner.throughput.calibration import DATA_FILE, Calibration, family, load_calibration  # noqa: E402
-from planner.throughput.fit import FitPoint, fit_constants, log_errors  # noqa: E402
-
 JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"
 DOC_FILE = ROOT / "docs" / "speed-accuracy.md"
 NOT_FITTED = frozenset({"llamafactory_wiki", "ms_swift_benchmark"})

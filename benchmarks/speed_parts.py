@@ -1,6 +1,6 @@
 """Speed errors of runs with fused kernels or torch.compile that the constants were not fitted on.
 
-    python benchmarks/speed_parts.py        (two fits)
+    python -m benchmarks.speed_parts        (two fits)
 
 By source and part: runs, median and 90th percentile of the absolute error, the median with its sign (below 0: faster
 than predicted), and the share inside the band that the speed model states (a tool that is no trainer of transformers
@@ -8,14 +8,10 @@ has the wider band of its stack, docs/accuracy/bands.md). Sources of the fit are
 (docs/accuracy/gathered.md) are never fitted on.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from math import exp
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gathered
 from benchmarks.speed_accuracy import NOT_FITTED, percentile

@@ -41,7 +41,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [
         "# Accuracy of the speed model",
         "",
-        f"Made by `python benchmarks/speed_accuracy.py` on {report['date']}, from `benchmarks/data/speed_points.jsonl`",
+        f"Made by `python -m benchmarks.speed_accuracy` on {report['date']}, from `benchmarks/data/speed_points.jsonl`",
         "(published runs by others; every row names its source). Errors are |predicted / measured - 1| of tokens/s, on",
         "points that the constants were **not** fitted on. What a prediction contains is in `docs/speed-model.md`.",
         "",

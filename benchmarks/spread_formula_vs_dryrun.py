@@ -1,10 +1,10 @@
 """Per-rank formula against per-rank dry run over (model, strategy, world size) points, one JSON line per point.
 
-    python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
-    python benchmarks/spread_formula_vs_dryrun.py --out context.jsonl --parallel context --limit 90   # cut sequences
-    python benchmarks/spread_formula_vs_dryrun.py --out experts.jsonl --parallel experts --limit 88   # dealt experts
-    python benchmarks/spread_formula_vs_dryrun.py --out objectives.jsonl --parallel objectives --limit 200
-    python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl --markdown   # tables of today's formula
+    python -m benchmarks.spread_formula_vs_dryrun --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
+    python -m benchmarks.spread_formula_vs_dryrun --out context.jsonl --parallel context --limit 90   # cut sequences
+    python -m benchmarks.spread_formula_vs_dryrun --out experts.jsonl --parallel experts --limit 88   # dealt experts
+    python -m benchmarks.spread_formula_vs_dryrun --out objectives.jsonl --parallel objectives --limit 200
+    python -m benchmarks.spread_formula_vs_dryrun --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models and strategies in rotation. The formula is

@@ -1,8 +1,8 @@
 """Formula against dry run where a model is cut or lies in the host's memory: offloaded FSDP2, tensor parallelism,
 pipeline stages, device maps, nn.DataParallel. One JSON line per point.
 
-    python benchmarks/spread_stages.py --out stages.jsonl [--only tensor,offload] [--each 20] [--seed 0]
-    python benchmarks/spread_stages.py --out stages.jsonl --markdown      # tables of today's formula
+    python -m benchmarks.spread_stages --out stages.jsonl [--only tensor,offload] [--each 20] [--seed 0]
+    python -m benchmarks.spread_stages --out stages.jsonl --markdown      # tables of today's formula
 
 Points already in the file are skipped. Setups are drawn at random (seeded), models in rotation; the same list for every
 run with one seed. Measured and compared as in `benchmarks/spread_formula_vs_dryrun.py`.
@@ -11,12 +11,9 @@ run with one seed. Measured and compared as in `benchmarks/spread_formula_vs_dry
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.spread_formula_vs_dryrun import (
     METHODS,

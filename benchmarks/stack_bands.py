@@ -1,7 +1,7 @@
 """The error bands by stack: how far published runs lie from each rung, fitted, left out source by source, and written.
 
-    python benchmarks/stack_bands.py                 # the formula anew, the dry run as recorded
-    python benchmarks/stack_bands.py --dry-runs 20   # and so many dry runs that are not recorded yet
+    python -m benchmarks.stack_bands                 # the formula anew, the dry run as recorded
+    python -m benchmarks.stack_bands --dry-runs 20   # and so many dry runs that are not recorded yet
 
 Writes `benchmarks/data/stack_errors.jsonl` (every comparison), `planner/data/bands.json` (what predictions carry) and
 `docs/accuracy/bands.md`. A source is one published file, or the folder of files that hold one run each: a measurement
@@ -229,7 +229,7 @@ def by_chance(rows: int, share: float = COVERAGE, level: float = 0.95) -> tuple[
 
 HEAD = """# Error bands, by stack
 
-Written by `python benchmarks/stack_bands.py`; do not edit by hand. A band says: in 9 of 10 runs like this
+Written by `python -m benchmarks.stack_bands`; do not edit by hand. A band says: in 9 of 10 runs like this
 the measured figure lies within it, as a share of the predicted one. *Left out*: the share of rows inside the
 band that the other sources give (a source is one published file, or a folder of files of one run each). A
 row whose stack has no ten others left is judged by the band of a stack that nobody measured, and counts

@@ -1,6 +1,6 @@
 """Evaluating, saving and merging by the trainers themselves, on a GPU that computes nothing, against the formula.
 
-    python benchmarks/trace_evaluation.py [--layers 4]
+    python -m benchmarks.trace_evaluation [--layers 4]
 
 TRL's and transformers' Trainer train two steps of a truncated Llama-3.2-1B at one sequence, then evaluate four batches
 of several, save, and merge. The formula's figures (`planner.memory.around`) are upper bounds; the logits that

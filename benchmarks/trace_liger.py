@@ -1,8 +1,8 @@
 """Liger's kernels on a phantom GPU against the memory that others measured (Liger's own benchmark files).
 
-    python benchmarks/trace_liger.py kernel_bench_liger.csv     # needs liger-kernel and triton; writes the table below
+    python -m benchmarks.trace_liger kernel_bench_liger.csv     # needs liger-kernel and triton; writes the table below
     git -C Liger-Kernel archive 6a2c4913 src | tar -x -C OLD
-    python benchmarks/trace_liger.py kernel_bench_liger.csv --liger OLD/src --at 6a2c4913
+    python -m benchmarks.trace_liger kernel_bench_liger.csv --liger OLD/src --at 6a2c4913
 
 Each row of the measurements is one call of a kernel's forward and backward; here the same shapes run through today's
 liger-kernel and transformers (or the code that was measured: COMMITS), Triton launches as no-ops. cuBLAS's workspaces

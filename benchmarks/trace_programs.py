@@ -1,6 +1,6 @@
 """Traces programs that nobody here wrote, and writes a table: traced or refused, time, peak.
 
-    python benchmarks/trace_programs.py CHECKOUTS [NAME ...] [--python PYTHON]
+    python -m benchmarks.trace_programs CHECKOUTS [NAME ...] [--python PYTHON]
 
 CHECKOUTS holds one directory per repository, owner+name, as cloned (the table's commits); `trl` needs none, its scripts
 come with the package. The programs are read and run, never copied: the table says repository, commit, path and command.

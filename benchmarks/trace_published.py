@@ -1,6 +1,6 @@
 """Traces programs that others ran and measured, and holds the phantom GPU against their figures.
 
-    python benchmarks/trace_published.py [--write]
+    python -m benchmarks.trace_published [--write]
 
 The measurements: DaoyuanLi2816/can-i-finetune-this@053ce9e benchmarks/results/*.json (RTX 4080, Windows 11, torch
 2.6.0+cu124, transformers 5.8.1, peft 0.19.1, bitsandbytes 0.49.2; highest `torch.cuda` figures after the run). The
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -151,5 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     main()

@@ -1,6 +1,6 @@
 """Traces emitted launch files of several GPUs as `accelerate launch` starts them, and holds the dry run against them.
 
-    python benchmarks/trace_shards.py [NAME ...]
+    python -m benchmarks.trace_shards [NAME ...]
 
 A truncated Llama-3.2-1B on A100s: the command of the launch file runs whole, with all its processes; rank 0 is
 followed. Results: benchmarks/data/trace_shards.json, by name; cases that were not named stay.
@@ -93,5 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -1,6 +1,6 @@
 """Traces emitted launch files by their own tools and holds the dry run against them.
 
-    python benchmarks/trace_vs_dryrun.py [--tool trl --tool hf] [--layers 4] [--only WORDS] [--kernels liger]
+    python -m benchmarks.trace_vs_dryrun [--tool trl --tool hf] [--layers 4] [--only WORDS] [--kernels liger]
 
 For every method x precision x quantization x loss, with and without checkpointing, on a truncated Llama-3.2-1B: the
 launch file that `plan --out` would write is run by TRL or as the plain script on a phantom GPU, two optimizer steps,

@@ -1,6 +1,6 @@
 """Reserved memory of recorded runs with varying lengths: measured, all at the maximum, and over a shuffled epoch.
 
-    python benchmarks/varying_lengths.py [--every 5] [--num 128] [--write]    # docs/accuracy/varying-lengths.md
+    python -m benchmarks.varying_lengths [--every 5] [--num 128] [--write]    # docs/accuracy/varying-lengths.md
 
 ms-swift's runs (A100-80, fixed segments) state their data's lengths: 3,234.4 tokens with a standard deviation of
 2,547.5, from 91 to 19,548; samples above the maximum length are left out (its default, `truncation_strategy: delete`).
@@ -96,7 +96,7 @@ def main() -> None:
             f"| {gib(found.constant_reserved_bytes)} | {constant[-1]:+.1%} |"
         )
         print(lines[-1], flush=True)
-    page = _page(lines, epoch, constant, f"python benchmarks/varying_lengths.py --write --every {args.every}")
+    page = _page(lines, epoch, constant, f"python -m benchmarks.varying_lengths --write --every {args.every}")
     print(page.splitlines()[8])
     if args.write:
         PAGE.write_text(page)

@@ -253,6 +253,20 @@ def test_every_page_is_in_the_site_and_links_to_what_is_there() -> None:
             assert re.match(r"https?:", target) or (page.parent / target).exists(), f"{page}: {target}"
 
 
+def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
+    """`python -m benchmarks.NAME` finds the packages beside it, `python benchmarks/NAME.py` does not; each is there."""
+    makefile = (ROOT / "Makefile").read_text()
+    texts = {page: page.read_text() for page in [*PAGES, *(ROOT / "benchmarks").glob("*.py"), ROOT / "CHANGELOG.md"]}
+    texts[ROOT / "Makefile"] = makefile.replace("$(PY)", "python")
+    started = {name for text in texts.values() for name in re.findall(r"python -m benchmarks\.(\w+)", text)}
+    started |= {f"bench_{one}" for one in re.findall(r"for one in ([\w ]+); do", makefile)[0].split()} - {"bench_"}
+    there = {one.stem for one in (ROOT / "benchmarks").iterdir()}
+    assert len(started) > 40
+    assert started - {"bench_"} <= there
+    for file, text in texts.items():
+        assert not re.search(r"python3? benchmarks/\w+\.py", text), file
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     """A page names the test that holds a promise; `::name` alone is one of the file named before it."""
     named = 0

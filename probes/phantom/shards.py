@@ -1,7 +1,7 @@
 """Models in shards: PyTorch's own `fully_shard` and DTensors in the fake group, rank 0's part on the phantom GPU.
 
 Measured: TRL's full and LoRA fine-tuning under `accelerate launch` on 4 GPUs, against the dry run of the same setups
-(`python benchmarks/trace_shards.py`).
+(`python -m benchmarks.trace_shards`).
 """
 
 from collections.abc import Iterator
