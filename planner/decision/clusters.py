@@ -62,7 +62,8 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     values = dimension_values(workload)
     for name, kept in COARSE.items():
         if name not in workload.fixed:
-            values[name] = tuple(value for value in values[name] if value in kept)
+            # a dimension of which nothing is coarse stays as it is: ORPO's trainers have the full loss alone
+            values[name] = tuple(value for value in values[name] if value in kept) or values[name]
     if "lora_rank" not in workload.fixed:
         values["lora_rank"] = values["lora_rank"][:1]
     batches = [1 << power for power in range(8)]

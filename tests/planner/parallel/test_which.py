@@ -4,13 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decision.clusters import ClusterOption, best_of, cheapest, counts, fastest, nearest, options_of, smallest
+from planner.choices.objectives import OBJECTIVES
+from planner.decision.clusters import (
+    ClusterOption,
+    best_of,
+    cheapest,
+    coarse_values,
+    counts,
+    fastest,
+    nearest,
+    options_of,
+    smallest,
+)
 from planner.decision.facts import SPREAD_GAIN_FRACTION
 from planner.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
+from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish
@@ -50,6 +62,25 @@ def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
     assert one.duration_s == pytest.approx(10_000_000 / one.candidate.tokens_per_s)
     assert one.cost_usd == pytest.approx(one.duration_s / 3600 * 2.0 * num_gpus)
     assert one.candidate.setup.num_gpus == num_gpus
+
+
+@pytest.mark.parametrize("gpu", ["t4", "h100-sxm"])
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_the_coarse_walk_leaves_no_dimension_without_a_value(objective: str, gpu: str) -> None:
+    """ORPO has the full loss alone, which the coarse walk left out: a job too large ended in a traceback."""
+    fixed = {"objective": (objective,)}
+    workload = wish("Qwen/Qwen2.5-1.5B", gpu, fixed=fixed, global_batch=32)
+    values = dimension_values(workload)
+    assert {name for name, kept in coarse_values(workload).items() if not kept} <= {
+        name for name, kept in values.items() if not kept
+    }
+
+
+def test_a_preference_that_no_number_of_gpus_fits_is_refused_with_its_bytes() -> None:
+    refused = plan_workload(wish("google/gemma-2-27b", "t4", cluster=make_cluster(find_gpu("t4"), 2), seq_len=32_768,
+                                 fixed={"objective": ("orpo",)}, global_batch=32))  # fmt: skip
+    assert isinstance(refused, NoPlan)
+    assert refused.nearest.formula.peak_device_bytes > refused.workload.budget_bytes
 
 
 def test_limits_decide_what_is_kept() -> None:
