@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.check import Verdict, check, improve
-from planner.cli.checking import fixed_text, load, predictor
+from planner.cli.checking import Asked, fixed_text, load, predictor
 from planner.errors import PlannerError, Undetermined, UnknownModelError
 from planner.predict import predict
 from planner.readers.read import MAKEFILES, SUFFIXES
@@ -85,7 +85,7 @@ def one(
     start = time.perf_counter()
     line: dict[str, Any] = {}
     try:
-        config, spec, card = load(path, gpu, model=model)
+        config, spec, card = load(path, gpu, Asked(model=model))
         predict(spec, card, config.setup, None)
         setup = config.setup
         line = {

@@ -140,17 +140,9 @@ def check(
     Raises:
         Undetermined: the file leaves open what decides; `ConfigError`: it cannot be read.
     """
-    from planner.check import check as judged
-    from planner.cli.checking import Asked, corrected, load, predictor
-    from planner.option_values import memory_and_headroom
+    from planner.cli.checking import Asked, checked
 
-    asked = Asked.of(list(settings), None, None, strict=False)
-    config, spec, card = load(Path(file), gpu, model=model, asked=asked)
-    memory, reserve = memory_and_headroom(card, None, None)
-    predicted = predictor(spec, card)
-    if dry_run:
-        predicted = corrected(predicted, config.setup, spec, card, memory)
-    return Checked(judged(config, spec, card, memory - reserve, predicted))
+    return Checked(checked(Path(file), gpu, Asked.of(sets=settings, model=model), dry_run=dry_run)[0])
 
 
 def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = False) -> Traced:

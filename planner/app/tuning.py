@@ -74,6 +74,18 @@ class Tuning:
     corrections: Path | None = None
     device: str | None = None
 
+    def limits(self) -> "Budget":
+        """When it stops, by itself after a few minutes."""
+        from search.stopping import Budget
+
+        return self.budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+
+    def dry_runs(self) -> bool:
+        """Whether a dry run goes before each probe."""
+        from planner.app.climb import dry_run_possible
+
+        return self.dry_run and not dry_run_possible()
+
 
 def tune_plan(
     plan: Plan, how: Tuning | None = None, *, evaluate: "Evaluate | None" = None, unprobed: "Unprobed | None" = None
@@ -88,17 +100,15 @@ def tune_plan(
         UsageError: the plan is for several nodes.
         EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
-    from planner.app.climb import dry_run_possible
     from search.problem import Problem
     from search.run import Strategy, search
-    from search.stopping import Budget
 
     wish, how = plan.workload, how or Tuning()
     on_this_machine(wish)
     learned = _Learned(wish, how.store, how.corrections)
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
-    budget = how.budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+    budget = how.limits()
     line = ProgressLine(budget_s=budget.seconds)
     line.say(f"searching among {len(problem.candidates):,} setups")
     with _prober(wish, how, line) if evaluate is None else nullcontext(evaluate) as evaluator:
@@ -110,13 +120,12 @@ def tune_plan(
             strategy=Strategy(sampler=how.sampler),
             budget=budget,
             plan=plan.chosen.setup,
-            check=partial(_dry_run, wish, line) if how.dry_run and not dry_run_possible() else None,
+            check=partial(_dry_run, wish, line) if how.dry_runs() else None,
             elsewhere=learned.elsewhere(),
             on_trial=lambda record, belief: line.advance(trial_line(record)),
         )
     line.close()
-    if problem_words := learned.keep(result.candidates):
-        line.note(problem_words)
+    learned.keep(result.candidates, line)
     return tuned(plan, result, unprobed)
 
 
@@ -151,19 +160,18 @@ class _Learned:
             known = (*known, *(one for one in several if one.setup.num_gpus > 1))
         return as_elsewhere(known, self._wish.model.model_id, self._place)
 
-    def keep(self, candidates: Sequence[Candidate]) -> str:
-        """Adds what was measured on several GPUs; what kept it from being kept, or ""."""
+    def keep(self, candidates: Sequence[Candidate], line: ProgressLine) -> None:
+        """Adds what was measured on several GPUs, or says what kept it from being kept."""
         from planner import __version__
         from search.corrections import observations_of
 
         if self._wish.num_gpus == 1:
-            return ""
+            return
         model = self._wish.model.model_id
         try:
             self._kept.add(observations_of(candidates, gpu=self._place, model=model, formula_version=__version__))
         except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
-            return f"what was learned for later plans could not be kept: {error}"
-        return ""
+            line.note(f"what was learned for later plans could not be kept: {error}")
 
 
 def study_name(wish: Workload) -> str:

@@ -1,23 +1,24 @@
 """`plan check`: an existing training config against a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli import cluster_options, options
-from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.option_values import memory_and_headroom, positive
+from planner.option_values import positive
 from planner.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from planner.check import CheckResult
+    from planner.cli.checking import Asked  # late: what reads files is no part of `plan --help`
     from planner.memory.types import MemoryTerm
     from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
@@ -46,13 +47,16 @@ class AskedOptions:
     ] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
-    def asked(self) -> Asked:
-        """The settings, words and versions.
+    def asked(self, model: str | None, gpus: int | None) -> "Asked":
+        """With the model and the number of GPUs.
 
         Raises:
             UsageError: one that makes no sense.
         """
-        return Asked.of(self.sets, self.arguments, self.assume, strict=self.strict)
+        from planner.cli.checking import Asked
+
+        num_gpus = positive("gpus", gpus) or 1
+        return Asked.of(**vars(self), model=model, num_gpus=num_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,28 +109,23 @@ def check(
     Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit) or not
     determined by the file.
     """
-    from planner.check import check as run
-
-    wishes: dict[str, Any] = {
-        "model": model,
-        "num_gpus": positive("gpus", cluster.gpus) or 1,
-        "accelerate": asked.accelerate,
-    }
-    wishes["asked"] = asked.asked()
+    wish = asked.asked(model, cluster.gpus)
     if file.is_dir() or answer.annotations is not None:
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
-        wishes |= {"memory_gib": limits.memory_gib, "headroom": limits.headroom}
-        return _many(file, gpu, answer.annotations, as_json=answer.as_json, **wishes)
-    config, spec, card = load(file, gpu, **wishes)
-    memory, reserve = limits.of(card)
-    job = cluster_options.cluster_of(card, config.setup.num_gpus, cluster.nodes, cluster.interconnect)
-    predict = predictor(spec, card, job)
-    if not answer.no_dry_run:
-        predict = corrected(predict, config.setup, spec, card, memory)
-    result = run(config, spec, card, memory - reserve, predict)
+        return _many(file, gpu, wish, limits, answer)
+    from planner.cli.checking import as_document, checked
+
+    result, spec, predict = checked(
+        file,
+        gpu,
+        wish,
+        **vars(limits),
+        cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
+        dry_run=not answer.no_dry_run,
+    )
     target = fix.target(file)
-    fixed = _fixed(file, target, result, spec, predict, asked.accelerate, wishes["asked"]) if target else None
+    fixed = _fixed(file, target, result, spec, predict, wish) if target else None
     if answer.as_json:
         print_json(as_document(result, fixed))
     else:
@@ -135,22 +134,17 @@ def check(
 
 
 def _fixed(
-    file: Path,
-    target: Path,
-    result: "CheckResult",
-    spec: "ModelSpec",
-    predict: "Predict",
-    accelerate: Path | None,
-    asked: Asked,
+    file: Path, target: Path, result: "CheckResult", spec: "ModelSpec", predict: "Predict", asked: "Asked"
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
     from planner.check import improve
+    from planner.cli.checking import by_hand, fixed_text
 
     config, found = result.config, improve(result, spec, predict)
     text, refused = None, ""
     try:
         if found.labels:
-            text = fixed_text(file, config, found, spec, accelerate, card=result.gpu, asked=asked)
+            text = fixed_text(file, config, found, spec, card=result.gpu, asked=asked)
     except ConfigError as error:
         refused = error.message
     if text is not None:
@@ -177,23 +171,20 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
     return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
 
 
-def _many(place: Path, gpu: str, annotations: str | None, *, as_json: bool, **wishes: Any) -> int:
+def _many(place: Path, gpu: str, asked: "Asked", limits: options.Memory, answer: AnswerOptions) -> int:
     """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
     from planner.cli import check_folder
 
     find_gpu(gpu)  # an unknown card is said once
-    if place.is_dir():
-        found = check_folder.findings(place, gpu, **wishes)
-    else:
-        found = [one for one in (check_folder.finding(place, gpu, **wishes),) if one is not None]
-    if annotations == "sarif":
+    found = check_folder.findings(place, gpu, asked, limits)
+    if answer.annotations == "sarif":
         print_json(check_folder.sarif(found))
-    elif as_json:
+    elif answer.as_json:
         print_json(
             [one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message} for one in found]
         )
     else:
-        print_lines(check_folder.github_lines(found) if annotations else check_folder.text_lines(found, place))
+        print_lines(check_folder.github_lines(found) if answer.annotations else check_folder.text_lines(found, place))
     return check_folder.exit_code(found)
 
 
@@ -202,25 +193,19 @@ def compare_configs(
     gpu: str,
     *,
     model: str | None = None,
-    num_gpus: int = 1,
     memory_gib: float | None = None,
-    headroom: float | None = None,
     as_json: bool = False,
 ) -> int:
     """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
-    from planner.check import check as run
+    from planner.cli.checking import Asked, as_document, checked
 
-    results = []
-    for file in files:
-        config, spec, card = load(file, gpu, model=model, num_gpus=num_gpus)
-        memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-        results.append(run(config, spec, card, memory - reserve, predictor(spec, card)))
+    results = [checked(file, gpu, Asked(model=model), memory_gib=memory_gib)[0] for file in files]
     if as_json:
         print_json([as_document(result, None) for result in results])
     else:
         console().print(comparison_table(results))
     codes = {result.exit_code for result in results}
-    return 1 if 1 in codes else 3 if 3 in codes else 0
+    return next(code for code in (1, 3, 0) if code in codes)
 
 
 def comparison_table(results: "Sequence[CheckResult]") -> Any:

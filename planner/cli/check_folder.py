@@ -3,10 +3,14 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from planner.cli.options import Memory
 from planner.errors import NotATraining, NotPlanned, PlannerError, Undetermined
 from planner.records import dataclass
+
+if TYPE_CHECKING:
+    from planner.cli.checking import Asked
 
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
@@ -53,17 +57,13 @@ def candidates(folder: Path) -> Iterator[Path]:
                 yield Path(place) / name
 
 
-def finding(path: Path, gpu: str, **options: Any) -> Finding | None:
+def finding(path: Path, gpu: str, asked: "Asked", limits: Memory) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
-    from planner.check import check, summary
-    from planner.cli.checking import as_document, load, predictor
-    from planner.option_values import memory_and_headroom
+    from planner.check import summary
+    from planner.cli.checking import as_document, checked
 
-    memory_gib, headroom = options.pop("memory_gib", None), options.pop("headroom", None)
     try:
-        config, spec, card = load(path, gpu, **options)
-        memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-        result = check(config, spec, card, memory - reserve, predictor(spec, card))
+        result, _, _ = checked(path, gpu, asked, **vars(limits))
     except NotATraining:
         return None
     except NotPlanned as error:
@@ -72,12 +72,12 @@ def finding(path: Path, gpu: str, **options: Any) -> Finding | None:
         return Finding(path=path, outcome="undetermined", level="warning", message=f"{error.message}; {error.hint}")
     except PlannerError as error:
         return Finding(path=path, outcome="unreadable", level="error", message=f"{error.message}; {error.hint}")
-    verdict = result.verdict.value
+    verdict, config = result.verdict.value, result.config
     return Finding(
         path=path,
         outcome=verdict,
         level=LEVELS[verdict],
-        message=f"{config.model_id} on {card.name}: {summary(result)} [formula]",
+        message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [formula]",
         line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
         document=as_document(result, None),
     )
@@ -89,9 +89,10 @@ def _line(name: str, place: str) -> int:
     return int(line) if file == name and line.isdigit() else 1
 
 
-def findings(folder: Path, gpu: str, **options: Any) -> list[Finding]:
-    """The answers for every training in a folder, worst first."""
-    found = [one for path in candidates(folder) if (one := finding(path, gpu, **options)) is not None]
+def findings(place: Path, gpu: str, asked: "Asked", limits: Memory) -> list[Finding]:
+    """The answers for every training in a folder, or in one file, worst first."""
+    paths = candidates(place) if place.is_dir() else [place]
+    found = [one for path in paths if (one := finding(path, gpu, asked, limits)) is not None]
     return sorted(found, key=lambda one: (WORST_FIRST.index(one.outcome), str(one.path)))
 
 

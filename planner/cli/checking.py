@@ -1,23 +1,36 @@
 """One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON, its fixed text."""
 
 import shlex
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from planner.errors import UsageError
+from planner.check import Change, CheckResult, Improved, check
+from planner.errors import ConfigError, UnknownModelError, UsageError
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
+from planner.models import catalogue
+from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.resolve import resolve_model
+from planner.models.spec import ModelSpec
+from planner.option_values import memory_and_headroom
+from planner.outcome import Candidate, Prediction
+from planner.predict import predict
+from planner.readers import ReadConfig, Sharding, canonical, read_config, read_text
+from planner.readers.evaluating import HOW_MANY
+from planner.readers.loading import read_bounded
+from planner.readers.read import pinned, roots_of
+from planner.readers.rewrite import rewrite
+from planner.readers.supply import determined, parse_sets, parse_versions, supply
+from planner.readers.types import Missing
 from planner.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from planner.check import CheckResult, Improved
-    from planner.hardware.cluster import Cluster
-    from planner.hardware.gpu import GpuSpec
-    from planner.models.spec import ModelSpec
-    from planner.readers import ReadConfig
-    from planner.setup import TrainSetup
+from planner.setup import TrainSetup
+from planner.single_changes import Predict
+from planner.tools import tool_of
+from planner.tools.field import changed_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,40 +38,69 @@ class Asked:
     """What the command line says about a file.
 
     Attributes:
+        model: where the file names none; num_gpus: of the job, where it says nothing of them.
+        accelerate: the Accelerate config that the run is launched with.
         sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
         strict: whether unknown settings are errors.
     """
 
-    sets: "Mapping[str, Any]" = field(default_factory=dict)
+    model: str | None = None
+    num_gpus: int = 1
+    accelerate: Path | None = None
+    sets: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] | None = None
-    versions: "Mapping[str, str]" = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
 
     @classmethod
-    def of(cls, sets: list[str] | None, arguments: str | None, assume: list[str] | None, *, strict: bool) -> "Asked":
+    def of(
+        cls,
+        *,
+        sets: Sequence[str] | None = None,
+        arguments: str | None = None,
+        assume: Sequence[str] | None = None,
+        **rest: Any,
+    ) -> "Asked":
         """From the options.
 
         Raises:
             UsageError: one that makes no sense.
         """
-        from planner.readers.supply import parse_sets, parse_versions
-
         try:
             words = tuple(shlex.split(arguments)) if arguments is not None else None
         except ValueError as error:
             raise UsageError(f"--args cannot be taken apart: {error}", hint="close every quote") from error
-        return cls(sets=parse_sets(sets or ()), arguments=words, versions=parse_versions(assume or ()), strict=strict)
+        return cls(sets=parse_sets(sets or ()), arguments=words, versions=parse_versions(assume or ()), **rest)
 
 
-def load(
+def checked(
     file: Path,
     gpu: str,
-    *,
-    model: str | None = None,
-    num_gpus: int = 1,
-    accelerate: Path | None = None,
     asked: Asked | None = None,
-) -> "tuple[ReadConfig, ModelSpec, GpuSpec]":
+    *,
+    memory_gib: float | None = None,
+    headroom: float | None = None,
+    cluster: Callable[[GpuSpec, int], Cluster | None] = lambda card, num_gpus: None,
+    dry_run: bool = False,
+) -> tuple[CheckResult, ModelSpec, Predict]:
+    """The answer for one config, with its model and the prediction that it stands on.
+
+    Args:
+        cluster: so many GPUs of a kind with their links.
+        dry_run: whether a dry run of the config corrects the formula.
+
+    Raises:
+        PlannerError: as `load`; options that make no sense.
+    """
+    config, spec, card = load(file, gpu, asked)
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    predicted = predictor(spec, card, cluster(card, config.setup.num_gpus))
+    if dry_run:
+        predicted = corrected(predicted, config.setup, spec, card, memory)
+    return check(config, spec, card, memory - reserve, predicted), spec, predicted
+
+
+def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
     """A config with its model and GPU resolved.
 
     The file is read twice: once for the model's name, then with the model's modules and data types at hand.
@@ -66,102 +108,65 @@ def load(
     Raises:
         ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
     """
-    from dataclasses import replace
-
-    from planner.models.earlier import of_transformers_4
-    from planner.readers.supply import determined
-
-    asked = asked or Asked()
-    card = find_gpu(gpu)
-
-    def read(spec: "ModelSpec | None") -> "ReadConfig":
-        return _read(file, spec, card, model, num_gpus, accelerate, asked)
-
-    first = determined(_named(read(None), model, file.name))
-    _refuse_strangers(first, asked, file.name)
-    name = model or first.model_id
+    asked, card = asked or Asked(), find_gpu(gpu)
+    first = determined(_named(_read(file, None, card, asked), asked.model, file.name))
+    if asked.strict and first.unknown_keys:
+        raise ConfigError(
+            f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
+            hint="remove them, or leave --strict out",
+        )
+    name = asked.model or first.model_id
     assert name is not None
     built, copy_of = _resolved(name)
     spec = of_transformers_4(built) if first.older else built
-    modules = ""
+    config = determined(_read(file, spec, card, asked))
+    said = [copy_of, *_not_followed(asked, first, config)]
     if spec is not built:
-        modules = f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
-    config = determined(read(spec))
-    other_gpus = other_model = ""
-    if num_gpus not in (1, config.setup.num_gpus):
-        other_gpus = f"the launch config starts {config.setup.num_gpus} processes: --gpus {num_gpus} is not followed"
-    if model is not None and first.model_id not in (None, model):
-        other_model = f"planned for {model} (--model); the file names {first.model_id}"
-    said = tuple(sentence for sentence in (copy_of, other_model, other_gpus, modules) if sentence)
-    model_id = config.model_id if model is None else spec.model_id
-    return replace(config, model_id=model_id, assumptions=(*said, *config.assumptions)), spec, card
+        said.append(
+            f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
+        )
+    model_id = config.model_id if asked.model is None else spec.model_id
+    return replace(config, model_id=model_id, assumptions=(*filter(None, said), *config.assumptions)), spec, card
 
 
-def _read(
-    file: Path,
-    spec: "ModelSpec | None",
-    card: "GpuSpec",
-    model: str | None,
-    num_gpus: int,
-    accelerate: Path | None,
-    asked: Asked,
-) -> "ReadConfig":
+def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
+    """Where the command line and the file name different models or numbers of GPUs."""
+    if asked.model is not None and first.model_id not in (None, asked.model):
+        yield f"planned for {asked.model} (--model); the file names {first.model_id}"
+    num_gpus = config.setup.num_gpus
+    if asked.num_gpus not in (1, num_gpus):
+        yield f"the launch config starts {num_gpus} processes: --gpus {asked.num_gpus} is not followed"
+
+
+def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: Asked) -> ReadConfig:
     """The file with what the command line says of it; a model is not asked for where one is named."""
-    from dataclasses import replace
-
-    from planner.readers import read_config
-    from planner.readers.supply import supply
-
     found = read_config(
         file,
         model=spec,
-        num_gpus=num_gpus,
-        launcher=accelerate,
+        num_gpus=asked.num_gpus,
+        launcher=asked.accelerate,
         gpu=card,
         arguments=asked.arguments,
         versions=asked.versions,
     )
     found = supply(found, asked.sets)
-    named = model or found.model_id
+    named = asked.model or found.model_id
     return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
 
 
-def _named(found: "ReadConfig", model: str | None, file: str) -> "ReadConfig":
+def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:
     """The reading, with the model among what is missing where nobody names one."""
-    from dataclasses import replace
-
-    from planner.readers.types import Missing
-
     if model or found.model_id or any(one.field == "model" for one in found.missing):
         return found
     return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
 
 
-def _refuse_strangers(found: "ReadConfig", asked: Asked, file: str) -> None:
-    """Refuses settings that the tool does not know, where that was asked for.
-
-    Raises:
-        ConfigError: with their names.
-    """
-    from planner.errors import ConfigError
-
-    if asked.strict and found.unknown_keys:
-        raise ConfigError(
-            f"{file}: {found.format} has no setting {', '.join(found.unknown_keys)}",
-            hint="remove them, or leave --strict out",
-        )
-
-
-def _resolved(name: str) -> "tuple[ModelSpec, str]":
+def _resolved(name: str) -> tuple[ModelSpec, str]:
     """(the model, what was taken for it): a name that is nowhere at hand may be a copy of the catalogue's.
 
     Raises:
         UnknownModelError: it is none.
     """
-    from planner.errors import UnknownModelError
-    from planner.models import catalogue
-    from planner.models.resolve import resolve_model
-
     try:
         return resolve_model(name), ""
     except UnknownModelError:
@@ -173,12 +178,11 @@ def _resolved(name: str) -> "tuple[ModelSpec, str]":
 
 def fixed_text(
     file: Path,
-    config: "ReadConfig",
-    found: "Improved",
-    spec: "ModelSpec",
-    accelerate: Path | None = None,
+    config: ReadConfig,
+    found: Improved,
+    spec: ModelSpec,
     *,
-    card: "GpuSpec | None" = None,
+    card: GpuSpec | None = None,
     asked: Asked | None = None,
 ) -> str:
     """The file's text with the setup's changes written in, proven by reading it back.
@@ -186,16 +190,8 @@ def fixed_text(
     Raises:
         ConfigError: the file's form does not allow it.
     """
-    from planner.errors import ConfigError
-    from planner.readers import Sharding, canonical, read_text
-    from planner.readers.loading import read_bounded
-    from planner.readers.read import pinned, roots_of
-    from planner.readers.rewrite import rewrite
-    from planner.readers.supply import supply
-
-    setup, edits = found.setup, edits_of(config, found)
-    text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line)
-    asked = asked or Asked()
+    asked, setup = asked or Asked(), found.setup
+    text = rewrite(read_bounded(file), file.name, edits_of(config, found), call_line=config.call_line)
     sharding = Sharding(
         num_gpus=setup.num_gpus,
         roots=roots_of(file),
@@ -203,7 +199,7 @@ def fixed_text(
         arguments=asked.arguments,
         versions={**pinned(file), **asked.versions},
     )
-    launcher = read_bounded(accelerate) if accelerate is not None else None
+    launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
     back = supply(read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher), asked.sets)
     if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
         raise ConfigError(
@@ -213,24 +209,18 @@ def fixed_text(
     return text
 
 
-def edits_of(config: "ReadConfig", found: "Improved") -> dict[str, Any]:
+def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
     """The settings (nested ones dotted) that make a file say what was found for it.
 
     Raises:
         ConfigError: a field that cannot be changed in place.
     """
-    from planner.readers.evaluating import HOW_MANY
-    from planner.tools import tool_of
-
     edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
     return edits | ({HOW_MANY[config.format][0]: found.eval_seqs} if found.eval_seqs else {})
 
 
-def by_hand(config: "ReadConfig", found: "Improved") -> list[str]:
+def by_hand(config: ReadConfig, found: Improved) -> list[str]:
     """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
-    from planner.tools import tool_of
-    from planner.tools.field import changed_fields
-
     tool = tool_of(config.format)
     places = {
         config.keys.get(of, field.key): config.origins[of]
@@ -241,58 +231,47 @@ def by_hand(config: "ReadConfig", found: "Improved") -> list[str]:
     return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
 
 
-def predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
+def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:
     """The formula for setups of one model on one card."""
-    from planner.predict import predict
-
     return lambda setup: predict(spec, card, setup, cluster)
 
 
-def corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec", memory_bytes: int) -> Any:
+def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
     the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
-    from dataclasses import replace
+    from planner.app.climb import dry_run_possible, with_dry_run  # late: the formula rung needs none of it
 
-    from planner.app.climb import dry_run_possible, with_dry_run
-    from planner.models.earlier import built_by_transformers_4
-    from planner.outcome import Candidate, Prediction
-
-    formula = predict(setup)
     if dry_run_possible() or built_by_transformers_4(spec):
-        return predict
-    candidate = Candidate(setup=setup, budget_bytes=0, formula=formula)
+        return formula
+    plain = formula(setup)
+    candidate = Candidate(setup=setup, budget_bytes=0, formula=plain)
     dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
     if not isinstance(dry, Prediction):
-        return predict
-    own = replace(
-        dry,
-        step_time_s=dry.step_time_s or formula.step_time_s,
-        tokens_per_s=dry.tokens_per_s or formula.tokens_per_s,
-    )
-    ratio = dry.peak_device_bytes / formula.peak_device_bytes
+        return formula
+    step_time_s, tokens_per_s = dry.step_time_s or plain.step_time_s, dry.tokens_per_s or plain.tokens_per_s
+    own = replace(dry, step_time_s=step_time_s, tokens_per_s=tokens_per_s)
+    ratio = dry.peak_device_bytes / plain.peak_device_bytes
 
-    def corrected(changed: "TrainSetup") -> Prediction:
+    def corrected(changed: TrainSetup) -> Prediction:
         if changed == setup:
             return own
-        plain: Prediction = predict(changed)
-        return replace(plain, peak_device_bytes=round(plain.peak_device_bytes * ratio))
+        found = formula(changed)
+        return replace(found, peak_device_bytes=round(found.peak_device_bytes * ratio))
 
     return corrected
 
 
-def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str, Any]:
+def as_document(result: CheckResult, fixed: dict[str, Any] | None) -> dict[str, Any]:
     """The JSON form of a check."""
-    from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-
-    prediction = result.prediction
+    config, prediction = result.config, result.prediction
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "check",
-        "file": result.config.path,
-        "format": result.config.format,
-        "model": result.config.model_id,
+        "file": config.path,
+        "format": config.format,
+        "model": config.model_id,
         "gpu": result.gpu.key,
-        "setup": setup_to_dict(result.config.setup),
+        "setup": setup_to_dict(config.setup),
         "verdict": result.verdict.value,
         "exit_code": result.exit_code,
         "rung": prediction.rung.value,
@@ -300,24 +279,25 @@ def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str
         "margin_bytes": result.margin_bytes,
         "memory_band_fraction": result.band_fraction,
         "prediction": to_jsonable(prediction),
-        "origins": dict(result.config.origins),
-        "unknown_keys": list(result.config.unknown_keys),
-        "assumptions": list(result.config.assumptions),
-        "approximations": list(result.config.approximations),
+        "origins": dict(config.origins),
+        "unknown_keys": list(config.unknown_keys),
+        "assumptions": list(config.assumptions),
+        "approximations": list(config.approximations),
         "notes": list(result.notes),
-        "changes": [
-            {
-                "label": one.label,
-                "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
-                "verdict": one.verdict.value,
-                "saves_bytes": one.saves_bytes,
-                "speedup": one.speedup,
-                "changes_training": one.changes_training,
-                "in_place": one.in_place,
-                "peak_device_bytes": one.prediction.peak_device_bytes,
-                "tokens_per_s": one.prediction.tokens_per_s,
-            }
-            for one in result.changes
-        ],
+        "changes": [_change(one) for one in result.changes],
         "fix": fixed,
+    }
+
+
+def _change(one: Change) -> dict[str, Any]:
+    return {
+        "label": one.label,
+        "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
+        "verdict": one.verdict.value,
+        "saves_bytes": one.saves_bytes,
+        "speedup": one.speedup,
+        "changes_training": one.changes_training,
+        "in_place": one.in_place,
+        "peak_device_bytes": one.prediction.peak_device_bytes,
+        "tokens_per_s": one.prediction.tokens_per_s,
     }

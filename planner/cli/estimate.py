@@ -157,10 +157,12 @@ def _show(
         notes = cluster_notes(cluster)
     enough: tuple[str, ...] | None = None
     if not result.fits:
-        from planner.cli.checking import predictor
+        from planner.predict import predict
         from planner.single_changes import enough_alone
 
-        enough = enough_alone(result.setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
+        enough = enough_alone(
+            result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
+        )
     render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough, over=over)
 
 

@@ -126,14 +126,9 @@ def which_gpu(
     """
     from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown
 
-    cards = table.cards()
-    fixed = space.fixed()
-    spec = lookup.model(model)
+    cards, fixed, spec = table.cards(), space.fixed(), lookup.model(model)
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        from planner.decision.clusters import COARSE, COARSE_SPREADS
-
-        coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
-        fixed = {**coarse, "parallel": COARSE_SPREADS, **fixed}
+        fixed = {**_coarse(), **fixed}
     wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
     answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
     choices = rank_gpus(answers, sort=table.sort)
@@ -148,6 +143,14 @@ def which_gpu(
         render_which_gpu(choices, console(), only_fitting=table.fitting)
     if not any(one.fits for one in choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _coarse() -> dict[str, tuple[Any, ...]]:
+    """What is tried of several GPUs where nothing is said."""
+    from planner.decision.clusters import COARSE, COARSE_SPREADS
+
+    coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
+    return {**coarse, "parallel": COARSE_SPREADS}
 
 
 def _plans(

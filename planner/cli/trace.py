@@ -56,6 +56,28 @@ class FollowOptions:
         TIME_LIMIT_S
     )
 
+    def order(self, command: "Sequence[str]", card: "GpuSpec", data: StandIns, memory_bytes: int) -> "TraceOrder":
+        """What is to be run, and how.
+
+        Raises:
+            UsageError: an option that makes no sense, or a card that runs no CUDA programs.
+        """
+        from probes.phantom.card import TraceOptions
+
+        return order_of(
+            command,
+            card,
+            options=TraceOptions(
+                num_steps=positive("steps", self.steps) or 2,
+                num_tokens=positive("seq-len", data.seq_len) or NUM_TOKENS,
+                image_size=_pixels(data.image_size),
+                every_micro_batch=self.every_micro_batch,
+            ),
+            network=self.network,
+            time_limit_s=float(positive("time-limit", self.time_limit) or TIME_LIMIT_S),
+            memory_bytes=memory_bytes,
+        )
+
 
 @takes_options
 def trace(
@@ -75,24 +97,11 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
-    from probes.phantom.card import TraceOptions
     from probes.phantom.runner import program
     from reports.trace import svg, text_lines
 
     card = find_gpu(gpu)
-    order = order_of(
-        command,
-        card,
-        options=TraceOptions(
-            num_steps=positive("steps", follow.steps) or 2,
-            num_tokens=positive("seq-len", data.seq_len) or NUM_TOKENS,
-            image_size=_pixels(data.image_size),
-            every_micro_batch=follow.every_micro_batch,
-        ),
-        network=follow.network,
-        time_limit_s=float(positive("time-limit", follow.time_limit) or TIME_LIMIT_S),
-        memory_bytes=memory.of(card)[0],
-    )
+    order = follow.order(command, card, data, memory.of(card)[0])
     _ask(order, program(command), yes)
     answer = answer_of(order, card, memory.of(card))
     if out is not None:

@@ -75,6 +75,19 @@ class ClustersOptions:
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
     interconnect: cluster_options.Interconnect = None
 
+    def numbers(self) -> tuple[int, ...]:
+        """How many of a card are considered.
+
+        Raises:
+            UsageError: a number or links that cannot be meant.
+        """
+        from planner.decision.clusters import counts
+        from planner.hardware.cluster import known_link
+
+        for part in self.interconnect.lower().split("+") if self.interconnect is not None else ():
+            known_link(part.strip())
+        return counts(positive("max-gpus", self.max_gpus, maximum=MAX_GPUS) or 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
@@ -109,21 +122,15 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-    from planner.decision.clusters import counts
     from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
     asked, fixed = work.limits(), space.fixed()
-    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=MAX_GPUS) or 1)
-    _known_links(clusters.interconnect)
+    numbers = clusters.numbers()
     cards, spec = _cards(clusters.gpu), lookup.model(model)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
+    data = Data(epoch_tokens=work.dataset_tokens)
     wish = Wish(
-        fixed=fixed,
-        seq_len=seq_len,
-        global_batch=batch,
-        headroom_gib=card.headroom,
-        data=Data(epoch_tokens=work.dataset_tokens),
-        price=card.price,
+        fixed=fixed, seq_len=seq_len, global_batch=batch, headroom_gib=card.headroom, data=data, price=card.price
     )
     found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
     shown = (spec, found, {**asked, "global_batch_seqs": batch})
@@ -190,15 +197,6 @@ def _options(
     if not found and problem is not None:
         raise problem
     return found
-
-
-def _known_links(interconnect: str | None) -> None:
-    from planner.hardware.cluster import links
-
-    known = ("nvlink", "pcie", *links())
-    for part in interconnect.lower().split("+") if interconnect is not None else ():
-        if part.strip() not in known:
-            raise UsageError(f"unknown interconnect {part.strip()!r}", hint=f"one of {', '.join(known)}")
 
 
 def _links(interconnect: str | None, number: int) -> str | None:

@@ -150,8 +150,16 @@ def _named(gpu: GpuSpec, key: str) -> Link:
         return nvlink(gpu)
     if key == "pcie":
         return host_link(gpu)
-    found = links().get(key)
-    if found is None:
-        known = ", ".join(("nvlink", "pcie", *links()))
-        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {known}")
-    return found
+    known_link(key)
+    return links()[key]
+
+
+def known_link(key: str) -> None:
+    """Refuses a word that names no link.
+
+    Raises:
+        UsageError: with those that do.
+    """
+    known = ("nvlink", "pcie", *links())
+    if key not in known:
+        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {', '.join(known)}")
