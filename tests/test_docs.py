@@ -132,8 +132,10 @@ def parsed(words: list[str]) -> None:
         with pytest.raises((SystemExit, typer.Exit, Parsed)):
             command.main(complete, standalone_mode=False)
     elif words[0] in ("bash", "python"):
-        script = ROOT / words[1]
+        of_a_module = words[1] == "-m"  # a script of benchmarks/ finds the packages beside it only so
+        script = ROOT / (f"{words[2].replace('.', '/')}.py" if of_a_module else words[1])
         assert script.is_file(), words
+        assert of_a_module == (script.parent.name == "benchmarks"), words
         options = [word for word in words[2:] if word.startswith("--")]
         assert all(f'"{option}"' in script.read_text() for option in options), words
 

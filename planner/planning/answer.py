@@ -8,6 +8,7 @@ the planner does not know. The method is preferred (`decision.tree.preferred_nod
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -31,7 +32,7 @@ from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.notes import found, risk, usual
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
-from planner.planning.expressed import check_something_expressed, target_notes
+from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.refine import CorrectionKey
 from planner.planning.runs import Known
 from planner.planning.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
@@ -72,6 +73,8 @@ def plan_workload(
     values = dimension_values(workload)
     facts = Facts(known=known if known is not None else Known())
     node, best = choose(workload, values, facts, corrections)
+    if best is not None and (written := _of_some_target(workload, best, corrections, facts.known)) is not None:
+        return written
     space = _space_count(workload, values, facts)
     if not space.walked:
         spreads = facts.walked if workload.num_gpus > 1 else ()
@@ -269,6 +272,31 @@ def _with_packed_experts(
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
     return replace(plan, notes=(risk(note), *plan.notes))
+
+
+def _of_some_target(
+    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, known: Known
+) -> Plan | None:
+    """The plan of the target whose own best setup is best, where none has a file for the fastest setup of all; None
+    where one has, or no target trains anything that fits."""
+    reason = unwritten(workload, fastest.setup)
+    if not reason:
+        return None
+    order = preferred_nodes(workload)
+    options = []
+    for name in writers(workload):
+        wish = replace(workload, targets=(name,))
+        with suppress(UsageError):
+            node, point = choose(wish, dimension_values(wish), Facts(known=known), corrections)
+            if node is not None and point is not None:
+                options.append((order.index(node), -point.tokens_per_s, name))
+    if not options:
+        return None
+    plan = plan_workload(replace(workload, targets=(min(options)[-1],)), corrections, known)
+    if not isinstance(plan, Plan):
+        return None
+    speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
+    return replace(plan, notes=(found(f"no tool has a file for the fastest setup ({speed}): {reason}"), *plan.notes))
 
 
 def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:

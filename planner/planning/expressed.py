@@ -6,10 +6,11 @@ really runs, so that the prediction of a plan and that of its file are one.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from planner.choices.stacks import written_by
-from planner.errors import UsageError
+from planner.errors import SetupError, UsageError
 from planner.models.spec import ModelSpec
 from planner.notes import found
 from planner.setup import TrainSetup
@@ -40,7 +41,8 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
         differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread))
         changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
         changes = {name: value for name, value in changes.items() if name not in workload.fixed}
-        found[branch.with_(**changes).run_by(workload.targets[0])] = None
+        with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
+            found[branch.with_(**changes).run_by(workload.targets[0])] = None
     yield from found
 
 
@@ -87,23 +89,28 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
         raise UsageError(f"no setup can be expressed by all of --target {named}", hint="name one --target, or fewer")
 
 
-def _refused_by_all(setup: TrainSetup, workload: Workload) -> list[str]:
-    """Why each target that has a file for the objective runs no such setup; nothing where one does."""
-    reasons = []
-    for target in written_by(workload.aim.name).keys() - set(CONFIGS):
+def writers(workload: Workload) -> list[str]:
+    """Launch targets that have a file for the objective and start from nothing but it."""
+    return [name for name in written_by(workload.aim.name) if name not in CONFIGS]
+
+
+def unwritten(workload: Workload, setup: TrainSetup) -> str:
+    """Why no target runs such a setup, what most of them say; "" where one does or targets were named."""
+    reasons: Counter[str] = Counter()
+    for target in writers(workload) if not workload.targets else ():
         runs = as_run(target, setup, workload.model)
         if not isinstance(runs, str):
-            return []
-        reasons.append(runs)
-    return reasons
+            return ""
+        reasons[runs] += 1
+    return reasons.most_common(1)[0][0] if reasons else ""
 
 
 def target_notes(workload: Workload, chosen: TrainSetup) -> tuple[str, ...]:
     """What planning for named targets means, one sentence; where none was named, that none has a file for what was
     chosen, if so."""
     if not workload.targets:
-        reasons = _refused_by_all(chosen, workload)
-        return (found(f"no launch file can be written: {Counter(reasons).most_common(1)[0][0]}"),) if reasons else ()
+        reason = unwritten(workload, chosen)
+        return (found(f"no launch file can be written: {reason}"),) if reason else ()
     first, *others = workload.targets
     note = f"planned as {first} runs it (--target): setups that it would run otherwise are left out"
     return (note + (f"; {', '.join(others)} must run and fit as well" if others else ""),)

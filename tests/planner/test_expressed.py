@@ -15,7 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.option_values import default_headroom_bytes
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.planning.expressed import as_run
+from planner.planning.expressed import as_run, unwritten
 from planner.planning.walk import walk
 from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
@@ -171,3 +171,35 @@ def test_a_plan_says_what_no_file_can_and_no_mask_does(
     assert isinstance(plan, Plan)
     found = [one for one in notes_of(plan) if one.startswith(("no launch file", "packed samples"))]
     assert [one.startswith(said) for one in found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "num_gpus", "seq_len", "fixed"),
+    [  # what is fastest there and nobody's file: Ulysses and OFT, each with a chunked loss
+        (LLAMA, "rtx-4090", 4, 65_536, {"context_degree": (4,)}),
+        ("bigcode/starcoder2-7b", "v100-32gb", 1, 512, {"adapter": ("oft",)}),
+    ],
+)
+def test_a_plan_for_no_target_in_particular_has_a_file(
+    name: str, gpu: str, num_gpus: int, seq_len: int, fixed: dict[str, tuple[object, ...]]
+) -> None:
+    plan = plan_workload(replace(wish(name, gpu, num_gpus=num_gpus, **fixed), seq_len_tokens=seq_len))
+    assert isinstance(plan, Plan)
+    assert not unwritten(plan.workload, plan.chosen.setup)
+    (target,) = plan.workload.targets
+    assert as_run(target, plan.chosen.setup, plan.workload.model) == plan.chosen.setup
+    assert any(str(note).startswith("no tool has a file for the fastest setup") for note in plan.notes)
+
+
+def test_a_plan_of_what_no_target_trains_says_so() -> None:
+    plan = plan_workload(replace(wish("google-t5/t5-small", "rtx-4090"), seq_len_tokens=512))
+    assert isinstance(plan, Plan)
+    assert not plan.workload.targets
+    assert any(str(note).startswith("no launch file can be written: launch files train causal") for note in plan.notes)
+
+
+def test_an_adapter_that_a_targets_stack_computes_in_fewer_precisions_is_planned_in_those() -> None:
+    """VeRA of the plain script under pure bf16 cannot be built; its other precisions were refused with it."""
+    plan = plan_workload(wish(LLAMA, "h200", "hf", adapter=("vera",)))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.precision == "bf16-autocast"
