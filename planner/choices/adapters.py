@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from typing import Any, Literal, final
 
 from planner.records import dataclass
@@ -53,22 +54,22 @@ class Adapter:
     name: str
     title: str
     form: Form
-    size: str
-    usual_size: int
-    shapes: Callable[[int, int, int, bool], Shapes] | None
+    size: str = ""
+    usual_size: int = 0
+    shapes: Callable[[int, int, int, bool], Shapes] | None = None
     start_only: bool = False
     dropout: bool = False
     quantizations: tuple[str, ...] = _ALL
     checkpointing: bool = True
     conv1d: bool = True
     returns_input_type: bool = False
-    merges: bool
+    merges: bool = True
     config: str
-    arguments: Mapping[str, Any]
-    trl: Mapping[str, Any] | None
-    axolotl: Mapping[str, Any] | None
-    llamafactory: Mapping[str, Any] | None
-    quality: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    trl: Mapping[str, Any] | None = None
+    axolotl: Mapping[str, Any] | None = None
+    llamafactory: Mapping[str, Any] | None = None
+    quality: str = ""
     source: str
 
     @property
@@ -120,8 +121,7 @@ def _oft(inside: int, outside: int, asked: int, _: bool) -> Shapes:
     return ((inside // block, block * (block - 1) // 2),)
 
 
-_LOW_RANK: dict[str, Any] = {"form": "low-rank", "size": "rank", "usual_size": 16, "merges": True, "dropout": True}
-_NO_TOOL: dict[str, Any] = {"trl": None, "axolotl": None, "llamafactory": None}
+_LOW_RANK: dict[str, Any] = {"form": "low-rank", "size": "rank", "usual_size": 16, "dropout": True}
 
 _ROWS = (
     Adapter(
@@ -129,7 +129,6 @@ _ROWS = (
         title="LoRA",
         shapes=_lora,
         config="LoraConfig",
-        arguments={},
         trl={},
         axolotl={},
         llamafactory={},
@@ -162,7 +161,6 @@ _ROWS = (
         quantizations=("none",),
         config="LoraConfig",
         arguments={"init_lora_weights": "pissa_niter_16"},
-        trl=None,
         axolotl={"peft_init_lora_weights": "pissa_niter_16"},
         llamafactory={"pissa_init": True},
         quality="Mistral 7B on GSM8K: 72.9 % against LoRA's 67.7 % (the paper's abstract, version 3)",
@@ -177,12 +175,10 @@ _ROWS = (
         start_only=True,
         quantizations=("nf4", "nf4-double"),
         config="LoraConfig",
-        arguments={},
         quality="better than QLoRA's start, most at 2 bits and mixed 2 and 4 bits (the paper's abstract)",
         source="Li et al. 2023, https://arxiv.org/abs/2310.08659; peft 0.21 utils/loftq_utils.py "
         "replace_lora_weights_loftq, which reads the 16-bit weights again from their safetensors",
         **_LOW_RANK,
-        **_NO_TOOL,
     ),
     Adapter(
         name="dora",
@@ -209,7 +205,6 @@ _ROWS = (
         source="Zhang et al. 2023, https://arxiv.org/abs/2303.10512; peft 0.21 tuners/adalora, which starts every "
         "matrix at init_r (12)",
         **(_LOW_RANK | {"usual_size": 12}),
-        **_NO_TOOL,
     ),
     Adapter(
         name="vera",
@@ -219,12 +214,9 @@ _ROWS = (
         usual_size=256,
         shapes=_vera,
         returns_input_type=True,
-        merges=True,
         config="VeraConfig",
-        arguments={},
         quality="as good as LoRA on GLUE and E2E with far fewer parameters (the paper's abstract)",
         source="Kopiczko et al. 2024, https://arxiv.org/abs/2310.11454; peft 0.21 tuners/vera",
-        **_NO_TOOL,
     ),
     Adapter(
         name="oft",
@@ -235,13 +227,9 @@ _ROWS = (
         shapes=_oft,
         conv1d=False,
         returns_input_type=True,
-        merges=True,
         config="OFTConfig",
         arguments={"r": 0},
-        trl=None,
-        axolotl=None,
         llamafactory={"finetuning_type": "oft"},
-        quality="",
         source="Qiu et al. 2023, https://arxiv.org/abs/2306.07280, and 2025, https://arxiv.org/abs/2506.19847 (on the "
         "input, Cayley-Neumann); peft 0.21 tuners/oft",
     ),
@@ -249,15 +237,10 @@ _ROWS = (
         name="ia3",
         title="IA3 (a vector that scales keys, values and the MLP's inner layer)",
         form="scales",
-        size="",
-        usual_size=0,
         shapes=_ia3,
-        merges=True,
         config="IA3Config",
-        arguments={},
         quality="the adapter of T-Few: 75.8 % on RAFT with T0-11B, 6 points above the best before it (the paper)",
         source="Liu et al. 2022, https://arxiv.org/abs/2205.05638; peft 0.21 tuners/ia3",
-        **_NO_TOOL,
     ),
     Adapter(
         name="prompt",
@@ -265,14 +248,11 @@ _ROWS = (
         form="prompt",
         size="virtual tokens",
         usual_size=20,
-        shapes=None,
         merges=False,
         config="PromptTuningConfig",
-        arguments={},
         quality="matches full fine-tuning on SuperGLUE at T5-XXL (11B), falls short of it on smaller models "
         "(the paper, figure 1)",
         source="Lester et al. 2021, https://arxiv.org/abs/2104.08691; peft 0.21 tuners/prompt_tuning",
-        **_NO_TOOL,
     ),
     Adapter(
         name="p-tuning",
@@ -280,13 +260,9 @@ _ROWS = (
         form="prompt",
         size="virtual tokens",
         usual_size=20,
-        shapes=None,
         merges=False,
         config="PromptEncoderConfig",
-        arguments={},
-        quality="",
         source="Liu et al. 2021, https://arxiv.org/abs/2103.10385; peft 0.21 tuners/p_tuning (three matrices)",
-        **_NO_TOOL,
     ),
     Adapter(
         name="prefix",
@@ -294,31 +270,22 @@ _ROWS = (
         form="prefix",
         size="virtual tokens",
         usual_size=20,
-        shapes=None,
         checkpointing=False,
         merges=False,
         config="PrefixTuningConfig",
-        arguments={},
         quality="table to text with GPT-2 on E2E: as good as full fine-tuning with 0.1 % of the parameters (the paper, "
         "table 1)",
         source="Li and Liang 2021, https://arxiv.org/abs/2101.00190; peft 0.21 tuners/prefix_tuning; peft_model.py "
         "refuses it under gradient checkpointing",
-        **_NO_TOOL,
     ),
     Adapter(
         name="ln-tuning",
         title="LN-tuning (the norms alone)",
         form="norms",
-        size="",
-        usual_size=0,
-        shapes=None,
-        merges=True,
         config="LNTuningConfig",
-        arguments={},
         quality="multi-modal chat models of 13B: more than 20 % above LoRA on average over five tasks, 17.6 % less "
         "memory (the paper's abstract); of text alone nothing is cited here",
         source="Zhao et al. 2024, https://arxiv.org/abs/2312.11420; peft 0.21 tuners/ln_tuning",
-        **_NO_TOOL,
     ),
     Adapter(
         name="trainable-tokens",
@@ -326,13 +293,8 @@ _ROWS = (
         form="rows",
         size="trained tokens",
         usual_size=16,
-        shapes=None,
-        merges=True,
         config="TrainableTokensConfig",
-        arguments={},
-        quality="",
         source="peft 0.21 tuners/trainable_tokens",
-        **_NO_TOOL,
     ),
 )
 ADAPTERS: Mapping[str, Adapter] = {row.name: row for row in _ROWS}

@@ -24,7 +24,8 @@ SHARED_BY = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """One objective, as its trainer's step treats memory and time.
+    """One objective, as its trainer's step treats memory and time; what its row leaves out is as in a supervised step
+    on unpacked sequences.
 
     Attributes:
         title: its name for people.
@@ -54,27 +55,27 @@ class Objective:
     name: str
     title: str
     sample: str
-    seqs_per_sample: int
-    reference: bool
-    extra_forwards: int
+    seqs_per_sample: int = 1
+    forwards: int = 1
+    reference: bool = False
+    extra_forwards: int = 0
     reference_forwards: int = 0
-    head: Head
-    whole_logits: Callable[[LossShape, str], LossChain] | None
+    head: Head = "vocabulary"
+    whole_logits: Callable[[LossShape, str], LossChain] | None = None
     losses: tuple[str, ...]
-    supervised: bool
-    packs: bool
-    packed: bool
-    least_samples: int
-    rate_factor: float
-    rate_reason: str
+    supervised: bool = False
+    packs: bool = False
+    packed: bool = False
+    least_samples: int = 1
+    whole_batch: bool = False
+    rate_factor: float = 1.0
+    rate_reason: str = ""
+    rolls_out: bool = False
+    alone: str = ""
+    trainer: str = ""
     columns: str
     data: tuple[str, ...]
     source: str
-    trainer: str = ""
-    forwards: int = 1
-    whole_batch: bool = False
-    rolls_out: bool = False
-    alone: str = ""
 
     def spread_refusal(self, parallel: str, *, split: bool) -> str:
         """Why no plan spreads it so over several GPUs, "" where one does.
@@ -178,18 +179,9 @@ _ROWS = (
         name="sft",
         title="supervised fine-tuning",
         sample="sequence",
-        seqs_per_sample=1,
-        reference=False,
-        extra_forwards=0,
-        head="vocabulary",
-        whole_logits=None,
         losses=("full", "chunked", "liger"),
         supervised=True,
         packs=True,
-        packed=False,
-        least_samples=1,
-        rate_factor=1.0,
-        rate_reason="",
         columns="messages, prompt and completion, or text",
         data=("messages", "prompt-completion", "alpaca", "text"),
         source="trl 1.16 trainer/sft_trainer.py",
@@ -198,18 +190,10 @@ _ROWS = (
         name="pretrain",
         title="continued pretraining",
         sample="sequence",
-        seqs_per_sample=1,
-        reference=False,
-        extra_forwards=0,
-        head="vocabulary",
-        whole_logits=None,
         losses=("full", "chunked", "liger"),
         supervised=True,
         packs=True,
         packed=True,
-        least_samples=1,
-        rate_factor=1.0,
-        rate_reason="",
         columns="text",
         data=("text",),
         source="the supervised step on packed text: LLaMA-Factory 0.9.5 train/pt (packing on by itself); axolotl 0.21 "
@@ -223,13 +207,8 @@ _ROWS = (
         reference=True,
         extra_forwards=1,
         reference_forwards=1,
-        head="vocabulary",
         whole_logits=_pairs_chain,
         losses=("chunked", "full"),
-        supervised=False,
-        packs=False,
-        packed=False,
-        least_samples=1,
         rate_factor=0.05,
         rate_reason="DPO, as TRL's DPOConfig: 1e-6 for full fine-tuning",
         trainer="DPOTrainer",
@@ -243,16 +222,10 @@ _ROWS = (
         name="kto",
         title="Kahneman-Tversky optimization",
         sample="completion",
-        seqs_per_sample=1,
         reference=True,
         extra_forwards=3,
         reference_forwards=2,
-        head="vocabulary",
-        whole_logits=None,
         losses=("chunked",),
-        supervised=False,
-        packs=False,
-        packed=False,
         least_samples=2,
         rate_factor=0.05,
         rate_reason="KTO, as TRL's KTOConfig: 1e-6 for full fine-tuning",
@@ -268,15 +241,9 @@ _ROWS = (
         title="reward modelling",
         sample="pair",
         seqs_per_sample=2,
-        reference=False,
-        extra_forwards=0,
         head="score",
         whole_logits=_score_chain,
         losses=("full",),
-        supervised=False,
-        packs=False,
-        packed=False,
-        least_samples=1,
         rate_factor=5.0,
         rate_reason="reward models, as TRL's RewardConfig: 1e-4 for full fine-tuning",
         trainer="RewardTrainer",
@@ -290,15 +257,8 @@ _ROWS = (
         title="odds ratio preference optimization",
         sample="pair",
         seqs_per_sample=2,
-        reference=False,
-        extra_forwards=0,
-        head="vocabulary",
         whole_logits=_odds_ratio_chain,
         losses=("full",),
-        supervised=False,
-        packs=False,
-        packed=False,
-        least_samples=1,
         rate_factor=0.05,
         rate_reason="ORPO, as TRL's ORPOConfig: 1e-6 for full fine-tuning",
         trainer="ORPOTrainer",
@@ -312,18 +272,9 @@ _ROWS = (
         name="classification",
         title="sequence classification",
         sample="sequence",
-        seqs_per_sample=1,
-        reference=False,
-        extra_forwards=0,
         head="score",
         whole_logits=_score_chain,
         losses=("full",),
-        supervised=False,
-        packs=False,
-        packed=False,
-        least_samples=1,
-        rate_factor=1.0,
-        rate_reason="",
         columns="text and label",
         data=("text",),
         source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
@@ -336,17 +287,10 @@ _ROWS = (
         seqs_per_sample=2,
         forwards=2,
         whole_batch=True,
-        reference=False,
-        extra_forwards=0,
         head="none",
         whole_logits=_pooled_chain,
         losses=("full",),
-        supervised=False,
-        packs=False,
-        packed=False,
         least_samples=2,
-        rate_factor=1.0,
-        rate_reason="",
         columns="anchor and positive",
         data=("pairs",),
         alone="on several each contrasts its own samples alone, so that the same batch has fewer negatives",
@@ -358,16 +302,7 @@ _ROWS = (
         name="grpo",
         title="group relative policy optimization",
         sample="completion",
-        seqs_per_sample=1,
-        reference=False,
-        extra_forwards=0,
-        head="vocabulary",
-        whole_logits=None,
         losses=("chunked",),
-        supervised=False,
-        packs=False,
-        packed=False,
-        least_samples=1,
         rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
         rolls_out=True,

@@ -122,6 +122,7 @@ _USUAL: dict[str, Any] = {
     "paged": False,
     "cpu_looped": True,
     "rate_rule": "Adam",
+    "aliases": (),
     "nearest_of": (),
 }
 """What most of them have in common; bytes and passes are every row's own to say."""
@@ -145,156 +146,141 @@ _BITSANDBYTES: dict[str, Any] = {
     "arguments": {},
 }
 
+
+def _row(shared: Mapping[str, Any], **own: Any) -> Optimizer:
+    return Optimizer(**{**shared, **own})
+
+
 _ROWS = (
     # Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. PyTorch's default is the foreach form: about 20
     # passes, and one temporary of the size of all trained parameters (the square root of the second moments; PyTorch
     # 2.13 `optim/adamw.py` _multi_tensor_adamw; Mistral-7B in bf16 peaks at 5.00 copies, fms_acceleration, A100).
     # `foreach` is said because meta and CPU tensors would be looped over otherwise.
-    Optimizer(
-        **_TORCH
-        | {
-            "name": "adamw",
-            "planned": False,
-            "simplicity": 1,
-            "states": States(own_type=2),
-            "temporaries": Temporaries(copies=1),
-            "passes": 20.0,
-            "kernels_per_tensor": 0.3,
-            "transformers": "adamw_torch",
-            "aliases": ("adamw_hf", "adamw"),
-            "class_path": "torch.optim.AdamW",
-            "arguments": {"weight_decay": 0.0, "foreach": True},
-        }
+    _row(
+        _TORCH,
+        name="adamw",
+        planned=False,
+        simplicity=1,
+        states=States(own_type=2),
+        temporaries=Temporaries(copies=1),
+        passes=20.0,
+        kernels_per_tensor=0.3,
+        transformers="adamw_torch",
+        aliases=("adamw_hf", "adamw"),
+        class_path="torch.optim.AdamW",
+        arguments={"weight_decay": 0.0, "foreach": True},
     ),
     # The fused kernel reads four tensors and writes three, in place.
-    Optimizer(
-        **_TORCH
-        | {
-            "name": "adamw-fused",
-            "planned": True,
-            "simplicity": 0,
-            "states": States(own_type=2),
-            "temporaries": Temporaries(),
-            "passes": 7.0,
-            "kernels_per_tensor": 0.05,
-            "cpu_looped": False,
-            "transformers": "adamw_torch_fused",
-            "aliases": ("adamw_apex_fused",),
-            "class_path": "torch.optim.AdamW",
-            "arguments": {"weight_decay": 0.0, "fused": True},
-        }
+    _row(
+        _TORCH,
+        name="adamw-fused",
+        planned=True,
+        simplicity=0,
+        states=States(own_type=2),
+        temporaries=Temporaries(),
+        passes=7.0,
+        kernels_per_tensor=0.05,
+        cpu_looped=False,
+        transformers="adamw_torch_fused",
+        aliases=("adamw_apex_fused",),
+        class_path="torch.optim.AdamW",
+        arguments={"weight_decay": 0.0, "fused": True},
     ),
     # Dettmers et al. 2022, 8-bit Optimizers, https://arxiv.org/abs/2110.02861; bitsandbytes runs a kernel per tensor.
-    Optimizer(
-        **_BITSANDBYTES
-        | {
-            "name": "adamw-8bit",
-            "planned": True,
-            "simplicity": 2,
-            "states": States(eight_bit=2),
-            "extra_bytes": 4.2,
-            "transformers": "adamw_bnb_8bit",
-            "aliases": ("adamw_8bit",),
-            "nearest_of": (
-                "adamw_torch_8bit",
-                "ao_adamw_8bit",
-                "adamw_torch_4bit",
-                "ao_adamw_4bit",
-                "ao_adamw_fp8",
-                "ademamix_8bit",
-            ),
-            "class_path": "bitsandbytes.optim.AdamW8bit",
-        }
+    _row(
+        _BITSANDBYTES,
+        name="adamw-8bit",
+        planned=True,
+        simplicity=2,
+        states=States(eight_bit=2),
+        extra_bytes=4.2,
+        transformers="adamw_bnb_8bit",
+        aliases=("adamw_8bit",),
+        nearest_of=(
+            "adamw_torch_8bit",
+            "ao_adamw_8bit",
+            "adamw_torch_4bit",
+            "ao_adamw_4bit",
+            "ao_adamw_fp8",
+            "ademamix_8bit",
+        ),
+        class_path="bitsandbytes.optim.AdamW8bit",
     ),
     # bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
-    Optimizer(
-        **_BITSANDBYTES
-        | {
-            "name": "paged-adamw-8bit",
-            "planned": True,
-            "simplicity": 3,
-            "states": States(eight_bit=2),
-            "paged": True,
-            "extra_bytes": 4.2,
-            "transformers": "paged_adamw_8bit",
-            "aliases": (),
-            "class_path": "bitsandbytes.optim.PagedAdamW8bit",
-        }
+    _row(
+        _BITSANDBYTES,
+        name="paged-adamw-8bit",
+        planned=True,
+        simplicity=3,
+        states=States(eight_bit=2),
+        paged=True,
+        extra_bytes=4.2,
+        transformers="paged_adamw_8bit",
+        class_path="bitsandbytes.optim.PagedAdamW8bit",
     ),
-    Optimizer(
-        **_BITSANDBYTES
-        | {
-            "name": "paged-adamw-32bit",
-            "planned": False,
-            "simplicity": 4,
-            "states": States(fp32=2),
-            "paged": True,
-            "extra_bytes": 16.0,
-            "transformers": "paged_adamw_32bit",
-            "aliases": ("paged_adamw",),
-            "class_path": "bitsandbytes.optim.PagedAdamW32bit",
-        }
+    _row(
+        _BITSANDBYTES,
+        name="paged-adamw-32bit",
+        planned=False,
+        simplicity=4,
+        states=States(fp32=2),
+        paged=True,
+        extra_bytes=16.0,
+        transformers="paged_adamw_32bit",
+        aliases=("paged_adamw",),
+        class_path="bitsandbytes.optim.PagedAdamW32bit",
     ),
     # Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235. transformers' is a Python loop, tensor by tensor in fp32
     # with two temporaries of the largest (the gradient's square, the update), and casts of gradient and parameter where
     # those are 16-bit (transformers 5.23 `optimization.py`).
-    Optimizer(
-        **_USUAL
-        | {
-            "name": "adafactor",
-            "planned": False,
-            "simplicity": 4,
-            "adamw": False,
-            "states": States(factored=True),
-            "temporaries": Temporaries(fp32_of_largest=2),
-            "passes": 16.0,
-            "extra_bytes": 16.0,
-            "kernels_per_tensor": 18.0,
-            "looped": True,
-            "bitsandbytes": False,
-            "steps_dtensors": False,
-            "steps_on_cpu": False,
-            "transformers": "adafactor",
-            "aliases": (),
-            "class_path": "transformers.optimization.Adafactor",
-            "arguments": {"scale_parameter": False, "relative_step": False},
-        }
+    _row(
+        _USUAL,
+        name="adafactor",
+        planned=False,
+        simplicity=4,
+        adamw=False,
+        states=States(factored=True),
+        temporaries=Temporaries(fp32_of_largest=2),
+        passes=16.0,
+        extra_bytes=16.0,
+        kernels_per_tensor=18.0,
+        looped=True,
+        bitsandbytes=False,
+        steps_dtensors=False,
+        steps_on_cpu=False,
+        transformers="adafactor",
+        class_path="transformers.optimization.Adafactor",
+        arguments={"scale_parameter": False, "relative_step": False},
     ),
-    Optimizer(
-        **_BITSANDBYTES
-        | {
-            "name": "lion-8bit",
-            "planned": False,
-            "simplicity": 4,
-            "adamw": False,
-            "states": States(eight_bit=1),
-            "extra_bytes": 2.1,
-            "rate_rule": "Lion",
-            "transformers": "lion_8bit",
-            "aliases": (),
-            "nearest_of": ("paged_lion_8bit", "lion_pytorch"),
-            "class_path": "bitsandbytes.optim.Lion8bit",
-        }
+    _row(
+        _BITSANDBYTES,
+        name="lion-8bit",
+        planned=False,
+        simplicity=4,
+        adamw=False,
+        states=States(eight_bit=1),
+        extra_bytes=2.1,
+        rate_rule="Lion",
+        transformers="lion_8bit",
+        nearest_of=("paged_lion_8bit", "lion_pytorch"),
+        class_path="bitsandbytes.optim.Lion8bit",
     ),
     # Without momentum: no state.
-    Optimizer(
-        **_TORCH
-        | {
-            "name": "sgd",
-            "planned": False,
-            "simplicity": 4,
-            "adamw": False,
-            "states": States(),
-            "temporaries": Temporaries(),
-            "passes": 3.0,
-            "kernels_per_tensor": 0.05,
-            "rate_rule": "SGD",
-            "steps_on_cpu": False,
-            "transformers": "sgd",
-            "aliases": (),
-            "class_path": "torch.optim.SGD",
-            "arguments": {"foreach": True},
-        }
+    _row(
+        _TORCH,
+        name="sgd",
+        planned=False,
+        simplicity=4,
+        adamw=False,
+        states=States(),
+        temporaries=Temporaries(),
+        passes=3.0,
+        kernels_per_tensor=0.05,
+        rate_rule="SGD",
+        steps_on_cpu=False,
+        transformers="sgd",
+        class_path="torch.optim.SGD",
+        arguments={"foreach": True},
     ),
 )
 
