@@ -173,9 +173,9 @@ class LayerSpec:
 
     kind: str
     linears: tuple[LinearSpec, ...]
-    norms: tuple[NormSpec, ...]
-    attention: AttentionSpec | None
-    mlp: MlpSpec | None
+    norms: tuple[NormSpec, ...] = ()
+    attention: AttentionSpec | None = None
+    mlp: MlpSpec | None = None
     cross_attention: AttentionSpec | None = None
     parallel_residual: bool = False
     num_other_params: int = 0

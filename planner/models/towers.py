@@ -12,8 +12,8 @@ from typing import Any
 from planner.choices.images import Images
 from planner.errors import SetupError
 from planner.models.eyes import gemma4, mllama, mobilenet, pixtral, qwen, siglip, tiles
-from planner.models.eyes.tower import Tower
-from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.eyes.tower import Tower, idle
+from planner.models.spec import ModelSpec
 
 _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Tower]] = {
     "qwen2_vl": qwen.tower,
@@ -63,15 +63,9 @@ def _seeing(model: ModelSpec, built: str) -> ModelSpec:
         built_class=built,
         tied=bool(model.config.get("tie_word_embeddings", False)),
         layer_kinds=tuple(replace(one, path="model.language_model.layers") for one in model.layer_kinds),
-        idle_layers=tuple((_idle(layer), num) for layer, num in parts),
+        idle_layers=tuple((idle(layer), num) for layer, num in parts),
         num_idle_other_params=tower.num_other_params,
     )
-
-
-def _idle(layer: LayerSpec) -> LayerSpec:
-    """A layer as weights alone: what its matrices do to a text token has no name."""
-    linears = tuple(replace(one, role="other") for one in layer.linears)
-    return replace(layer, linears=linears, attention=None, mlp=None)
 
 
 def tower_of(model: ModelSpec, images: Images) -> Tower:

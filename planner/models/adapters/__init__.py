@@ -14,39 +14,30 @@ from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
 
-_OTHERS = {
-    "mixtral": "moe:mixtral",
-    "phimoe": "moe:mixtral",
-    "qwen2_moe": "moe:qwen_moe",
-    "qwen3_moe": "moe:qwen_moe",
-    "olmoe": "moe:olmoe",
-    "gpt_oss": "moe:gpt_oss",
-    "glm4_moe": "moe:glm4_moe",
-    "llama4": "moe:llama4",
-    "llama4_text": "moe:llama4",
-    "deepseek_v2": "deepseek:build",
-    "deepseek_v3": "deepseek:build",
-    "qwen3_next": "hybrid:build",
-    "qwen3_5": "hybrid:build",
-    "qwen3_5_text": "hybrid:build",
-    "qwen3_5_moe": "hybrid:build",
-    "qwen3_5_moe_text": "hybrid:build",
-    "gpt2": "classic:gpt2",
-    "gptj": "classic:gptj",
-    "gpt_neo": "classic:gpt_neo",
-    "gpt_neox": "classic:gpt_neox",
-    "bloom": "classic:bloom",
-    "opt": "classic:opt",
-    "falcon": "classic:falcon",
-    "gemma3": "gemma:build",
-    "gemma3n": "gemma3n:build",
-    "gemma3n_text": "gemma3n:build",
-    "gemma4": "gemma4:build",
-    "gemma4_text": "gemma4:build",
-    "t5": "t5:build",
-    "whisper": "whisper:build",
+_BUILDERS = {
+    "moe:mixtral": ("mixtral", "phimoe"),
+    "moe:qwen_moe": ("qwen2_moe", "qwen3_moe"),
+    "moe:olmoe": ("olmoe",),
+    "moe:gpt_oss": ("gpt_oss",),
+    "moe:glm4_moe": ("glm4_moe",),
+    "moe:llama4": ("llama4", "llama4_text"),
+    "deepseek:build": ("deepseek_v2", "deepseek_v3"),
+    "hybrid:build": ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    "classic:gpt2": ("gpt2",),
+    "classic:gptj": ("gptj",),
+    "classic:gpt_neo": ("gpt_neo",),
+    "classic:gpt_neox": ("gpt_neox",),
+    "classic:bloom": ("bloom",),
+    "classic:opt": ("opt",),
+    "classic:falcon": ("falcon",),
+    "gemma:build": ("gemma3",),
+    "gemma3n:build": ("gemma3n", "gemma3n_text"),
+    "gemma4:build": ("gemma4", "gemma4_text"),
+    "t5:build": ("t5",),
+    "whisper:build": ("whisper",),
 }
-
+"""What builds a type -> the types."""
+_OTHERS = {model_type: builder for builder, types in _BUILDERS.items() for model_type in types}
 _CORE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 

@@ -6,12 +6,8 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
-from planner.models.adapters.parts import Decoder, linear, plain, plain_mlp
-from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
-
-
-def _ln(name: str, size: int, weight: bool = True) -> NormSpec:
-    return NormSpec(name=name, kind="layer", size=size, bias=weight, weight=weight)
+from planner.models.adapters.parts import Decoder, layer_norm, linear, plain, plain_mlp
+from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
 
 
 class _Gpt(Decoder):
@@ -52,7 +48,7 @@ class _Gpt(Decoder):
         return LayerSpec(
             kind="full" if window is None else f"sliding-{window}",
             linears=(*attention, *plain_mlp(self.hidden, inner, mlp, bias)),
-            norms=tuple(_ln(name, self.hidden) for name in norms),
+            norms=tuple(layer_norm(name, self.hidden) for name in norms),
             attention=self.softmax(window, **softmax),
             mlp=plain(inner, activation),
             parallel_residual=parallel,
@@ -69,7 +65,7 @@ def gpt2(fields: Fields) -> ModelSpec:
     if fields.flag("add_cross_attention", False):
         raise ConfigError(f"{fields.where}: add_cross_attention is not supported", hint="use a decoder-only GPT-2")
     base = _Gpt(fields)
-    base.token_table, base.final_norm = "wte", (_ln("ln_f", base.hidden),)
+    base.token_table, base.final_norm = "wte", (layer_norm("ln_f", base.hidden),)
     positions = fields.count("n_positions", "max_position_embeddings", "n_ctx", kind="vocab", default=1024)
     base.max_positions = positions
     layer = base.layer(
@@ -91,7 +87,7 @@ def gpt2(fields: Fields) -> ModelSpec:
 def gptj(fields: Fields) -> ModelSpec:
     """GPT-J: one norm per layer, attention and MLP side by side, a head with bias."""
     base = _Gpt(fields)
-    base.token_table, base.final_norm = "wte", (_ln("ln_f", base.hidden),)
+    base.token_table, base.final_norm = "wte", (layer_norm("ln_f", base.hidden),)
     layer = base.layer(
         base.attention(prefix="attn", o_name="out_proj"),
         ("mlp.fc_in", "mlp.fc_out"),
@@ -107,7 +103,7 @@ def gptj(fields: Fields) -> ModelSpec:
 def gpt_neo(fields: Fields) -> ModelSpec:
     """GPT-Neo: global and local layers in turn. Local layers still compute the full matrix, then mask it."""
     base = _Gpt(fields)
-    base.token_table, base.final_norm = "wte", (_ln("ln_f", base.hidden),)
+    base.token_table, base.final_norm = "wte", (layer_norm("ln_f", base.hidden),)
     positions = fields.count("max_position_embeddings", kind="vocab", default=2048)
     inner = base.inner("intermediate_size")
     window = fields.count("window_size", kind="window", default=256)
@@ -167,7 +163,7 @@ def _neo_pattern(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 def gpt_neox(fields: Fields) -> ModelSpec:
     """GPT-NeoX and Pythia: fused qkv, attention and MLP side by side, partial rotary."""
     base = _Gpt(fields)
-    base.token_table, base.final_norm = "embed_in", (_ln("final_layer_norm", base.hidden),)
+    base.token_table, base.final_norm = "embed_in", (layer_norm("final_layer_norm", base.hidden),)
     layer = base.layer(
         base.fused("attention", fields.flag("attention_bias", True)),
         ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
@@ -185,7 +181,7 @@ def bloom(fields: Fields) -> ModelSpec:
     """BLOOM: ALiBi instead of positions, a norm after the embedding."""
     base = _Gpt(fields)
     base.token_table = "word_embeddings"
-    base.final_norm = (_ln("word_embeddings_layernorm", base.hidden), _ln("ln_f", base.hidden))
+    base.final_norm = (layer_norm("word_embeddings_layernorm", base.hidden), layer_norm("ln_f", base.hidden))
     layer = base.layer(
         base.fused("self_attention"),
         ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
@@ -205,7 +201,7 @@ def opt(fields: Fields) -> ModelSpec:
     bias = fields.flag("enable_bias", True)
     weight = fields.flag("layer_norm_elementwise_affine", True)
     last = fields.flag("do_layer_norm_before", True) and not fields.flag("_remove_final_layer_norm", False)
-    base.final_norm = (_ln("final_layer_norm", base.hidden, weight),) if last else ()
+    base.final_norm = (layer_norm("final_layer_norm", base.hidden, affine=weight),) if last else ()
     layer = base.layer(
         base.attention(bias, bias, o_name="out_proj"),
         ("fc1", "fc2"),
@@ -216,7 +212,7 @@ def opt(fields: Fields) -> ModelSpec:
         path="model.decoder.layers",
         rotary=False,
     )
-    norms = tuple(_ln(name, base.hidden, weight) for name in ("self_attn_layer_norm", "final_layer_norm"))
+    norms = tuple(layer_norm(name, base.hidden, affine=weight) for name in ("self_attn_layer_norm", "final_layer_norm"))
     outer = (
         linear("project_out", "other", base.hidden, narrow),
         linear("project_in", "other", narrow, base.hidden),
@@ -235,7 +231,7 @@ def falcon(fields: Fields) -> ModelSpec:
     """Falcon: fused qkv with one shared key/value head (7B) or groups (40B); `FalconLinear` is an nn.Linear for PEFT
     and none for bitsandbytes."""
     base = _Gpt(fields)
-    base.token_table, base.final_norm = "word_embeddings", (_ln("ln_f", base.hidden),)
+    base.token_table, base.final_norm = "word_embeddings", (layer_norm("ln_f", base.hidden),)
     bias = fields.flag("bias", False)
     new = fields.flag("new_decoder_architecture", False)
     parallel = fields.flag("parallel_attn", True)

@@ -4,28 +4,20 @@ from dataclasses import replace
 
 from planner.models.adapters import llama_like
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import linear, norm, seeing_ahead
-from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+from planner.models.adapters.parts import layer_norm, linear, seeing_ahead
+from planner.models.eyes.siglip import siglip_layer
+from planner.models.eyes.tower import idle
+from planner.models.spec import LayerSpec, ModelSpec
 
 _TEXT = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "vocab_size": 262208,
-}
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "vocab_size": 262208,
+}  # fmt: skip
 _SIGLIP = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-}  # class defaults of transformers 5.23
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_channels": 3, "image_size": 224, "patch_size": 16,
+}  # fmt: skip
+"""Class defaults of transformers 5.23."""
 
 
 def build(fields: Fields) -> ModelSpec:
@@ -55,18 +47,7 @@ def _siglip(vision: Fields) -> tuple[tuple[tuple[LayerSpec, int], ...], int]:
     channels = vision.count("num_channels")
     patch = vision.count("patch_size")
     image = vision.count("image_size")
-    layer = LayerSpec(
-        kind="vision",
-        linears=(
-            *(linear(f"self_attn.{name}_proj", "other", width, width, True) for name in ("k", "v", "q", "out")),
-            linear("mlp.fc1", "other", width, inner, True),
-            linear("mlp.fc2", "other", inner, width, True),
-        ),
-        norms=(_ln("layer_norm1", width), _ln("layer_norm2", width)),
-        attention=None,
-        mlp=None,
-        path="model.vision_tower.encoder.layers",
-    )
+    layer = idle(siglip_layer(width, inner, "model.vision_tower.encoder.layers"))
     patches = (image // patch) ** 2
     other = width * channels * patch * patch + width  # the patch convolution
     other += patches * width  # position table
@@ -76,23 +57,9 @@ def _siglip(vision: Fields) -> tuple[tuple[tuple[LayerSpec, int], ...], int]:
     # The pooling head: a probe, torch's multi-head attention (bare in_proj, a linear out_proj), a norm and an MLP.
     head = LayerSpec(
         kind="vision-head",
-        linears=_head_linears(width, inner),
-        norms=(_ln("layernorm", width),),
-        attention=None,
-        mlp=None,
+        linears=(linear("attention.out_proj", "other", width, width, True), *layer.linears[-2:]),
+        norms=(layer_norm("layernorm", width),),
         num_other_params=width + 3 * width * width + 3 * width,
         path="model.vision_tower.head",
     )
     return ((layer, num_layers), (head, 1)), other
-
-
-def _head_linears(width: int, inner: int) -> tuple[LinearSpec, ...]:
-    return (
-        linear("attention.out_proj", "other", width, width, True),
-        linear("mlp.fc1", "other", width, inner, True),
-        linear("mlp.fc2", "other", inner, width, True),
-    )
-
-
-def _ln(name: str, size: int) -> NormSpec:
-    return norm(name, size, "layer", bias=True)

@@ -12,33 +12,20 @@ from dataclasses import replace
 
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import Decoder, gated, gated_mlp, linear, norm
+from planner.models.adapters.parts import SANDWICH, Decoder, gated, gated_mlp, linear, norm
 from planner.models.eyes.mobilenet import NUM_PARAMS, embedder
-from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
 
 _TEXT = {
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 35,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 262400,
-    "max_position_embeddings": 32768,
-}
+    "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 262400, "max_position_embeddings": 32768,
+}  # fmt: skip
 _AUDIO = {"hidden_size": 1536, "conf_num_hidden_layers": 12, "conf_num_attention_heads": 8, "conf_conv_kernel_size": 5}
 """Defaults of transformers' classes."""
 _TYPES = ("sliding_attention", "full_attention")
 _SPARSE_LAYERS = 10
 """Layers whose MLP keeps the largest 5 %, by default of more layers than that."""
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-    "altup.router_norm",
-    "laurel.post_laurel_norm",
-    "post_per_layer_input_norm",
-)
+_NORMS = (*SANDWICH, "altup.router_norm", "laurel.post_laurel_norm", "post_per_layer_input_norm")
 _AUDIO_NORMS = 9
 """Of a layer that hears, as wide as it: two around each of its MLPs and its attention, two of its convolution, a last.
 """
@@ -124,8 +111,7 @@ class _Text(Decoder):
         norms = [norm("self_attn.q_norm", self.head_dim, rows=self.num_heads)]
         if not shared:
             norms.append(norm("self_attn.k_norm", self.head_dim, rows=self.num_kv))
-            values = norm("self_attn.v_norm", self.head_dim, rows=self.num_kv)
-            norms.append(replace(values, weight=False))
+            norms.append(norm("self_attn.v_norm", self.head_dim, rows=self.num_kv, weight=False))
         kept = ("q", "o") if shared else ("q", "k", "v", "o")
         return LayerSpec(
             kind="full" if full else f"sliding-{self.window}",
@@ -193,9 +179,7 @@ def _audio_tower(audio: Fields) -> list[tuple[LayerSpec, int]]:
             linear("lconv1d.linear_start", "other", width, 2 * width),
             linear("lconv1d.linear_end", "other", width, width),
         ),
-        norms=tuple(NormSpec(name=f"norm_{index}", kind="rms", size=width) for index in range(_AUDIO_NORMS)),
-        attention=None,
-        mlp=None,
+        norms=tuple(norm(f"norm_{index}", width) for index in range(_AUDIO_NORMS)),
         num_other_params=width // heads + width * audio.count("conf_conv_kernel_size"),  # a scale, a convolution
         path=f"{path}.conformer",
     )
@@ -207,9 +191,6 @@ def _audio_tower(audio: Fields) -> list[tuple[LayerSpec, int]]:
     convolutions = LayerSpec(
         kind="idle-part",
         linears=(linear("input_proj_linear", "other", bins // 4 * second, width),),
-        norms=(),
-        attention=None,
-        mlp=None,
         num_other_params=9 * first + first + 9 * first * second + second,  # two of 3 x 3 with their norms
         path=f"{path}.subsample_conv_projection",
     )

@@ -9,24 +9,25 @@ from dataclasses import replace
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
-from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm, seeing_ahead
-from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from planner.models.adapters.parts import (
+    SANDWICH,
+    Decoder,
+    Experts,
+    expert_stack,
+    gated,
+    gated_mlp,
+    linear,
+    norm,
+    seeing_ahead,
+)
+from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 _TEXT = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 262144,
-}  # class defaults of transformers 5.23
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 262144,
+}  # fmt: skip
+"""Class defaults of transformers 5.23."""
 _TYPES = ("sliding_attention", "full_attention")
-_SANDWICH = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 
 
 def build(fields: Fields) -> ModelSpec:
@@ -125,13 +126,11 @@ class _Text(Decoder):
         """One kind of layer: global or local, with its own keys and values or with another layer's."""
         full, shared, head_dim, num_kv = key
         intermediate = self.intermediate * (2 if self.double_wide and shared else 1)
-        norms = [norm(name, self.hidden) for name in _SANDWICH]
+        norms = [norm(name, self.hidden) for name in SANDWICH]
         norms.append(norm("self_attn.q_norm", head_dim, rows=self.num_heads))
         if not shared:
             norms.append(norm("self_attn.k_norm", head_dim, rows=num_kv))
-            norms.append(
-                NormSpec(name="self_attn.v_norm", kind="rms", size=head_dim, weight=False, rows_per_token=num_kv)
-            )
+            norms.append(norm("self_attn.v_norm", head_dim, rows=num_kv, weight=False))
         linears = [*self._attention(full, shared, head_dim, num_kv), *gated_mlp(self.hidden, intermediate)]
         if self.per_layer:
             linears.append(linear("per_layer_input_gate", "other", self.hidden, self.per_layer))
@@ -165,7 +164,7 @@ class _Text(Decoder):
             norms=(
                 *layer.norms,
                 *(norm(name, self.hidden) for name in names),
-                NormSpec(name="router.norm", kind="rms", size=self.hidden, weight=False),
+                norm("router.norm", self.hidden, weight=False),
             ),
             mlp=MlpSpec(
                 kind="moe",

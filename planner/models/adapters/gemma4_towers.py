@@ -6,68 +6,43 @@ inner one, a target named "q_proj" would find the wrapper, which PEFT refuses.
 
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import linear, norm
+from planner.models.eyes.gemma4 import vision_layer
+from planner.models.eyes.tower import idle
 from planner.models.spec import LayerSpec, LinearSpec
 
 _VISION = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "patch_size": 16,
-    "position_embedding_size": 10240,
-}
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16, "position_embedding_size": 10240,
+}  # fmt: skip
 _AUDIO = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "conv_kernel_size": 5,
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "conv_kernel_size": 5,
     "output_proj_dims": 1536,
-}  # class defaults of transformers 5.23
+}  # fmt: skip
+"""Class defaults of transformers 5.23."""
 
 Tower = tuple[list[tuple[LayerSpec, int]], int]
 
 
 def _part(path: str, *linears: LinearSpec) -> tuple[LayerSpec, int]:
     """Matrices of a tower that stand outside its layers."""
-    return LayerSpec(kind="idle-part", linears=linears, norms=(), attention=None, mlp=None, path=path), 1
+    return LayerSpec(kind="idle-part", linears=linears, path=path), 1
 
 
 def vision_tower(given: Fields, text_width: int) -> Tower:
     """The vision tower and its embedder; the second value counts parameters outside its layers and matrices."""
     vision = Fields({**_VISION, **given.raw}, given.where)
-    width = vision.count("hidden_size")
-    inner = vision.count("intermediate_size", kind="intermediate")
-    num_heads = vision.count("num_attention_heads", kind="heads")
-    num_kv = vision.count("num_key_value_heads", kind="heads")
-    head_dim = vision.count("head_dim")
-    patch = vision.count("patch_size")
-    bias = vision.flag("attention_bias", False)
-    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    layer = LayerSpec(
-        kind="vision",
-        linears=(
-            linear("self_attn.q_proj.linear", "other", width, num_heads * head_dim, bias),
-            linear("self_attn.k_proj.linear", "other", width, num_kv * head_dim, bias),
-            linear("self_attn.v_proj.linear", "other", width, num_kv * head_dim, bias),
-            linear("self_attn.o_proj.linear", "other", num_heads * head_dim, width, bias),
-            linear("mlp.gate_proj.linear", "other", width, inner),
-            linear("mlp.up_proj.linear", "other", width, inner),
-            linear("mlp.down_proj.linear", "other", inner, width),
-        ),
-        norms=(
-            *(norm(name, width) for name in norms),
-            norm("self_attn.q_norm", head_dim, rows=num_heads),
-            norm("self_attn.k_norm", head_dim, rows=num_kv),
-        ),
-        attention=None,
-        mlp=None,
-        path="model.vision_tower.encoder.layers",
+    width, patch = vision.count("hidden_size"), vision.count("patch_size")
+    layer = vision_layer(
+        width,
+        vision.count("intermediate_size", kind="intermediate"),
+        vision.count("head_dim"),
+        vision.count("num_attention_heads", kind="heads"),
+        vision.count("num_key_value_heads", kind="heads"),
+        bias=vision.flag("attention_bias", False),
     )
     positions = 2 * vision.count("position_embedding_size", kind="vocab") * width
     return [
-        (layer, vision.count("num_hidden_layers", kind="layers")),
+        (idle(layer), vision.count("num_hidden_layers", kind="layers")),
         _part("model.vision_tower.patch_embedder", linear("input_proj", "other", 3 * patch * patch, width)),
         _part("model.embed_vision", linear("embedding_projection", "other", width, text_width)),
     ], positions
@@ -127,8 +102,6 @@ def _conformer_layer(width: int, num_other_params: int) -> LayerSpec:
             linear("lconv1d.linear_end.linear", "other", width, width),
         ),
         norms=tuple(norm(name, width) for name in _CONFORMER_NORMS),
-        attention=None,
-        mlp=None,
         num_other_params=num_other_params,
         path="model.audio_tower.layers",
     )

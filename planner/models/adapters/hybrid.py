@@ -1,6 +1,8 @@
 """Qwen3-Next and Qwen3.5: gated delta-rule layers with one softmax layer in four, dense or sparse MLP."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.moe import Mixture
@@ -8,52 +10,53 @@ from planner.models.adapters.parts import linear, norm
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
 
 _TYPES = ("linear_attention", "full_attention")
-_BUILT = {
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}
-
 _TEXT = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 248320,
-}
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 248320,
+}  # fmt: skip
 _MOE_TEXT = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "num_experts": 256,
-    "vocab_size": 248320,
-}  # class defaults of transformers 5.23
+    "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "num_experts": 256, "vocab_size": 248320,
+}  # fmt: skip
+"""Class defaults of transformers 5.23."""
+
+
+class _Family(NamedTuple):
+    """A type: the class that is built, the defaults of its `text_config` (None: it has none), whether every layer routes
+    to experts (None: its fields say which), and how many of them a token passes by default."""
+
+    built: str
+    nested: Mapping[str, int] | None = None
+    sparse: bool | None = False
+    active: int = 8
+
+
+_NEXT = _Family("Qwen3NextForCausalLM", sparse=None, active=10)
+_FAMILIES = {
+    "qwen3_next": _NEXT,
+    "qwen3_5": _Family("Qwen3_5ForCausalLM", _TEXT),
+    "qwen3_5_text": _Family("Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": _Family("Qwen3_5MoeForCausalLM", _MOE_TEXT, sparse=True),
+    "qwen3_5_moe_text": _Family("Qwen3_5MoeForCausalLM", sparse=True),
+}
 
 
 def build(fields: Fields) -> ModelSpec:
     """The text trunk: `AutoModelForCausalLM` builds no vision tower and no multi-token-prediction layer."""
-    model_type = fields.text("model_type")
-    text = (
-        fields
-        if model_type == "qwen3_next" or model_type.endswith("_text")
-        else fields.sub("text_config", _MOE_TEXT if "moe" in model_type else _TEXT)
-    )
+    family = _FAMILIES[fields.text("model_type")]
+    text = fields if family.nested is None else fields.sub("text_config", family.nested)
     base = Mixture(text, head_dim=256)
-    moe = _sparse(base, model_type)
+    moe = base.sparse_layers() if family.sparse is None else (family.sparse,) * base.num_layers
     dense = 0 if all(moe) else text.count("intermediate_size", kind="intermediate")
     if any(moe):
-        experts = base.experts("num_experts", default_active=10 if "next" in model_type else 8, default_inner=512)
+        experts = base.experts("num_experts", default_active=family.active, default_inner=512)
         shared = text.count("shared_expert_intermediate_size", kind="intermediate", default=512)
     delta = _Delta(text)
     fraction = text.rotary_fraction(0.25)
 
     def layer(key: tuple[bool, bool]) -> LayerSpec:
         softmax, is_moe = key
-        mixer = _gated_softmax(base) if softmax else delta.linears(base.hidden, model_type)
+        mixer = _gated_softmax(base) if softmax else delta.linears(base.hidden, fused=family is _NEXT)
         linears, mlp = base.qwen_routed(experts, shared) if is_moe else base.dense(dense)
         return LayerSpec(
             kind=("full" if softmax else "linear-attention") + ("+moe" if is_moe else ""),
@@ -65,7 +68,7 @@ def build(fields: Fields) -> ModelSpec:
         )
 
     # A multimodal config ties at its top, as the conditional-generation class would; its text_config decides here.
-    return base.spec(_BUILT[model_type], tuple(zip(_full(base), moe, strict=True)), layer)
+    return base.spec(family.built, tuple(zip(_full(base), moe, strict=True)), layer)
 
 
 def _full(base: Mixture) -> list[bool]:
@@ -75,13 +78,6 @@ def _full(base: Mixture) -> list[bool]:
     if types is not None:
         return [one == "full_attention" for one in types]
     return [(index + 1) % interval == 0 for index in range(base.num_layers)]
-
-
-def _sparse(base: Mixture, model_type: str) -> tuple[bool, ...]:
-    """Which layers route to experts."""
-    if model_type == "qwen3_next":
-        return base.sparse_layers()
-    return ("moe" in model_type,) * base.num_layers
 
 
 def _gated_softmax(base: Mixture) -> tuple[LinearSpec, ...]:
@@ -104,10 +100,10 @@ class _Delta:
         self.key_dim = self.key_heads * self.key_head
         self.value_dim = self.value_heads * self.value_head
 
-    def linears(self, hidden: int, model_type: str) -> tuple[LinearSpec, ...]:
+    def linears(self, hidden: int, *, fused: bool) -> tuple[LinearSpec, ...]:
         """Qwen3-Next fuses q, k, v, z and the two gates; Qwen3.5 splits them. The gates are too narrow to be called
         attention projections (role "other")."""
-        if model_type == "qwen3_next":
+        if fused:
             inputs: tuple[LinearSpec, ...] = (
                 linear("linear_attn.in_proj_qkvz", "mixer", hidden, 2 * self.key_dim + 2 * self.value_dim),
                 linear("linear_attn.in_proj_ba", "other", hidden, 2 * self.value_heads),

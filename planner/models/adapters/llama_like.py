@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import Decoder, gated, gated_mlp, linear, norm, plain, plain_mlp
+from planner.models.adapters.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm, plain, plain_mlp
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
 from planner.records import dataclass
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_PRE = ("input_layernorm", "post_attention_layernorm")
-_SANDWICH = (*_PRE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 Windows = tuple[int | None, ...]
 
@@ -48,7 +46,7 @@ class Knobs:
     norm_kind: NormKind = "rms"
     norm_bias: bool = False
     norm_weight: bool = True
-    norms: tuple[str, ...] = _PRE
+    norms: tuple[str, ...] = PRE
     final_norm: str = "norm"
     qk_norm: Literal["head", "full", "per-head"] | None = None
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
@@ -251,7 +249,7 @@ FAMILIES: dict[str, Knobs] = {
         o_bias=False,
         bias_default=True,
         rotary_fraction=0.5,
-        norms=(*_PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        norms=(*PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
         mlp="fused",
     ),
     "gemma": Knobs(
@@ -268,7 +266,7 @@ FAMILIES: dict[str, Knobs] = {
         kv_heads=4,
         head_dim=256,
         bias="attention_bias",
-        norms=_SANDWICH,
+        norms=SANDWICH,
         windows=lambda fields, num_layers: window_by_layer_types(
             fields, num_layers, lambda index: index % 2 == 1, 4096
         ),
@@ -282,7 +280,7 @@ FAMILIES: dict[str, Knobs] = {
         kv_heads=4,
         head_dim=256,
         bias="attention_bias",
-        norms=_SANDWICH,
+        norms=SANDWICH,
         qk_norm="head",
         windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 6),
         activation=("hidden_activation",),

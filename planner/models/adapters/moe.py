@@ -7,7 +7,7 @@ bare weight too: neither PEFT's "all-linear" nor bitsandbytes touches them.
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.llama_like import layer_kind, window_by_layer_types, window_everywhere, window_qwen
-from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
+from planner.models.adapters.parts import PRE, Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
 
 
@@ -106,7 +106,6 @@ def mixtral(fields: Fields) -> ModelSpec:
     experts = base.experts("num_local_experts", inner="intermediate_size", default_active=2)
     bias = phimoe and fields.flag("attention_bias", False)
     kind: NormKind = "layer" if phimoe else "rms"
-    names = ("input_layernorm", "post_attention_layernorm")
     router = base.router("mlp.router" if phimoe else "mlp.gate", experts, is_linear=phimoe)
     linears, mlp = base.routed(experts, router)
     base.final_norm = (norm("norm", base.hidden, kind, phimoe),)
@@ -115,7 +114,7 @@ def mixtral(fields: Fields) -> ModelSpec:
         return LayerSpec(
             kind=f"{layer_kind(window)}+moe",
             linears=base.attention(bias, bias) + linears,
-            norms=tuple(norm(name, base.hidden, kind, phimoe) for name in names),
+            norms=tuple(norm(name, base.hidden, kind, phimoe) for name in PRE),
             attention=base.softmax(window),
             mlp=mlp,
         )
@@ -227,15 +226,9 @@ def glm4_moe(fields: Fields) -> ModelSpec:
 
 
 LLAMA4_TEXT = {
-    "hidden_size": 5120,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 8192,
-    "num_local_experts": 16,
-    "vocab_size": 202048,
-}
+    "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 8192, "num_local_experts": 16, "vocab_size": 202048,
+}  # fmt: skip
 """Class defaults of transformers 5.23's Llama4TextConfig."""
 
 

@@ -19,6 +19,10 @@ from planner.models.spec import (
     Role,
 )
 
+PRE = ("input_layernorm", "post_attention_layernorm")
+SANDWICH = (*PRE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+"""Names of a layer's norms: in front of attention and MLP, or on both sides of each."""
+
 
 def linear(
     name: str,
@@ -43,9 +47,16 @@ def linear(
     )
 
 
-def norm(name: str, size: int, kind: NormKind = "rms", bias: bool = False, rows: int = 1) -> NormSpec:
+def norm(
+    name: str, size: int, kind: NormKind = "rms", bias: bool = False, rows: int = 1, *, weight: bool = True
+) -> NormSpec:
     """One normalisation module."""
-    return NormSpec(name=name, kind=kind, size=size, bias=bias, rows_per_token=rows)
+    return NormSpec(name=name, kind=kind, size=size, bias=bias, weight=weight, rows_per_token=rows)
+
+
+def layer_norm(name: str, size: int, *, affine: bool = True) -> NormSpec:
+    """A LayerNorm with weight and bias, or with neither."""
+    return norm(name, size, "layer", affine, weight=affine)
 
 
 def seeing_ahead(layer: LayerSpec) -> LayerSpec:
@@ -172,7 +183,7 @@ class Decoder:
 
     def norms(self) -> tuple[NormSpec, ...]:
         """The two RMS norms of a layer."""
-        return (norm("input_layernorm", self.hidden), norm("post_attention_layernorm", self.hidden))
+        return tuple(norm(name, self.hidden) for name in PRE)
 
     def attention(self, bias: bool = False, o_bias: bool = False, **names: str) -> tuple[LinearSpec, ...]:
         """q, k, v, o as four matrices."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import Decoder, linear, norm, plain, plain_mlp
-from planner.models.spec import EmbeddingSpec, FrontEnd, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from planner.models.adapters.parts import Decoder, layer_norm, linear, plain, plain_mlp
+from planner.models.spec import EmbeddingSpec, FrontEnd, LayerSpec, LinearSpec, ModelSpec
 
 _KERNEL = 3
 
@@ -44,7 +44,7 @@ class _Half(Decoder):
         return LayerSpec(
             kind=self.side,
             linears=linears + plain_mlp(self.hidden, self.inner, ("fc1", "fc2"), True),
-            norms=tuple(_layer_norm(name, self.hidden) for name in names),
+            norms=tuple(layer_norm(name, self.hidden) for name in names),
             attention=self.softmax(rotary=False, causal=decodes),
             cross_attention=cross if decodes else None,
             mlp=plain(self.inner, self.activation),
@@ -61,7 +61,7 @@ def build(fields: Fields) -> ModelSpec:
     hidden, mels = decoder.hidden, fields.count("num_mel_bins", kind="heads", default=80)
     clip = fields.count("max_source_positions", kind="position", default=1500)
     decoder.max_positions = fields.count("max_target_positions", kind="position", default=448)
-    decoder.final_norm = tuple(_layer_norm(f"{side}.layer_norm", hidden) for side in ("encoder", "decoder"))
+    decoder.final_norm = tuple(layer_norm(f"{side}.layer_norm", hidden) for side in ("encoder", "decoder"))
     halves = {half.side: half.layer(clip) for half in (encoder, decoder)}
     order = ["encoder"] * encoder.num_layers + ["decoder"] * decoder.num_layers
     spec = decoder.spec(
@@ -79,7 +79,3 @@ def build(fields: Fields) -> ModelSpec:
     )
     assert spec.head is not None
     return replace(spec, head=replace(spec.head, name="proj_out"))
-
-
-def _layer_norm(name: str, size: int) -> NormSpec:
-    return norm(name, size, "layer", True)

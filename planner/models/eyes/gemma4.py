@@ -6,9 +6,9 @@ from math import sqrt
 from typing import Any
 
 from planner.errors import SetupError
-from planner.models.adapters.parts import linear, norm
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.adapters.parts import SANDWICH, gated, linear, norm
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, tower_model
+from planner.models.spec import LayerSpec, ModelSpec, Role
 
 DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12, "head_dim": 64,
@@ -25,14 +25,8 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     patches = field["default_output_length"] * square**2
     rows, columns = squares(width, height, field["patch_size"], square, patches)
     tokens = rows * columns
-    joint = LayerSpec(
-        kind="projector",
-        linears=(linear("embedding_projection", "other", hidden, model.hidden_size),),
-        norms=(NormSpec(name="embedding_pre_projection_norm", kind="rms", size=hidden, weight=False),),
-        attention=None,
-        mlp=None,
-        path="model.embed_vision",
-    )
+    before = norm("embedding_pre_projection_norm", hidden, weight=False)
+    joint = one_matrix("model.embed_vision", "embedding_projection", hidden, model.hidden_size, norm=before)
     layer = _layer(field, padded=tokens * square**2 < patches)
     return Tower(
         model=tower_model(model, hidden, (layer,), (0,) * field["num_hidden_layers"]),
@@ -68,22 +62,29 @@ def squares(width: int, height: int, patch: int, square: int, patches: int) -> t
 def _layer(field: Mapping[str, Any], *, padded: bool) -> LayerSpec:
     hidden, inner, head = field["hidden_size"], field["intermediate_size"], field["head_dim"]
     heads, kv_heads = field["num_attention_heads"], field["num_key_value_heads"]
+    layer = vision_layer(hidden, inner, head, heads, kv_heads)
+    return replace(
+        layer,
+        norms=(*layer.norms, norm("self_attn.v_norm", head, rows=kv_heads, weight=False)),
+        attention=replace(attention(heads, hidden, rotary=True), num_kv_heads=kv_heads, padded=padded),
+        mlp=gated(inner, field["hidden_activation"]),
+    )
+
+
+def vision_layer(hidden: int, inner: int, head: int, heads: int, kv_heads: int, *, bias: bool = False) -> LayerSpec:
+    """The matrices and norms of one layer: every matrix lies in a wrapper that clips."""
     roles: tuple[tuple[Role, int], ...] = (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return LayerSpec(
         kind="vision",
         linears=(
-            *(linear(f"self_attn.{role}_proj.linear", role, hidden, num * head) for role, num in roles),
-            linear("self_attn.o_proj.linear", "o", heads * head, hidden),
+            *(linear(f"self_attn.{role}_proj.linear", role, hidden, num * head, bias) for role, num in roles),
+            linear("self_attn.o_proj.linear", "o", heads * head, hidden, bias),
             *mlp(tuple(f"mlp.{name}_proj.linear" for name in ("gate", "up", "down")), hidden, inner, bias=False),
         ),
         norms=(
-            *(norm(name, hidden) for name in names),
+            *(norm(name, hidden) for name in SANDWICH),
             norm("self_attn.q_norm", head, rows=heads),
             norm("self_attn.k_norm", head, rows=kv_heads),
-            NormSpec(name="self_attn.v_norm", kind="rms", size=head, weight=False, rows_per_token=kv_heads),
         ),
-        attention=replace(attention(heads, hidden, rotary=True), num_kv_heads=kv_heads, padded=padded),
-        mlp=MlpSpec(kind="gated", intermediate_size=inner, activation=field["hidden_activation"]),
         path="model.vision_tower.encoder.layers",
     )

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.models.adapters.parts import linear
-from planner.models.eyes.siglip import layer_norm
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, Role
+from planner.models.adapters.parts import layer_norm, linear, plain
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, tower_model
+from planner.models.spec import LayerSpec, ModelSpec, Role
 
 DEFAULTS = {
     "hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
@@ -31,14 +30,7 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     layer = _layer(field, "model.vision_model.transformer.layers")
     gated = replace(layer, num_other_params=2, path="model.vision_model.global_transformer.layers")
     wide = field["vision_output_dim"]
-    joint = LayerSpec(
-        kind="projector",
-        linears=(linear("multi_modal_projector", "other", wide, model.hidden_size, True),),
-        norms=(),
-        attention=None,
-        mlp=None,
-        path="model",
-    )
+    joint = one_matrix("model", "multi_modal_projector", wide, model.hidden_size, bias=True)
     aspects = sum(tiles // columns for columns in range(1, tiles + 1)) + 1
     tables = aspects * tiles * hidden
     norms = (layer_norm("layernorm_post", hidden),)
@@ -88,6 +80,6 @@ def _layer(field: Mapping[str, Any], path: str) -> LayerSpec:
         ),
         norms=tuple(layer_norm(name, hidden) for name in ("input_layernorm", "post_attention_layernorm")),
         attention=replace(attention(field["attention_heads"], hidden), padded=True, adds_mask=True),
-        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation=field["hidden_act"]),
+        mlp=plain(inner, field["hidden_act"]),
         path=path,
     )

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planner.errors import SetupError
-from planner.models.adapters.parts import linear
+from planner.models.adapters.parts import linear, norm
 from planner.models.eyes.tower import Projector, Tower, tower_model
-from planner.models.spec import LayerSpec, ModelSpec, NormSpec
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.records import dataclass
 
 ARCHITECTURE = "mobilenetv5_300m_enc"
@@ -243,10 +243,8 @@ def embedder(width: int, text: int) -> LayerSpec:
         kind="projector",
         linears=(linear("embedding_projection", "other", width, text),),
         norms=(
-            NormSpec(name="soft_embedding_norm", kind="rms", size=width),
-            NormSpec(name="embedding_post_projection_norm", kind="rms", size=text, weight=False),
+            norm("soft_embedding_norm", width),
+            norm("embedding_post_projection_norm", text, weight=False),
         ),
-        attention=None,
-        mlp=None,
         path="model.embed_vision",
     )

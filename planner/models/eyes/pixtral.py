@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from math import ceil, floor
 from typing import Any
 
-from planner.models.adapters.parts import linear
+from planner.models.adapters.parts import gated, linear, norm, plain
 from planner.models.eyes.tower import Projector, Tower, attention, mlp, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.spec import LayerSpec, ModelSpec, Role
 
 _PIXTRAL = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -23,7 +23,7 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     merge, patch, hidden = int(model.config.get("spatial_merge_size", 2)), field["patch_size"], field["hidden_size"]
     rows, columns = rows_and_columns(width, height, merge * patch, field["image_size"])
     patches = rows * columns * merge**2
-    first = NormSpec(name="ln_pre", kind="rms", size=hidden)
+    first = norm("ln_pre", hidden)
     return Tower(
         model=tower_model(model, hidden, (_layer(field),), (0,) * field["num_hidden_layers"], (first,)),
         grid=(rows * merge, columns * merge),
@@ -56,9 +56,9 @@ def _layer(field: Mapping[str, Any]) -> LayerSpec:
             *mlp(tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")), hidden, inner, bias=False),
             *(linear(f"attention.{role}_proj", role, hidden, hidden) for role in roles),
         ),
-        norms=tuple(NormSpec(name=name, kind="rms", size=hidden) for name in ("attention_norm", "ffn_norm")),
+        norms=tuple(norm(name, hidden) for name in ("attention_norm", "ffn_norm")),
         attention=attention(field["num_attention_heads"], hidden, rotary=True),
-        mlp=MlpSpec(kind="gated", intermediate_size=inner, activation=field["hidden_act"]),
+        mlp=gated(inner, field["hidden_act"]),
         path="model.vision_tower.transformer.layers",
     )
 
@@ -73,8 +73,7 @@ def _projector(model: ModelSpec, hidden: int, merged: int) -> LayerSpec:
             linear("linear_1", "up", hidden, text, bias),
             linear("linear_2", "down", text, text, bias),
         ),
-        norms=(NormSpec(name="norm", kind="rms", size=hidden, rows_per_token=merged),),
-        attention=None,
-        mlp=MlpSpec(kind="plain", intermediate_size=text, activation="gelu"),
+        norms=(norm("norm", hidden, rows=merged),),
+        mlp=plain(text, "gelu"),
         path="model.multi_modal_projector",
     )

@@ -6,9 +6,9 @@ from math import floor, sqrt
 from typing import Any
 
 from planner.errors import SetupError
-from planner.models.adapters.parts import linear
+from planner.models.adapters.parts import gated, layer_norm, linear, norm, plain
 from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+from planner.models.spec import LayerSpec, ModelSpec, NormSpec
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
 def _layer(family: str, field: Mapping[str, Any]) -> LayerSpec:
     hidden, inner = field["hidden_size"], field["intermediate_size"]
     names = _MLPS[family]
-    gated = len(names) == 3
+    rms = len(names) == 3
     return LayerSpec(
         kind="vision",
         linears=(
@@ -78,17 +78,16 @@ def _layer(family: str, field: Mapping[str, Any]) -> LayerSpec:
             linear("attn.proj", "o", hidden, hidden, True),
             *mlp(tuple(f"mlp.{name}" for name in names), hidden, inner),
         ),
-        norms=tuple(_norm(name, hidden, gated=gated) for name in ("norm1", "norm2")),
+        norms=tuple(_norm(name, hidden, rms=rms) for name in ("norm1", "norm2")),
         attention=attention(field["num_heads"], hidden, rotary=True),
-        mlp=MlpSpec(kind="gated" if gated else "plain", intermediate_size=inner, activation=field["hidden_act"]),
+        mlp=(gated if rms else plain)(inner, field["hidden_act"]),
         path="model.visual.blocks",
     )
 
 
-def _norm(name: str, size: int, *, gated: bool, rows: int = 1) -> NormSpec:
+def _norm(name: str, size: int, *, rms: bool, rows: int = 1) -> NormSpec:
     """RMSNorm where the MLP is gated (Qwen2.5-VL)."""
-    kind: NormKind = "rms" if gated else "layer"
-    return NormSpec(name=name, kind=kind, size=size, bias=not gated, rows_per_token=rows)
+    return norm(name, size, "rms" if rms else "layer", not rms, rows)
 
 
 def _mergers(family: str, field: Mapping[str, Any], tokens: int) -> tuple[Projector, ...]:
@@ -97,11 +96,11 @@ def _mergers(family: str, field: Mapping[str, Any], tokens: int) -> tuple[Projec
     wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
     third = family in ("qwen3_vl", "qwen3_5")
     names = ("linear_fc1", "linear_fc2") if third else ("mlp.0", "mlp.2")
-    norm = _norm("norm" if third else "ln_q", field["hidden_size"], gated=len(_MLPS[family]) == 3, rows=merged)
-    found = [Projector(layer=projector("model.visual.merger", names, norm, wide, out), tokens=tokens)]
+    first = _norm("norm" if third else "ln_q", field["hidden_size"], rms=len(_MLPS[family]) == 3, rows=merged)
+    found = [Projector(layer=projector("model.visual.merger", names, first, wide, out), tokens=tokens)]
     deep = len(field.get("deepstack_visual_indexes", ())) if family == "qwen3_vl" else 0
     if deep:
-        after = NormSpec(name="norm", kind="layer", size=wide, bias=True)
+        after = layer_norm("norm", wide)
         further = projector("model.visual.deepstack_merger_list", names, after, wide, out)
         found.append(Projector(layer=further, tokens=tokens, num=deep))
     return tuple(found)

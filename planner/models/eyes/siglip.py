@@ -1,12 +1,13 @@
 """Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3, PaliGemma."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SetupError
-from planner.models.adapters.parts import linear
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.adapters.parts import layer_norm, linear, norm, plain
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, projector, tower_model
+from planner.models.spec import LayerSpec, ModelSpec, Role
 
 LAST_NORM = "post_layernorm"
 CLIP = {
@@ -59,7 +60,7 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
         "mm_input_projection_weight",
         hidden,
         model.hidden_size,
-        norm=NormSpec(name="mm_soft_emb_norm", kind="rms", size=hidden),
+        norm=norm("mm_soft_emb_norm", hidden),
         parameter=True,
     )
     return Tower(
@@ -96,46 +97,27 @@ def frame_shape(field: Mapping[str, Any]) -> tuple[int, int, int]:
     return (3, field["image_size"], field["image_size"])
 
 
-def one_matrix(
-    path: str,
-    name: str,
-    width: int,
-    out: int,
-    *,
-    norm: NormSpec | None = None,
-    bias: bool = False,
-    parameter: bool = False,
-) -> LayerSpec:
-    """A projector of one matrix; `parameter`: a bare one, which PEFT does not adapt."""
-    return LayerSpec(
-        kind="projector",
-        linears=(linear(name, "other", width, out, bias, "parameter" if parameter else "linear"),),
-        norms=() if norm is None else (norm,),
-        attention=None,
-        mlp=None,
-        path=path,
-    )
-
-
 def siglip_model(trunk: ModelSpec, field: Mapping[str, Any], path: str, last_norm: str = "") -> ModelSpec:
     """A tower of layers of CLIP or SigLIP, with a LayerNorm behind them where it has one that is used."""
     hidden, inner = field["hidden_size"], field["intermediate_size"]
+    layer = replace(
+        siglip_layer(hidden, inner, path),
+        attention=attention(field["num_attention_heads"], hidden),
+        mlp=plain(inner, field["hidden_act"]),
+    )
+    outer = (layer_norm(last_norm, hidden),) if last_norm else ()
+    return tower_model(trunk, hidden, (layer,), (0,) * field["num_hidden_layers"], outer)
+
+
+def siglip_layer(hidden: int, inner: int, path: str) -> LayerSpec:
+    """The matrices and norms of one layer."""
     roles: tuple[tuple[str, Role], ...] = (("k", "k"), ("v", "v"), ("q", "q"), ("out", "o"))
-    layer = LayerSpec(
+    return LayerSpec(
         kind="vision",
         linears=(
             *(linear(f"self_attn.{name}_proj", role, hidden, hidden, True) for name, role in roles),
             *mlp(("mlp.fc1", "mlp.fc2"), hidden, inner),
         ),
         norms=tuple(layer_norm(name, hidden) for name in ("layer_norm1", "layer_norm2")),
-        attention=attention(field["num_attention_heads"], hidden),
-        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation=field["hidden_act"]),
         path=path,
     )
-    outer = (layer_norm(last_norm, hidden),) if last_norm else ()
-    return tower_model(trunk, hidden, (layer,), (0,) * field["num_hidden_layers"], outer)
-
-
-def layer_norm(name: str, size: int) -> NormSpec:
-    """A LayerNorm with its bias."""
-    return NormSpec(name=name, kind="layer", size=size, bias=True)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from planner.models.adapters.parts import linear
-from planner.models.eyes.siglip import LAST_NORM, SIGLIP, frame_shape, layer_norm, one_matrix, siglip_model
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
-from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.adapters.parts import layer_norm, linear, norm, plain
+from planner.models.eyes.siglip import LAST_NORM, SIGLIP, frame_shape, siglip_model
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, projector, tower_model
+from planner.models.spec import LayerSpec, ModelSpec, Role
 
 LONGEST_TILES, LARGEST_SIDE = 4, 4096
 """Idefics 3's processor makes the longer side as long as four tiles, in every published preprocessor_config.json."""
@@ -69,8 +69,8 @@ def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     frames = tiles + (tiles > 1)
     scale = round(1 / float(model.config.get("downsample_ratio", 0.5)))
     tokens, wide = side**2 // scale**2, hidden * scale**2
-    norm, text = layer_norm("layer_norm", wide), model.hidden_size
-    joint = projector("model.multi_modal_projector", ("linear_1", "linear_2"), norm, wide, text, inner=text)
+    first, text = layer_norm("layer_norm", wide), model.hidden_size
+    joint = projector("model.multi_modal_projector", ("linear_1", "linear_2"), first, wide, text, inner=text)
     return Tower(
         model=tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"]),
         frames=frames,
@@ -93,12 +93,9 @@ def _intern_layer(field: Mapping[str, Any]) -> LayerSpec:
     hidden, inner, bias = field["hidden_size"], field["intermediate_size"], field["attention_bias"]
     roles: tuple[Role, ...] = ("q", "k", "v")
     rms = field["norm_type"] == "rms_norm"
-    norms = [
-        NormSpec(name=name, kind="rms" if rms else "layer", size=hidden, bias=not rms)
-        for name in ("layernorm_before", "layernorm_after")
-    ]
+    norms = [(norm if rms else layer_norm)(name, hidden) for name in ("layernorm_before", "layernorm_after")]
     if field["use_qk_norm"]:
-        norms += [NormSpec(name=f"attention.{name}_norm", kind="rms", size=hidden) for name in ("q", "k")]
+        norms += [norm(f"attention.{name}_norm", hidden) for name in ("q", "k")]
     return LayerSpec(
         kind="vision",
         linears=(
@@ -108,7 +105,7 @@ def _intern_layer(field: Mapping[str, Any]) -> LayerSpec:
         ),
         norms=tuple(norms),
         attention=attention(field["num_attention_heads"], hidden),
-        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation=field["hidden_act"]),
+        mlp=plain(inner, field["hidden_act"]),
         num_other_params=2 * hidden,
         path="model.vision_tower.encoder.layer",
     )

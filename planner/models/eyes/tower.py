@@ -1,9 +1,10 @@
 """A tower that makes tokens of pictures, as a model of its own with what stands between it and the text."""
 
+from dataclasses import replace
 from math import prod
 
-from planner.models.adapters.parts import linear
-from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
+from planner.models.adapters.parts import linear, plain
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role
 from planner.records import dataclass
 
 FP32_BYTES = 4
@@ -121,10 +122,34 @@ def projector(
         kind="projector",
         linears=(linear(names[0], "up", width, inner, bias), linear(names[1], "down", inner, out, bias)),
         norms=() if norm is None else (norm,),
-        attention=None,
-        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation="gelu"),
+        mlp=plain(inner, "gelu"),
         path=path,
     )
+
+
+def one_matrix(
+    path: str,
+    name: str,
+    width: int,
+    out: int,
+    *,
+    norm: NormSpec | None = None,
+    bias: bool = False,
+    parameter: bool = False,
+) -> LayerSpec:
+    """A projector of one matrix; `parameter`: a bare one, which PEFT does not adapt."""
+    return LayerSpec(
+        kind="projector",
+        linears=(linear(name, "other", width, out, bias, "parameter" if parameter else "linear"),),
+        norms=() if norm is None else (norm,),
+        path=path,
+    )
+
+
+def idle(layer: LayerSpec) -> LayerSpec:
+    """A layer as weights alone: what its matrices do to a text token has no name."""
+    linears = tuple(replace(one, role="other") for one in layer.linears)
+    return replace(layer, linears=linears, attention=None, mlp=None)
 
 
 def tower_model(
