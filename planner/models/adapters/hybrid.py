@@ -22,8 +22,8 @@ _MOE_TEXT = {
 
 
 class _Family(NamedTuple):
-    """A type: the class that is built, the defaults of its `text_config` (None: it has none), whether every layer routes
-    to experts (None: its fields say which), and how many of them a token passes by default."""
+    """A type: the class that is built, the defaults of its `text_config` (None: it has none), whether every layer
+    routes to experts (None: its fields say which), and how many of them a token passes by default."""
 
     built: str
     nested: Mapping[str, int] | None = None
