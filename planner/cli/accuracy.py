@@ -3,21 +3,27 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.cli.output import console, print_json, write_text
+from planner.cli.rivals import compare, markdown
 from planner.errors import EnvironmentProblem, UsageError
-from planner.evidence.measured import MeasuredRow, Quantity
+from planner.evidence.measured import MeasuredRow, Quantity, load_rows, newest_versions
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus
 from planner.install import install_command
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, ProbeFailure
+from planner.predict import predict
 from planner.setup import TrainSetup
-
-if TYPE_CHECKING:
-    from reports.accuracy import AccuracyTable
+from reports.accuracy import AccuracyTable, accuracy_table
+from reports.accuracy_charts import scatter_svg
+from reports.accuracy_terminal import render_accuracy
+from reports.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 
@@ -49,8 +55,6 @@ def accuracy(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
-    from reports.accuracy_terminal import render_accuracy
-    from reports.accuracy_text import accuracy_json
 
     quantities = _quantities(rung, what)
     rows = _rows(group, newest)
@@ -69,8 +73,7 @@ def accuracy(
     render_accuracy(tables, console())
 
 
-def _tables(rows: Sequence[MeasuredRow], rung: str, quantities: Sequence[Quantity]) -> "list[AccuracyTable]":
-    from reports.accuracy import accuracy_table
+def _tables(rows: Sequence[MeasuredRow], rung: str, quantities: Sequence[Quantity]) -> list[AccuracyTable]:
 
     predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
     return [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
@@ -93,7 +96,6 @@ def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
 
 
 def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Path | None) -> None:
-    from planner.cli.rivals import compare, markdown
 
     table = markdown(compare(rows, rivals, _lookup))
     if out is not None:
@@ -102,7 +104,6 @@ def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Pa
 
 
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
-    from planner.evidence.measured import load_rows, newest_versions
 
     rows = load_rows()
     if group is not None:
@@ -114,7 +115,6 @@ def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
 
 
 def _formula() -> Predict:
-    from planner.predict import predict
 
     return predict
 
@@ -145,7 +145,6 @@ def _remembered(predict: Predict) -> Predict:
 
 @cache
 def _model(name: str) -> ModelSpec:
-    from planner.models import catalogue
 
     spec = catalogue.load(name)
     assert spec is not None, name  # the recorded rows name catalogue entries only; a test checks
@@ -154,7 +153,6 @@ def _model(name: str) -> ModelSpec:
 
 @cache
 def _cards() -> dict[str, GpuSpec]:
-    from planner.hardware.gpus import all_gpus
 
     return {card.key: card for card in all_gpus()}
 
@@ -167,16 +165,13 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
 
 
 def _inline(row: MeasuredRow) -> ModelSpec:
-    from planner.models.adapters import spec_from_config
 
     assert row.config is not None
     return spec_from_config(row.config, model_id=row.model_name, source=row.source)
 
 
-def _write(directory: Path, rung: str, tables: Sequence["AccuracyTable"], command: str) -> None:
+def _write(directory: Path, rung: str, tables: Sequence[AccuracyTable], command: str) -> None:
     """The rung's page, and per quantity a CSV of all cases and a scatter plot."""
-    from reports.accuracy_charts import scatter_svg
-    from reports.accuracy_text import accuracy_csv, accuracy_markdown
 
     name = rung.replace("_", "-")
     text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=command)

@@ -27,7 +27,7 @@ CommandLineError: type[Exception] = next(
 
 
 class Command(NamedTuple):
-    """Where a subcommand's function lives; its module is imported only when the command runs (or help is shown)."""
+    """Where a subcommand's function lives; its module is imported only when the command runs or shows its own help."""
 
     module: str
     attribute: str
@@ -66,7 +66,7 @@ GROUPS = {"store": Command("store", "store_app", "Export and import the store of
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:
-    """The application with only the command that `words` start with, or with all of them for help and completion."""
+    """The application with only the command that `words` start with; else with all of them, by name and help alone."""
     app = typer.Typer(
         name="plan",
         help="Plan the fastest fine-tuning setup that fits a GPU.\n\nMain job: plan MODEL --gpu GPU",
@@ -74,16 +74,22 @@ def build_app(words: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_version)
-    wanted = {words[0]} if words and words[0] in {*COMMANDS, *GROUPS} else {*COMMANDS, *GROUPS}
-    for name, command in COMMANDS.items():
-        if name in wanted:
-            function = getattr(import_module(f"planner.cli.{command.module}"), command.attribute)
-            app.command(name, help=command.help)(function)
-    for name, command in GROUPS.items():
-        if name in wanted:
-            group = getattr(import_module(f"planner.cli.{command.module}"), command.attribute)
-            app.add_typer(group, name=name, help=command.help)
+    known = {**COMMANDS, **GROUPS}
+    if not words or words[0] not in known:
+        for name, command in known.items():
+            app.command(name, help=command.help)(_not_loaded)
+        return app
+    name, command = words[0], known[words[0]]
+    found = getattr(import_module(f"planner.cli.{command.module}"), command.attribute)
+    if name in GROUPS:
+        app.add_typer(found, name=name, help=command.help)
+    else:
+        app.command(name, help=command.help)(found)
     return app
+
+
+def _not_loaded() -> None:
+    """Stands for a command in a list."""
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
@@ -126,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
     words = complete_arguments(arguments)
-    completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
+    completed = completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
-        code = build_app(words)(words, standalone_mode=False, prog_name="plan")
+        code = build_app([completed] if completed else words)(words, standalone_mode=False, prog_name="plan")
     except PlannerError as error:
         return fail(error)
     except typer.Abort:

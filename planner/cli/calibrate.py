@@ -3,21 +3,25 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from planner.cli import options
 from planner.cli.output import console, print_json, write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.hardware.gpus import find_gpu
 from planner.inputs import parse_object, read_text
 from planner.install import install_command
+from planner.models.catalogue import load
+from planner.models.spec import ModelSpec
+from planner.throughput.calibration import Calibration, calibration_to_dict, load_calibration
+from planner.throughput.holdout import FitReport
+from planner.throughput.holdout import calibrate as fit
+from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench
+from planner.throughput.points import read_points
 
 MAX_JSON_BYTES, MAX_POINTS_BYTES = 1_000_000, 64_000_000
-
-if TYPE_CHECKING:
-    from planner.throughput.calibration import Calibration
-    from planner.throughput.holdout import FitReport
 
 
 def calibrate(
@@ -37,7 +41,6 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Fit the constants to measurements, report held-out errors, write a calibration file."""
-    from planner.throughput.calibration import load_calibration
 
     if measurements is None and not measure and microbench is None:
         raise UsageError(
@@ -56,7 +59,7 @@ def calibrate(
 
 
 def _calibrated(
-    start: "Calibration",
+    start: Calibration,
     measurements: Path | None,
     measure: bool,
     microbench: Path | None,
@@ -64,7 +67,6 @@ def _calibrated(
     gpu: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The answer as JSON, and its lines for a person: the card's own figures first, then the fit."""
-    from planner.throughput.calibration import calibration_to_dict
 
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
@@ -85,10 +87,8 @@ def _calibrated(
 
 
 def _with_figures(
-    start: "Calibration", file: Path | None, device: str, gpu: str | None
-) -> tuple["Calibration", dict[str, Any], str]:
-    from planner.hardware.gpus import find_gpu
-    from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench
+    start: Calibration, file: Path | None, device: str, gpu: str | None
+) -> tuple[Calibration, dict[str, Any], str]:
 
     values = _read_json(file) if file is not None else _measure(device)
     bench = microbench_from_dict(values)
@@ -118,12 +118,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return inner
 
 
-def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]:
-    from planner.hardware.gpus import find_gpu
-    from planner.models.catalogue import load
-    from planner.models.spec import ModelSpec
-    from planner.throughput.holdout import calibrate as fit
-    from planner.throughput.points import read_points
+def _fit(file: Path, start: Calibration) -> tuple[FitReport, dict[str, int]]:
 
     text = read_text(file, max_bytes=MAX_POINTS_BYTES, hint="give a file of JSON lines")
 
@@ -143,13 +138,13 @@ def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]
         raise EnvironmentProblem(f"fitting needs scipy: {error}", hint=install_command("search")) from error
 
 
-def _report_to_dict(report: "FitReport", left_out: dict[str, int]) -> dict[str, Any]:
+def _report_to_dict(report: FitReport, left_out: dict[str, int]) -> dict[str, Any]:
     values = asdict(replace(report, calibration=report.calibration))
     values.pop("calibration")
     return {"held_out": values, "left_out": left_out, "improved": report.improved}
 
 
-def _report_lines(report: "FitReport", left_out: dict[str, int]) -> list[str]:
+def _report_lines(report: FitReport, left_out: dict[str, int]) -> list[str]:
     lines = [f"left out {number}: {reason}" for reason, number in left_out.items()]
     lines.append(f"held out, one {report.split} at a time (median error, worst):")
     for part in report.parts:

@@ -11,6 +11,8 @@ from planner.cli import options, probing
 from planner.cli.output import console, print_json
 from planner.errors import EXIT_ENVIRONMENT
 from planner.interchange import to_jsonable
+from planner.models.adapters import spec_from_config
+from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.option_values import duration_s
 from planner.outcome import Measurement
@@ -117,8 +119,6 @@ class _Resolver:
             self(chain)  # a wrong name shows before the first probe, not after an hour
 
     def __call__(self, chain: "Chain") -> ModelSpec:
-        from planner.models.adapters import spec_from_config
-        from planner.models.resolve import resolve_model
 
         if chain.model not in self._known:
             if chain.config is not None:

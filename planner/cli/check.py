@@ -1,28 +1,28 @@
 """`plan check`: an existing training config against a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from planner.cli import cluster_options, options
+from planner.check import CheckResult, improve, summary
+from planner.cli import check_folder, cluster_options, options
+from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
+from planner.memory.types import MemoryTerm
+from planner.models.spec import ModelSpec
 from planner.option_values import positive
+from planner.readers import ReadConfig
+from planner.readers.loading import read_bounded
 from planner.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from planner.check import CheckResult
-    from planner.cli.checking import Asked  # late: what reads files is no part of `plan --help`
-    from planner.memory.types import MemoryTerm
-    from planner.models.spec import ModelSpec
-    from planner.readers import ReadConfig
-    from planner.single_changes import Predict
+from planner.single_changes import Predict
+from planner.units import gib, percent
+from reports.plain import clean
 
 SHOWN_CHANGES = 8
 
@@ -47,13 +47,12 @@ class AskedOptions:
     ] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
-    def asked(self, model: str | None, gpus: int | None) -> "Asked":
+    def asked(self, model: str | None, gpus: int | None) -> Asked:
         """With the model and the number of GPUs.
 
         Raises:
             UsageError: one that makes no sense.
         """
-        from planner.cli.checking import Asked
 
         num_gpus = positive("gpus", gpus) or 1
         return Asked.of(**vars(self), model=model, num_gpus=num_gpus)
@@ -114,7 +113,6 @@ def check(
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
         return _many(file, gpu, wish, limits, answer)
-    from planner.cli.checking import as_document, checked
 
     result, spec, predict = checked(
         file,
@@ -134,11 +132,9 @@ def check(
 
 
 def _fixed(
-    file: Path, target: Path, result: "CheckResult", spec: "ModelSpec", predict: "Predict", asked: "Asked"
+    file: Path, target: Path, result: CheckResult, spec: ModelSpec, predict: Predict, asked: Asked
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
-    from planner.check import improve
-    from planner.cli.checking import by_hand, fixed_text
 
     config, found = result.config, improve(result, spec, predict)
     text, refused = None, ""
@@ -165,15 +161,12 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
     """The lines that --fix changes, as a unified diff."""
     from difflib import unified_diff
 
-    from planner.readers.loading import read_bounded
-
     before = read_bounded(file).splitlines()
     return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
 
 
-def _many(place: Path, gpu: str, asked: "Asked", limits: options.Memory, answer: AnswerOptions) -> int:
+def _many(place: Path, gpu: str, asked: Asked, limits: options.Memory, answer: AnswerOptions) -> int:
     """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
-    from planner.cli import check_folder
 
     find_gpu(gpu)  # an unknown card is said once
     found = check_folder.findings(place, gpu, asked, limits)
@@ -189,7 +182,7 @@ def _many(place: Path, gpu: str, asked: "Asked", limits: options.Memory, answer:
 
 
 def compare_configs(
-    files: "Sequence[Path]",
+    files: Sequence[Path],
     gpu: str,
     *,
     model: str | None = None,
@@ -197,7 +190,6 @@ def compare_configs(
     as_json: bool = False,
 ) -> int:
     """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
-    from planner.cli.checking import Asked, as_document, checked
 
     results = [checked(file, gpu, Asked(model=model), memory_gib=memory_gib)[0] for file in files]
     if as_json:
@@ -208,12 +200,9 @@ def compare_configs(
     return next(code for code in (1, 3, 0) if code in codes)
 
 
-def comparison_table(results: "Sequence[CheckResult]") -> Any:
+def comparison_table(results: Sequence[CheckResult]) -> Any:
     """A rich table, one row a config, fastest that fits first; figures are never cut, words wrap."""
     from rich.table import Table
-
-    from planner.units import gib, percent
-    from reports.plain import clean
 
     bands = [one.band_fraction for one in results]
     widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))
@@ -242,7 +231,7 @@ def comparison_table(results: "Sequence[CheckResult]") -> Any:
     return table
 
 
-def _origin_lines(config: "ReadConfig") -> list[str]:
+def _origin_lines(config: ReadConfig) -> list[str]:
     """Where the values were read, by place; what is not named stands in "assumed"."""
     words = {"micro_batch_seqs": "micro-batch", "accumulation_steps": "accumulation", "seq_len_tokens": "length"}
     by_place: dict[str, list[str]] = {}
@@ -254,14 +243,12 @@ def _origin_lines(config: "ReadConfig") -> list[str]:
     return ["  read: " + "; ".join(f"{', '.join(by_place[place])} ({place})" for place in places)]
 
 
-def _term_words(term: "MemoryTerm") -> str:
+def _term_words(term: MemoryTerm) -> str:
     return term.name if term.name.startswith(term.category) else f"{term.category}: {term.name}"
 
 
-def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]:
+def text_lines(result: CheckResult, fixed: dict[str, Any] | None) -> list[str]:
     """The answer for people."""
-    from planner.check import summary
-    from planner.units import gib
 
     config, prediction = result.config, result.prediction
     rung = prediction.rung.value.replace("_", " ")
@@ -280,7 +267,7 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     return lines + (["", *_fix_lines(fixed, fits=result.verdict.value == "fits")] if fixed is not None else [])
 
 
-def _setup_lines(result: "CheckResult") -> list[str]:
+def _setup_lines(result: CheckResult) -> list[str]:
     """What was read."""
     config, setup = result.config, result.config.setup
     words = (
@@ -305,9 +292,8 @@ def _setup_lines(result: "CheckResult") -> list[str]:
     ]
 
 
-def _change_lines(result: "CheckResult", rung: str) -> list[str]:
+def _change_lines(result: CheckResult, rung: str) -> list[str]:
     """The single changes worth making."""
-    from planner.units import gib
 
     what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
     lines = ["", f"{what} [{'formula corrected by the dry run' if rung == 'dry run' else 'formula'}]"]

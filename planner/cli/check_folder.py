@@ -3,14 +3,14 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planner.check import summary
+from planner.cli.checking import Asked, as_document, checked
 from planner.cli.options import Memory
 from planner.errors import NotATraining, NotPlanned, PlannerError, Undetermined
+from planner.readers.read import MAKEFILES, SUFFIXES
 from planner.records import dataclass
-
-if TYPE_CHECKING:
-    from planner.cli.checking import Asked
 
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
@@ -44,7 +44,6 @@ class Finding:
 
 def candidates(folder: Path) -> Iterator[Path]:
     """Files of a folder that may hold a training, sorted; hidden folders and installed packages are left out."""
-    from planner.readers.read import MAKEFILES, SUFFIXES
 
     seen = 0
     for place, folders, names in os.walk(folder):
@@ -57,10 +56,8 @@ def candidates(folder: Path) -> Iterator[Path]:
                 yield Path(place) / name
 
 
-def finding(path: Path, gpu: str, asked: "Asked", limits: Memory) -> Finding | None:
+def finding(path: Path, gpu: str, asked: Asked, limits: Memory) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
-    from planner.check import summary
-    from planner.cli.checking import as_document, checked
 
     try:
         result, _, _ = checked(path, gpu, asked, **vars(limits))
@@ -89,7 +86,7 @@ def _line(name: str, place: str) -> int:
     return int(line) if file == name and line.isdigit() else 1
 
 
-def findings(place: Path, gpu: str, asked: "Asked", limits: Memory) -> list[Finding]:
+def findings(place: Path, gpu: str, asked: Asked, limits: Memory) -> list[Finding]:
     """The answers for every training in a folder, or in one file, worst first."""
     paths = candidates(place) if place.is_dir() else [place]
     found = [one for path in paths if (one := finding(path, gpu, asked, limits)) is not None]

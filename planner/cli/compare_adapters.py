@@ -10,11 +10,15 @@ from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import show_table
 from planner.cli.wish_options import SpaceOptions
+from planner.decision.kinds import compare_kinds
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.gpus import find_gpu
+from planner.plan import NoPlan
+from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
+from reports.adapters import adapters_json, adapters_markdown, render_adapters
 
 
 @takes_options
@@ -34,8 +38,6 @@ def compare_adapters(
 
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
-    from planner.decision.kinds import compare_kinds
-    from reports.adapters import adapters_json, adapters_markdown, render_adapters
 
     card, fixed = find_gpu(gpu), space.fixed()
     _check_compared(fixed)
@@ -60,8 +62,6 @@ def compare_adapters(
 
 def _planned(wish: Workload, command: str) -> TrainSetup:
     """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
-    from planner.plan import NoPlan
-    from planner.planning.answer import plan_workload
 
     plan = plan_workload(wish)
     if isinstance(plan, NoPlan):

@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from planner.app.targets import compare_targets as compare
 from planner.cli import options
 from planner.cli.answer import workload_for
 from planner.cli.flags import takes_options
 from planner.cli.output import show_table
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
+from reports.targets import render_targets, targets_json, targets_markdown
 
 
 @takes_options
@@ -27,8 +29,6 @@ def compare_targets(
 
     Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
-    from planner.app.targets import compare_targets as compare
-    from reports.targets import render_targets, targets_json, targets_markdown
 
     asked = workload_for(model, gpu, wish, lookup=lookup)
     rows = compare(asked)

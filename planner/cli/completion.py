@@ -23,17 +23,22 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in ids if name.startswith(incomplete)]
 
 
-def write_in(main_command: str, others: Collection[str], environ: MutableMapping[str, str] = os.environ) -> None:
+def write_in(main_command: str, others: Collection[str], environ: MutableMapping[str, str] = os.environ) -> str:
     """Writes the main command into the line that a shell wants completed, where its first word is, or begins, none of
-    the other words that may stand there (subcommands, options of the program itself)."""
+    the other words that may stand there (subcommands, options of the program itself).
+
+    Returns: the command that the line then names, "" where it names none yet, or nothing is to be completed.
+    """
     if VARIABLE not in environ:
-        return
+        return ""
     name = "COMP_WORDS" if "COMP_WORDS" in environ else _LINE
     program, space, rest = environ.get(name, "").partition(" ")
     first = rest.split(" ")[0]
-    begun = " " not in rest and any(other.startswith(first) for other in others)
-    if not first or first in others or begun:
-        return
+    if first in others:
+        return first
+    if not first or (" " not in rest and any(other.startswith(first) for other in others)):
+        return ""
     environ[name] = f"{program}{space}{main_command} {rest}"
     if "COMP_CWORD" in environ:
         environ["COMP_CWORD"] = str(int(environ["COMP_CWORD"]) + 1)
+    return main_command

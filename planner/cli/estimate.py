@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.app.climb import over_samples, with_dry_run
 from planner.choices.sound import HALVES_STACK, TEXT_TOKENS
 from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu, complete_model
@@ -23,8 +24,12 @@ from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import asked_setup
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
+from planner.predict import predict
 from planner.records import dataclass
 from planner.setup import TrainSetup
+from planner.single_changes import enough_alone
+from reports.plan_json import candidate_to_dict, over_lengths_to_dict
+from reports.terminal import render_estimate
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
@@ -124,14 +129,10 @@ def _one(
     over: OverLengths | None = None
     samples = dry.samples(spec)
     if not dry.no_dry_run:
-        from planner.app.climb import over_samples, with_dry_run
-
         result = with_dry_run(result, spec, card, full_depth=dry.full_depth, memory_bytes=memory.of(card)[0])
         if samples is not None:
             over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
     if as_json:
-        from reports.plan_json import candidate_to_dict, over_lengths_to_dict
-
         document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
         document |= {} if cluster is None else {"cluster": cluster_to_dict(cluster)}
         print_json(document | ({} if over is None else {"over_lengths": over_lengths_to_dict(over)}))
@@ -148,7 +149,6 @@ def _show(
     over: "OverLengths | None",
 ) -> None:
     """The estimate for a person, with what alone would be enough where it does not fit."""
-    from reports.terminal import render_estimate
 
     notes: tuple[str, ...] = ()
     if cluster is not None:
@@ -157,9 +157,6 @@ def _show(
         notes = cluster_notes(cluster)
     enough: tuple[str, ...] | None = None
     if not result.fits:
-        from planner.predict import predict
-        from planner.single_changes import enough_alone
-
         enough = enough_alone(
             result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
         )
@@ -185,7 +182,6 @@ def candidate_of(
     Raises:
         UsageError: no engine runs it, or sizes that make no sense.
     """
-    from planner.predict import predict
 
     memory, reserve = limits.of(card)
     cluster_options.check_vendor(card, setup.num_gpus)
@@ -194,8 +190,6 @@ def candidate_of(
         raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
     if dry:
-        from planner.app.climb import with_dry_run
-
         result = with_dry_run(result, spec, card, memory_bytes=memory)
     return result
 
@@ -217,7 +211,6 @@ def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
 
 def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> None:
     """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
-    from reports.plan_json import candidate_to_dict
 
     for number, line in _lines(path):
         try:

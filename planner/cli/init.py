@@ -7,7 +7,12 @@ from pathlib import Path
 import typer
 
 from planner.app.progress import printable
-from planner.errors import PlannerError
+from planner.cli.app import run
+from planner.errors import PlannerError, UsageError
+from planner.hardware.gpus import find_gpu, local_gpu
+from planner.models import catalogue
+from planner.models.resolve import resolve_model
+from planner.option_values import choices
 
 METHODS = ("any", "full", "lora", "qlora")
 
@@ -17,7 +22,6 @@ def init() -> int:
 
     Enter takes the answer in brackets.
     """
-    from planner.cli.app import run
 
     model = _ask("Which model? (hub id, folder with config.json, or part of a catalogue name)", "", _model)
     gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
@@ -42,9 +46,6 @@ def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
 
 
 def _model(answer: str) -> str:
-    from planner.errors import UsageError
-    from planner.models import catalogue
-    from planner.models.resolve import resolve_model
 
     if not answer:
         raise UsageError("a plan needs a model", hint="for example Qwen/Qwen3-4B; `plan models` lists the catalogue")
@@ -59,7 +60,6 @@ def _model(answer: str) -> str:
 
 
 def _default_gpu() -> str:
-    from planner.hardware.gpus import local_gpu
 
     try:
         local_gpu()
@@ -69,14 +69,12 @@ def _default_gpu() -> str:
 
 
 def _gpu(answer: str) -> str:
-    from planner.hardware.gpus import find_gpu
 
     find_gpu(answer)
     return answer
 
 
 def _data(answer: str) -> str:
-    from planner.errors import UsageError
 
     if answer and not Path(answer).expanduser().exists():
         raise UsageError(f"no file at {answer}", hint="a path that exists, or Enter for none")
@@ -84,6 +82,5 @@ def _data(answer: str) -> str:
 
 
 def _method(answer: str) -> str:
-    from planner.option_values import choices
 
     return choices("method", [answer], METHODS)[0]

@@ -4,18 +4,19 @@ import typer
 
 from planner.cli.output import console, print_json
 from planner.errors import UsageError
+from planner.hardware.gpus import all_gpus
+from planner.interchange import to_jsonable
+from planner.models import catalogue
+from reports.lists import ModelRow, render_gpus, render_models
 
 
 def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
     """The GPU table."""
-    from planner.hardware.gpus import all_gpus
-    from planner.interchange import to_jsonable
 
     rows = all_gpus()
     if as_json:
         print_json([to_jsonable(row) for row in rows])
         return
-    from reports.lists import render_gpus
 
     render_gpus(rows, console())
 
@@ -25,8 +26,6 @@ def models(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
-    from planner.models import catalogue
-    from reports.lists import ModelRow, render_models
 
     rows = []
     for name in catalogue.names():
@@ -43,8 +42,6 @@ def models(
                 )
             )
     if as_json:
-        from planner.interchange import to_jsonable
-
         print_json([to_jsonable(row) for row in rows])
         return
     if not rows:

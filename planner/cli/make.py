@@ -4,21 +4,23 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from planner.app.climb import answered, chosen_timeline, dry_runs_ahead
 from planner.cli import options
+from planner.cli.answer import workload_for
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
 from planner.cli.wish_options import WishOptions
+from planner.cli.writing import check_launch_words, known_targets, launch_sentences, next_command, write_out
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
+from planner.exporters import Launch
+from planner.plan import NoPlan, Plan
 from planner.records import dataclass
-
-if TYPE_CHECKING:
-    from planner.exporters import Launch
-    from planner.plan import NoPlan, Plan
-    from planner.workload import Workload
+from planner.workload import Workload
+from reports.terminal import render_no_plan, render_plan
 
 MAX_CARDS = 6
 """Cards that an inexact name may mean and that are all answered for."""
@@ -68,10 +70,8 @@ class RungOptions:
     ] = False
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False
 
-    def answer(self, asked: "Workload", *, local: bool) -> "Plan | NoPlan":
+    def answer(self, asked: Workload, *, local: bool) -> Plan | NoPlan:
         """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
-        from planner.app.climb import answered
-        from planner.plan import Plan
 
         plan = answered(asked, dry_run=not self.no_dry_run, history=not self.no_history)
         if isinstance(plan, Plan) and local and not self.no_probe:
@@ -94,9 +94,6 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    from planner.app.climb import dry_runs_ahead
-    from planner.cli.answer import workload_for
-    from planner.cli.writing import check_launch_words, known_targets
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     check_launch_words(files.target, files.dataset, files.out)
@@ -129,7 +126,6 @@ def _check_verified(files: FileOptions, targets: Sequence[str], gpus: int | None
 
 def _end(written: "_Written", files: FileOptions) -> None:
     """The exit code, and what went wrong with the files."""
-    from planner.plan import NoPlan
 
     if written.problem is not None:
         raise written.problem
@@ -148,8 +144,8 @@ class _Written:
         problem: why the files could not be written: a full disk must not cost the answer.
     """
 
-    plan: "Plan | NoPlan"
-    launches: "tuple[Launch, ...]" = ()
+    plan: Plan | NoPlan
+    launches: tuple[Launch, ...] = ()
     said: tuple[str, ...] = ()
     following: str = ""
     problem: EnvironmentProblem | None = None
@@ -157,9 +153,6 @@ class _Written:
 
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
-    from planner.app.climb import chosen_timeline
-    from planner.cli.writing import launch_sentences, next_command, write_out
-    from planner.plan import NoPlan
 
     timeline = chosen_timeline(written.plan)
     write = partial(
@@ -187,8 +180,6 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
 
 
 def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
-    from planner.plan import NoPlan
-    from reports.terminal import render_no_plan, render_plan
 
     if as_json:
         from reports.plan_json import plan_to_dict
@@ -201,9 +192,8 @@ def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
         render_plan(written.plan, console(), next_command=written.following, launches=written.said, show=show)
 
 
-def _answer_each(cards: Sequence[str], workload: "Callable[[str], Workload]") -> None:
+def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:
     """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
-    from planner.app.climb import answered
     from reports.comparison_text import render_comparison
 
     render_comparison(

@@ -15,13 +15,16 @@ from planner.cli.setups import SetupOptions
 from planner.codec import Outcome
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
+from planner.models.resolve import resolve_model
 from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.plan import NoPlan, Plan
+from planner.readers.read import read_config
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import GIB, gib, percent, seconds
+from reports.plan_json import plan_from_dict, read_plan_json
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
     from probes.confirm import Confirmation
 
 Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take once it holds its device.")]
@@ -174,7 +177,6 @@ def confirm(
     as_json: options.Json = False,
 ) -> int:
     """Run the planned setup at full depth for some steps and compare with what the plan promised."""
-    from planner.models.resolve import resolve_model
     from probes.confirm import confirm as run
     from probes.confirm import promise_of
     from probes.gpu.request import Limits
@@ -199,14 +201,12 @@ def confirm(
     return _tell(confirmation, as_json=as_json)
 
 
-def _plan_in(directory: Path) -> "Plan":
+def _plan_in(directory: Path) -> Plan:
     """The plan that was written there.
 
     Raises:
         UsageError: it is a refusal.
     """
-    from planner.plan import NoPlan
-    from reports.plan_json import plan_from_dict, read_plan_json
 
     plan = plan_from_dict(read_plan_json(directory))
     if isinstance(plan, NoPlan):
@@ -228,7 +228,6 @@ def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:
 
 def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
     """The setup that a target's emitted file really says."""
-    from planner.readers.read import read_config
 
     folder = directory / "launch" / target
     files = [one for one in sorted(folder.glob("*")) if one.suffix in (".yaml", ".yml", ".json", ".py")]

@@ -1,9 +1,9 @@
 """`plan report`, `plan compare` and `plan which-gpu`: answers side by side, from plan.json alone."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,17 +14,22 @@ from planner.cli.output import console, print_json, write_text
 from planner.cli.setup_flags import MAX_GPUS
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus
 from planner.option_values import positive
+from planner.plan import NoPlan, Plan
+from planner.planning.answer import NUM_RANKED, plan_workload
+from planner.planning.runs import Known
 from planner.records import dataclass
 from planner.wish import Wish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from planner.hardware.cluster import Cluster
-    from planner.hardware.gpu import GpuSpec
-    from planner.plan import NoPlan, Plan
-    from reports.html import Entry
+from reports.comparison_text import render_comparison
+from reports.costs import cost_per_million
+from reports.html import Entry, report_html
+from reports.plan_json import candidate_to_dict, plan_to_dict, read_plan_json
+from reports.progress import steps
+from reports.which_gpu import SORTS, rank_gpus, render_which_gpu, which_gpu_markdown
+from reports.write import entry_of, report_files
 
 Directories = Annotated[
     list[Path],
@@ -35,7 +40,6 @@ Out = Annotated[Path | None, typer.Option("--out", help="Directory for report.md
 
 def report(plans: Directories, out: Out = None) -> None:
     """Write report.html and report.md anew from plan.json; several directories give one report that compares them."""
-    from reports.write import report_files
 
     entries = _entries(plans)
     folder = out or (plans[0] if plans[0].is_dir() else plans[0].parent) if len(plans) == 1 else out or Path()
@@ -62,9 +66,6 @@ def compare(
         if gpu is None:
             raise UsageError("training configs are compared on a GPU", hint="plan compare A.yaml B.yaml --gpu rtx-4090")
         return compare_configs(plans, gpu, model=model, as_json=as_json)
-    from reports.comparison_text import render_comparison
-    from reports.plan_json import plan_to_dict
-    from reports.write import report_files
 
     if len(plans) < 2:
         raise UsageError("plan compare needs at least two plans", hint="plan compare DIR DIR ...")
@@ -87,14 +88,12 @@ class TableOptions:
     sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size"
     fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
 
-    def cards(self) -> "list[GpuSpec]":
+    def cards(self) -> list[GpuSpec]:
         """The cards.
 
         Raises:
             UsageError: no such order, or no such maker.
         """
-        from planner.hardware.gpus import all_gpus
-        from reports.which_gpu import SORTS
 
         if self.sort not in SORTS:
             raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
@@ -124,7 +123,6 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown
 
     cards, fixed, spec = table.cards(), space.fixed(), lookup.model(model)
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
@@ -133,8 +131,6 @@ def which_gpu(
     answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
     choices = rank_gpus(answers, sort=table.sort)
     if out is not None:
-        from reports.html import Entry
-
         _write(out, {"report.md": which_gpu_markdown(choices)})
         _write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in choices])
     if as_json:
@@ -157,10 +153,10 @@ def _plans(
     spec: Any,
     cards: list[Any],
     wish: Wish,
-    cluster: "Callable[[GpuSpec], Cluster | None]",
+    cluster: Callable[[GpuSpec], Cluster | None],
     *,
     charts: bool,
-) -> "list[Plan | NoPlan]":
+) -> list[Plan | NoPlan]:
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
     Args:
@@ -169,9 +165,6 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-    from planner.planning.answer import NUM_RANKED, plan_workload
-    from planner.planning.runs import Known
-    from reports.progress import steps
 
     answers: list[Plan | NoPlan] = []
     problem: UsageError | None = None
@@ -193,9 +186,6 @@ def _plans(
 
 
 def _choice_json(one: Any) -> dict[str, Any]:
-    from planner.plan import Plan
-    from reports.costs import cost_per_million
-    from reports.plan_json import candidate_to_dict
 
     answer = one.answer
     chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
@@ -214,9 +204,7 @@ def _choice_json(one: Any) -> dict[str, Any]:
     }
 
 
-def _entries(plans: list[Path]) -> "list[Entry]":
-    from reports.plan_json import read_plan_json
-    from reports.write import entry_of
+def _entries(plans: list[Path]) -> list[Entry]:
 
     return [entry_of(read_plan_json(path), name=path.resolve().name if path.is_dir() else path.stem) for path in plans]
 
@@ -227,9 +215,8 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
         typer.echo(f"wrote {folder / name}", err=True)
 
 
-def _write_html(folder: Path, entries: "list[Entry]") -> None:
+def _write_html(folder: Path, entries: list[Entry]) -> None:
     """report.html, or a word on stderr where jinja2 is missing: report.md is there in any case."""
-    from reports.html import report_html
 
     try:
         page = report_html(entries)

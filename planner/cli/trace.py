@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +14,14 @@ from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import print_json, print_lines, write_text
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.option_values import positive
 from planner.records import dataclass
+from planner.trace_result import TraceResult
+from reports.trace import document, svg, text_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from planner.hardware.gpu import GpuSpec
-    from planner.trace_result import TraceResult
     from probes.phantom.card import TraceOptions
     from probes.phantom.runner import Ended, TraceOrder
 
@@ -56,7 +56,7 @@ class FollowOptions:
         TIME_LIMIT_S
     )
 
-    def order(self, command: "Sequence[str]", card: "GpuSpec", data: StandIns, memory_bytes: int) -> "TraceOrder":
+    def order(self, command: Sequence[str], card: GpuSpec, data: StandIns, memory_bytes: int) -> "TraceOrder":
         """What is to be run, and how.
 
         Raises:
@@ -98,7 +98,6 @@ def trace(
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
     from probes.phantom.runner import program
-    from reports.trace import svg, text_lines
 
     card = find_gpu(gpu)
     order = follow.order(command, card, data, memory.of(card)[0])
@@ -115,8 +114,8 @@ def trace(
 
 
 def order_of(
-    command: "Sequence[str]",
-    card: "GpuSpec",
+    command: Sequence[str],
+    card: GpuSpec,
     *,
     options: "TraceOptions",
     network: bool = False,
@@ -145,7 +144,7 @@ def order_of(
     )
 
 
-def answer_of(order: "TraceOrder", card: "GpuSpec", memory_and_reserve: tuple[int, int]) -> dict[str, Any]:
+def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int, int]) -> dict[str, Any]:
     """Runs the program and says what it needs, as the document that --json prints.
 
     Args:
@@ -155,7 +154,6 @@ def answer_of(order: "TraceOrder", card: "GpuSpec", memory_and_reserve: tuple[in
         EnvironmentProblem: the program cannot be followed.
         UsageError: the program's own error.
     """
-    from reports.trace import document
 
     memory, reserve = memory_and_reserve
     found, needs = _run(order)
@@ -204,7 +202,7 @@ def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:
         raise typer.Abort
 
 
-def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
+def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
     """The trace, and where the card ran out of memory the trace of the same on a card without limit.
 
     Raises:
@@ -226,7 +224,7 @@ def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
         return found, None
 
 
-def traced(order: "TraceOrder") -> "TraceResult":
+def traced(order: "TraceOrder") -> TraceResult:
     """What the one training process of the command found.
 
     Raises:
@@ -255,7 +253,7 @@ def traced(order: "TraceOrder") -> "TraceResult":
     return found
 
 
-def _training(ended: "Ended") -> "TraceResult":
+def _training(ended: "Ended") -> TraceResult:
     """What the process found that trained, else the one that stopped there."""
     if ended.error:
         last = ended.error.strip().splitlines()[-1]

@@ -12,14 +12,19 @@ from planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_pla
 from planner.choices.packages import absent_packages
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
+from planner.cli.output import console, print_json
 from planner.cli.wish_options import WishOptions
+from planner.cli.writing import write_out
 from planner.errors import EXIT_NOTHING_FITS
 from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.option_values import duration_s, positive
 from planner.plan import NoPlan, Plan
+from planner.planning.answer import plan_workload
 from planner.records import dataclass
 from planner.workload import Workload
+from reports.plan_json import plan_to_dict
+from reports.terminal import render_no_plan, render_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,6 @@ def tune(
     Call it again to go on where it stopped.
     """
     needs_search()
-    from planner.planning.answer import plan_workload
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
@@ -87,8 +91,6 @@ def tune(
     if isinstance(plan, Plan):
         plan = tune_plan(plan, tuning)
     if out is not None:
-        from planner.cli.writing import write_out
-
         write_out(plan, out, targets=None, dataset=None, command=["tune", *_job(model, gpu, asked)])
     _show(plan, as_json=as_json)
     if isinstance(plan, NoPlan):
@@ -110,9 +112,6 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
 
 
 def _show(plan: Plan | NoPlan, *, as_json: bool) -> None:
-    from planner.cli.output import console, print_json
-    from reports.plan_json import plan_to_dict
-    from reports.terminal import render_no_plan, render_plan
 
     if as_json:
         print_json(plan_to_dict(plan))

@@ -10,24 +10,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
 
 from planner.cli import options
 from planner.cli.output import console, write_text
+from planner.cli.writing import write_out
+from planner.decision.grid import Grid, grid_of
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
+from planner.hardware import gpus as table
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.models.resolve import resolve_model
+from planner.models.spec import ModelSpec
 from planner.option_values import positive
+from planner.plan import Plan
+from planner.planning.answer import plan_workload
+from planner.setup import TrainSetup
 from planner.wish import Wish
-
-if TYPE_CHECKING:
-    from planner.decision.grid import Grid
-    from planner.hardware.gpu import GpuSpec
-    from planner.models.spec import ModelSpec
-    from planner.setup import TrainSetup
-    from planner.workload import Workload
+from planner.workload import Workload
+from reports.progress import steps
+from reports.ui import grid_name, grid_script, page
 
 HOST = "127.0.0.1"
 FIRST_MODEL, FIRST_GPU = "meta-llama/Llama-3.1-8B", "rtx-4090"
@@ -94,9 +100,6 @@ class Shelf:
         headroom_gib: float | None = None,
         all_gpus: bool = True,
     ) -> None:
-        from planner.hardware import gpus as table
-        from planner.models import catalogue
-        from planner.models.resolve import resolve_model
 
         if models:
             self.models = [resolve_model(name) for name in models]
@@ -112,20 +115,18 @@ class Shelf:
         gpu = next((one for one in self.gpus if one.key == FIRST_GPU), self.gpus[0])
         return model.model_id, gpu.key
 
-    def pairs(self) -> "list[tuple[ModelSpec, GpuSpec]]":
+    def pairs(self) -> list[tuple[ModelSpec, GpuSpec]]:
         """Every model on every GPU."""
         return [(model, gpu) for model in self.models for gpu in self.gpus]
 
-    def grid(self, model: "ModelSpec", gpu: "GpuSpec") -> "Grid":
+    def grid(self, model: ModelSpec, gpu: GpuSpec) -> Grid:
         """The figures of one pair."""
-        from planner.decision.grid import grid_of
 
         wish = Wish(global_batch=self._global_batch, headroom_gib=self._headroom_gib).workload(model, gpu)
         return grid_of(wish)
 
-    def named(self, name: str) -> "Grid | None":
+    def named(self, name: str) -> Grid | None:
         """The figures of the pair with this name, None where it is not on offer."""
-        from reports.ui import grid_name
 
         for model, gpu in self.pairs():
             if grid_name(model.model_id, gpu.key) == name:
@@ -134,7 +135,6 @@ class Shelf:
 
     def page(self, *, writes: bool) -> str:
         """The page with everything on offer."""
-        from reports.ui import page
 
         return page(self.models, self.gpus, writes=writes, first=self.first())
 
@@ -146,15 +146,12 @@ CELL_FIELDS = (
 """Fields that a cell of the page says."""
 
 
-def launch_zip(grid: "Grid", at: int) -> bytes:
+def launch_zip(grid: Grid, at: int) -> bytes:
     """plan.json, reports and launch files of one cell, as a zip file.
 
     Raises:
         UsageError: a cell that cannot run or does not fit.
     """
-    from planner.cli.writing import write_out
-    from planner.plan import Plan
-    from planner.planning.answer import plan_workload
 
     cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
     if cell is None or not cell.fits:
@@ -169,7 +166,7 @@ def launch_zip(grid: "Grid", at: int) -> bytes:
         return _zipped(Path(folder))
 
 
-def _exactly(setup: "TrainSetup", wish: "Workload") -> "Workload":
+def _exactly(setup: TrainSetup, wish: Workload) -> Workload:
     """The wish that only this setup fulfils."""
     fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in CELL_FIELDS}
     if setup.lora_rank:
@@ -266,7 +263,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _content(self, path: str) -> tuple[str, bytes] | None:
-        from reports.ui import grid_script
 
         shelf = self.server.shelf
         if path == "/":
@@ -285,8 +281,6 @@ class Handler(BaseHTTPRequestHandler):
 
 def _write(shelf: Shelf, folder: Path) -> None:
     """The page and every grid as files that need no server."""
-    from reports.progress import steps
-    from reports.ui import grid_name, grid_script
 
     pairs = shelf.pairs()
     print(f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of model and GPU", file=sys.stderr)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planner.app.progress import say
 from planner.choices.stacks import TARGET_ROWS
+from planner.cli.trace import traced
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
@@ -93,7 +94,6 @@ _MARK = "Traced"
 
 
 def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailure:
-    from planner.cli.trace import traced
     from probes.phantom.card import TraceOptions, card_of
     from probes.phantom.runner import TraceOrder
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,18 +14,20 @@ from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
 from planner.cli.setup_flags import MAX_GPUS
 from planner.cli.wish_options import SpaceOptions
+from planner.decision.clusters import ClusterOption, counts, options_of
 from planner.errors import EXIT_NOTHING_FITS, UsageError
-from planner.hardware.gpus import find_gpu
+from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus, find_gpu
+from planner.hardware.prices import all_prices
+from planner.models.spec import ModelSpec
 from planner.option_values import amount, duration_s, positive
 from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data
-
-if TYPE_CHECKING:
-    from planner.decision.clusters import ClusterOption
-    from planner.hardware.gpu import GpuSpec
-    from planner.models.spec import ModelSpec
+from reports.progress import steps
+from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
 DEFAULT_MAX_GPUS = 64
 
@@ -81,8 +83,6 @@ class ClustersOptions:
         Raises:
             UsageError: a number or links that cannot be meant.
         """
-        from planner.decision.clusters import counts
-        from planner.hardware.cluster import known_link
 
         for part in self.interconnect.lower().split("+") if self.interconnect is not None else ():
             known_link(part.strip())
@@ -122,7 +122,6 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-    from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
     asked, fixed = work.limits(), space.fixed()
     numbers = clusters.numbers()
@@ -151,33 +150,28 @@ def _epochs(epochs: float) -> float:
     return epochs
 
 
-def _cards(names: Sequence[str] | None) -> "list[GpuSpec]":
+def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
     """The cards asked for, or every card with a known price, each once."""
     if names:
         return list({card.key: card for card in map(find_gpu, names)}.values())
-    from planner.hardware.gpus import all_gpus
-    from planner.hardware.prices import all_prices
 
     priced = {price.gpu_key for price in all_prices()}
     return [card for card in all_gpus() if card.key in priced]
 
 
 def _options(
-    spec: "ModelSpec",
-    cards: "Sequence[GpuSpec]",
+    spec: ModelSpec,
+    cards: Sequence[GpuSpec],
     numbers: Sequence[int],
     wish: Wish,
     interconnect: str | None,
     **limits: Any,
-) -> "list[ClusterOption]":
+) -> list[ClusterOption]:
     """Every method on every cluster; a card on which the options contradict each other is left out.
 
     Raises:
         UsageError: on every card.
     """
-    from planner.decision.clusters import options_of
-    from planner.hardware.cluster import GPUS_PER_NODE, make_cluster
-    from reports.progress import steps
 
     found: list[ClusterOption] = []
     problem: UsageError | None = None
@@ -201,7 +195,6 @@ def _options(
 
 def _links(interconnect: str | None, number: int) -> str | None:
     """The links that a cluster of this size has: none between nodes where there is one node."""
-    from planner.hardware.cluster import GPUS_PER_NODE, links
 
     if interconnect is None or number > GPUS_PER_NODE:
         return interconnect

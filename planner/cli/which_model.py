@@ -1,7 +1,7 @@
 """`plan which-model --gpu GPU`: what can be fine-tuned on a card, to what length, how fast."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -9,14 +9,16 @@ from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
+from planner.decision.reach import longest_tokens
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.planning.answer import plan_workload
 from planner.wish import Wish
-
-if TYPE_CHECKING:
-    from planner.hardware.gpu import GpuSpec
-    from planner.workload import Workload
-    from reports.which_model import ModelChoice
+from planner.workload import Workload
+from reports.progress import steps
+from reports.which_model import ModelChoice, render_which_model, which_model_json, which_model_markdown
 
 
 @takes_options
@@ -36,7 +38,6 @@ def which_model(
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one model.
     """
-    from reports.which_model import render_which_model, which_model_json, which_model_markdown
 
     asked = Wish(
         fixed=space.fixed(),
@@ -57,18 +58,13 @@ def which_model(
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def _rows(asked: Wish, card: "GpuSpec", match: str) -> "tuple[list[ModelChoice], Workload]":
+def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Workload]:
     """A row for each model whose name contains `match`, largest first; and the wish for the longest context of them,
     which is what was asked for: models of a shorter one differ.
 
     Raises:
         UsageError: there is none.
     """
-    from planner.decision.reach import longest_tokens
-    from planner.models import catalogue
-    from planner.planning.answer import plan_workload
-    from reports.progress import steps
-    from reports.which_model import ModelChoice
 
     names = [name for name in catalogue.names() if match.lower() in name.lower()]
     if not names:
