@@ -73,7 +73,15 @@ class Options(TypedDict, total=False):
     image_size: str
 
 
-def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = None, **wish: Unpack[Options]) -> Planned:
+def plan(
+    model: str,
+    gpu: str,
+    *,
+    dry_run: bool = True,
+    dataset: str | None = None,
+    target: str | Sequence[str] = (),
+    **wish: Unpack[Options],
+) -> Planned:
     """The fastest setup that fits: `plan MODEL --gpu GPU`.
 
     Args:
@@ -81,6 +89,7 @@ def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = No
         gpu: key of the GPU table, marketing name, or "local".
         dry_run: prove the choice with a dry run where torch is installed; False: formula only.
         dataset: a local file: its lengths decide sequence length, packing, batch and epochs.
+        target: one launch target or several: what is planned is what the first of them runs, and the others run too.
 
     Raises:
         PlannerError: a model, GPU or option that cannot be meant, with a hint.
@@ -88,10 +97,12 @@ def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = No
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.wish_options import WishOptions
+    from planner.cli.writing import known_targets
 
     asked = WishOptions(**_options(wish))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
-    return Planned(answered(workload_for(model, gpu, asked, dataset=dataset), dry_run=dry_run))
+    names = known_targets([target] if isinstance(target, str) else target) if target else ()
+    return Planned(answered(workload_for(model, gpu, asked, dataset=dataset, targets=names), dry_run=dry_run))
 
 
 def estimate(

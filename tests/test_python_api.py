@@ -52,6 +52,16 @@ def test_nothing_fits_is_an_answer() -> None:
     assert "Nothing fits" in str(answer)
 
 
+def test_a_target_constrains_the_plan(tmp_path: Path) -> None:
+    planned = plan(MODEL, "rtx-4090", dry_run=False, target="axolotl")
+    assert planned.answer.workload.targets == ("axolotl",)
+    (launch,) = planned.write(tmp_path, targets=["axolotl"])
+    assert not launch.refused
+    assert not launch.differences
+    with pytest.raises(PlannerError, match="--target must be one of"):
+        plan(MODEL, "rtx-4090", dry_run=False, target="trill")
+
+
 def test_bad_words_are_errors_with_a_hint() -> None:
     with pytest.raises(PlannerError) as unknown:
         plan(MODEL, "rtx-4090", seqlen=5)  # type: ignore[call-arg]
