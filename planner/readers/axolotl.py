@@ -5,10 +5,9 @@ from typing import Any
 
 from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
-from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
+from planner.readers.sharding import Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
@@ -44,50 +43,46 @@ NOT_COUNTED = {
 }
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of an Axolotl config.
 
     Raises:
         ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
     """
-    settings = Settings(values, name)
     settings.note_unknown(schema.known(FORMAT), AXOLOTL)
     _refuse_other_training(settings)
-    sharding = sharding or Sharding()
+    num_gpus = settings.outside.num_gpus
     fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
     fields |= {
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
         "compile": settings.raw("torch_compile") is True,
-        "attention": _attention(settings, model),
+        "attention": _attention(settings),
         "loss": _loss(settings),
-        **_method(settings, model),
+        **_method(settings),
     }
     if settings.raw("rl"):
         fields |= _pairs(settings, fields["method"])
-    fields["kernels"] = _kernels(settings, fields, model)
+    fields["kernels"] = _kernels(settings, fields)
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = _selects(settings, fields)
     fields |= _adapter_dtype(settings, fields)
-    if settings.raw("device_map") == "auto" and sharding.num_gpus > 1:
-        fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
+    if settings.raw("device_map") == "auto" and num_gpus > 1:
+        fields |= {"num_gpus": num_gpus, "parallel": "device-map"}
     else:
-        fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
+        fields |= parallel_of(settings, _parallel(settings))
         if "context_degree" in fields:
             fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
-    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    fields |= common.last_layers(settings, "peft_layers_to_transform", fields, model)
-    common.pictures(settings, model, "processor_type")
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    fields |= common.last_layers(settings, "peft_layers_to_transform", fields)
+    common.pictures(settings, "processor_type")
     settings.leave_out(NOT_COUNTED)
     config_of = settings.raw("overrides_of_model_config")
     if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
         settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
-    named = settings.optional_text("base_model") if "model" not in settings.missing else None
-    return config(FORMAT, settings, fields, model_id=named, dataset=_dataset(settings))
+    return config(AXOLOTL, settings, fields, dataset=_dataset(settings))
 
 
 def _pairs(settings: Settings, method: str) -> dict[str, Any]:
@@ -131,7 +126,7 @@ def _accumulation(settings: Settings, micro: int) -> int:
     return steps
 
 
-def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(settings: Settings) -> dict[str, Any]:
     adapter = settings.raw("adapter")
     four, eight = settings.flag("load_in_4bit", False), settings.flag("load_in_8bit", False)
     if not adapter:
@@ -161,14 +156,15 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         "method": "qlora" if quantization != "none" else "lora",
         "quantization": quantization,
         **said(settings, AXOLOTL, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(names, model, settings),
-        "quantize_experts": _quantizes_experts(settings, quantization, model),
+        "lora_targets": common.targets(settings, names),
+        "quantize_experts": _quantizes_experts(settings, quantization),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
 
 
-def _quantizes_experts(settings: Settings, quantization: str, model: ModelSpec | None) -> bool:
+def _quantizes_experts(settings: Settings, quantization: str) -> bool:
     """Stacked experts in the base's 4 bits."""
+    model = settings.model
     if not settings.flag("quantize_moe_experts", False) or (model is not None and not has_expert_stacks(model)):
         return False
     if quantization == "int8":
@@ -231,14 +227,14 @@ def _offloads(settings: Settings, checkpointing: int) -> bool:
     )
 
 
-def _attention(settings: Settings, model: ModelSpec | None) -> str:
+def _attention(settings: Settings) -> str:
     if settings.has("attn_implementation"):
-        return common.attention(settings, "attn_implementation", model)
+        return common.attention(settings, "attn_implementation")
     for key, kind in OLD_ATTENTION_SWITCHES.items():
         if settings.raw(key) is True:
             settings.assume(f"{key} is read as attn_implementation {kind}")
             return kind
-    default = default_attention(model)
+    default = default_attention(settings.model)
     settings.assume(f"no attention named: {default}, transformers' default")
     return default
 
@@ -255,16 +251,16 @@ def _loss(settings: Settings) -> str:
     return "full"
 
 
-def _kernels(settings: Settings, fields: dict[str, Any], model: ModelSpec | None) -> str:
+def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
     """The Liger plugin's layers, and Axolotl's own LoRA kernels: on by themselves for adapters without dropout where
     the config says nothing of them.
 
     Source: Axolotl 0.21 `integrations/liger/args.py`, `utils/schemas/config.py` check_auto_enable_lora_kernels.
     """
     options = {name: settings.raw(name, False) is True for name in LIGER_SWITCHES.values()}
-    liger = "eager"
+    liger, model = "eager", settings.model
     if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
-        liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options, model)
+        liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options)
     said = [settings.raw(name) for name in LORA_SWITCHES]
     if family := own_kernels(liger, fields, said, model.model_type if model is not None else ""):
         return family
@@ -277,18 +273,18 @@ def _plugins(settings: Settings) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
 
 
-def _parallel(settings: Settings, sharding: Sharding) -> Spread:
+def _parallel(settings: Settings) -> Spread:
     if settings.raw("deepspeed"):
-        return zero_stage(settings, settings.raw("deepspeed"), sharding)
+        return zero_stage(settings, settings.raw("deepspeed"))
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
         version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
         inner = inner if isinstance(inner, dict) else {}
-        return fsdp(settings, inner, version=version) | _mesh(settings, sharding.num_gpus, cuts=True)
-    return {"parallel": "none", **_mesh(settings, sharding.num_gpus)}
+        return fsdp(settings, inner, version=version) | _mesh(settings, cuts=True)
+    return {"parallel": "none", **_mesh(settings)}
 
 
-def _mesh(settings: Settings, num_gpus: int, *, cuts: bool = False) -> Spread:
+def _mesh(settings: Settings, *, cuts: bool = False) -> Spread:
     """The mesh of the run.
 
     Args:
@@ -296,6 +292,7 @@ def _mesh(settings: Settings, num_gpus: int, *, cuts: bool = False) -> Spread:
 
     Source: Axolotl 0.21 `monkeypatch/ring_attn` (ring-flash-attn's Llama 3 form, which gathers all keys).
     """
+    num_gpus = settings.outside.num_gpus
     names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
     sizes = {key: settings.integer(key, 1, at_least=1) for key in names}
     context = sizes["context_parallel_size"] if num_gpus > 1 else 1

@@ -12,7 +12,6 @@ from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
-from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets
 from planner.models.towers import SEEING
 from planner.readers.values import Settings
@@ -80,9 +79,10 @@ PEFT_DEFAULT_TARGETS = {
 v_proj for every model type not named here."""
 
 
-def optimizer(settings: Settings, key: str, default: str) -> str:
-    """A setup's optimizer from a tool's name; a stand-in, noted, for those without a memory model."""
-    name = settings.text(key, default).lower().removeprefix("optimizernames.")
+def optimizer(settings: Settings, key: str, default: str, word: str | None = None) -> str:
+    """A setup's optimizer from a tool's name, or from transformers' `word` for it; a stand-in, noted, for those without
+    a memory model."""
+    name = (settings.text(key, default) if word is None else word).lower().removeprefix("optimizernames.")
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     if name not in KNOWN_OPTIMIZERS:
@@ -96,9 +96,9 @@ def optimizer(settings: Settings, key: str, default: str) -> str:
     return stand_in
 
 
-def attention(settings: Settings, key: str, model: ModelSpec | None) -> str:
+def attention(settings: Settings, key: str) -> str:
     """A setup's attention from transformers' name; where none is given, what transformers takes for the model."""
-    name = settings.text(key, default_attention(model)).removeprefix("paged|").split("@")[0].split(":")[0]
+    name = settings.text(key, default_attention(settings.model)).removeprefix("paged|").split("@")[0].split(":")[0]
     if name not in ATTENTIONS:
         settings.approximate(f"attention {name!r} has no memory model of its own: counted as sdpa")
         return "sdpa"
@@ -132,8 +132,9 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
     return "bf16-pure"
 
 
-def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings) -> str | tuple[str, ...]:
+def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]:
     """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that."""
+    model = settings.model
     if not names:
         model_type = model.model_type if model is not None else ""
         default = PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))
@@ -164,9 +165,9 @@ def modules_to_save(settings: Settings, key: str, said_to: Settings | None = Non
     return tuple(name for name in names if name in SAVED_MODULES)
 
 
-def last_layers(settings: Settings, key: str, fields: Mapping[str, Any], model: ModelSpec | None) -> dict[str, int]:
+def last_layers(settings: Settings, key: str, fields: Mapping[str, Any]) -> dict[str, int]:
     """How many of the last layers carry adapters; nothing where a setting names none, or others, which is said."""
-    numbers = settings.raw(key)
+    numbers, model = settings.raw(key), settings.model
     if numbers in (None, False, [], ""):
         return {}
     named = sorted(numbers) if isinstance(numbers, list) and all(type(one) is int for one in numbers) else []
@@ -181,28 +182,28 @@ CONFIGS = {row.config: row for row in ADAPTERS.values() if row.config != "LoraCo
 """peft's configuration classes of adapters that have one of their own."""
 
 
-def adapter(settings: Settings, fields: dict[str, Any], kind: str, model: ModelSpec | None = None) -> dict[str, Any]:
+def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, Any]:
     """The fields with the kind of adapter, where it is counted in such a setup; else as they are, with a note."""
     if fields.get("method") == "full" or kind == "lora":
         return fields
     found = {**fields, "adapter": kind}
     try:
         setup = TrainSetup(**found)
-        if model is not None:
-            trained_parameters(model, setup)
+        if settings.model is not None:
+            trained_parameters(settings.model, setup)
     except SetupError as error:
         settings.approximate(f"{ADAPTERS[kind].title.partition(' (')[0]} is counted as LoRA: {error.message}")
         return fields
     return found
 
 
-def pictures(settings: Settings, model: ModelSpec | None, *keys: str) -> None:
+def pictures(settings: Settings, *keys: str) -> None:
     """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does. Of a model
     whose eyes are not modelled they are not counted, and that is said."""
     named = [key for key in keys if settings.raw(key)]
-    if not named or model is None:
+    if not named or settings.model is None:
         return
-    if model.model_type in SEEING:
+    if settings.model.model_type in SEEING:
         settings.ask("images", f": {named[0]} is of pictures, and how many a sample shows is known to the data alone")
     else:
         settings.approximate("images are not counted, text tokens only")
@@ -245,7 +246,7 @@ LIGER_OPTIONS = {"norm": ("rms_norm",), "rotary": ("rope",), "gated": ("swiglu",
 """Part of a layer -> its names in `liger_kernel_config`. Source: liger-kernel 0.8.5 `transformers/monkey_patch.py`."""
 
 
-def liger(settings: Settings, on: bool, loss: str, model: ModelSpec | None) -> dict[str, str]:
+def liger(settings: Settings, on: bool, loss: str) -> dict[str, str]:
     """The fields "kernels" and "loss" of transformers' Liger switch.
 
     Args:
@@ -254,18 +255,17 @@ def liger(settings: Settings, on: bool, loss: str, model: ModelSpec | None) -> d
     if not on:
         return {"kernels": "eager", "loss": loss}
     options = settings.mapping("liger_kernel_config")
-    kind = model.model_type if model is not None else "llama"
+    kind = settings.model.model_type if settings.model is not None else "llama"
     fused = options.get("fused_linear_cross_entropy", kind in LIGER_LOSS or kind not in LIGER_PARTS)
     return {
-        "kernels": liger_kernels(settings, LIGER_OPTIONS, options, model),
+        "kernels": liger_kernels(settings, LIGER_OPTIONS, options),
         "loss": "liger" if fused is True and loss != "chunked" else loss,
     }
 
 
-def liger_kernels(
-    settings: Settings, names: dict[str, tuple[str, ...]], options: dict[str, Any], model: ModelSpec | None
-) -> str:
+def liger_kernels(settings: Settings, names: dict[str, tuple[str, ...]], options: dict[str, Any]) -> str:
     """ "liger" where the options leave any part of a layer to Liger that it knows for this model, else "eager"."""
+    model = settings.model
     if model is not None and (reason := kernels_refusal("liger", model.model_type)):
         settings.assume(f"{reason} that are counted: its layers are counted as eager ones")
         return "eager"

@@ -33,18 +33,20 @@ def said(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
     return found
 
 
-def config(form: str, settings: Settings, fields: dict[str, Any], *parts: Settings, **more: Any) -> ReadConfig:
+def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) -> ReadConfig:
     """The reading of a tool's file: its fields as a setup, with what was asked, assumed and approximated on the way.
 
     Args:
-        settings: the whole file; parts: blocks of it whose notes count too; more: other fields of the reading.
+        settings: the whole file; more: other fields of the reading, the model's name where its setting does not say it.
 
     Raises:
         ConfigError: an impossible combination.
     """
-    every = (settings, *parts)
+    every = (settings, *settings.blocks.values())
+    if "model_id" not in more and "model" not in settings.missing:
+        more["model_id"] = named_model(settings, tool)
     return ReadConfig(
-        format=form,
+        format=tool.name,
         path=settings.name,
         setup=common.build(settings, fields),
         missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
@@ -55,6 +57,12 @@ def config(form: str, settings: Settings, fields: dict[str, Any], *parts: Settin
         values=settings.values,
         **more,
     )
+
+
+def named_model(settings: Settings, tool: Tool) -> str | None:
+    """The model by the setting that names it, None where none does."""
+    field = tool.field("model")
+    return settings.optional_text(settings.first(field.key, *field.older)) if field is not None else None
 
 
 def adapter_kind(settings: Settings, tool: str) -> str:

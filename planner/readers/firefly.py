@@ -3,10 +3,9 @@
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.fields import config, said
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import FIREFLY
@@ -15,9 +14,7 @@ FORMAT = "firefly"
 MODES = {"full": "full", "lora": "lora", "qlora": "qlora"}
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a Firefly run.
 
     Source: yangjianxin1/Firefly `train.py` (`load_model`, `find_all_linear_names`), `component/argument.py`.
@@ -25,11 +22,9 @@ def read(
     Raises:
         ConfigError: another task than pretraining or supervised fine-tuning, or another mode.
     """
-    settings = Settings(values, name)
-    sharding = sharding or Sharding()
     task = settings.text("task_type", "sft")
     if task not in ("sft", "pretrain"):
-        raise NotPlanned(f"{name}: task_type {task} is not planned", hint="sft and pretrain are")
+        raise NotPlanned(f"{settings.name}: task_type {task} is not planned", hint="sft and pretrain are")
     mode = settings.text("train_mode", "qlora")
     if mode not in MODES:
         raise settings.error("train_mode", f"one of {', '.join(MODES)}", mode)
@@ -49,6 +44,6 @@ def read(
         "loss": "full",
         "packing": task == "pretrain",
     }
-    spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
-    fields |= parallel_of(settings, spread, sharding.num_gpus)
-    return config(FORMAT, settings, fields, model_id=settings.optional_text("model_name_or_path"))
+    spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    fields |= parallel_of(settings, spread)
+    return config(FIREFLY, settings, fields)

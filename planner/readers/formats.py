@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.errors import NotATraining, NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import (
     axolotl,
     firefly,
@@ -22,8 +21,8 @@ from planner.readers import (
     trl,
     unsloth,
 )
-from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
 from planner.tools import TOOLS
 
 FORMATS = (
@@ -133,8 +132,9 @@ def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[
     return found
 
 
-def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
+def of_mapping(settings: Settings, kind: str) -> ReadConfig:
     """The setup of settings that stand as a mapping, in a file or on a command line."""
+    values, name = settings.values, settings.name
     other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
     if other:
         raise NotPlanned(f"{name}: a config of {other}: not planned", hint="plan estimate answers for a setup you name")
@@ -143,4 +143,4 @@ def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | 
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
-    return READERS[kind](values, name, model, sharding=sharding)
+    return READERS[kind](settings)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.values import Settings
 
@@ -52,11 +51,11 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     return "fp16" if fp16 else None
 
 
-def weight_dtype(settings: Settings, key: str, default: str, model: ModelSpec | None) -> str:
+def weight_dtype(settings: Settings, key: str, default: str) -> str:
     """ "fp32", "bf16" or "fp16" from a dtype word; "auto" is the checkpoint's own."""
     word = settings.text(key, default).removeprefix("torch.")
     if word == "auto":
-        config = model.config if model is not None else {}
+        config = settings.model.config if settings.model is not None else {}
         stored = config.get("dtype") or config.get("torch_dtype")
         if isinstance(stored, str) and stored.removeprefix("torch.") in common.DTYPES:
             return common.DTYPES[stored.removeprefix("torch.")]

@@ -1,18 +1,17 @@
 """From the commands of a script, notebook or task file to the run that the first readable one starts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
-from planner.models.spec import ModelSpec
 from planner.readers import litgpt, llamafactory, shell, swift, trl
 from planner.readers.formats import READERS, detect
-from planner.readers.sharding import Sharding
+from planner.readers.outside import Sharding
 from planner.readers.types import Missing, ReadConfig
+from planner.readers.values import Settings
 from planner.records import dataclass
-from planner.setup import TrainSetup
 from planner.tools import ASKED, tool_of
 
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
@@ -25,29 +24,12 @@ MAX_SCRIPTS = 4
 """Scripts that start scripts."""
 
 
-class Reader(Protocol):
-    """What reads a file that a launch names."""
-
-    def __call__(
-        self,
-        text: str,
-        name: str,
-        *,
-        model: ModelSpec | None,
-        base: TrainSetup | None,
-        sharding: Sharding,
-        launcher: str | None = None,
-    ) -> ReadConfig: ...
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Launches:
-    """The launches of one file; `read` reads what they start."""
+    """The launches of one file; `read` reads what they start: (text, name, outside, text of a launcher's config)."""
 
     name: str
-    model: ModelSpec | None
-    base: TrainSetup | None
-    read: Reader
+    read: Callable[[str, str, Sharding, str | None], ReadConfig]
 
     def first(self, text: str, sharding: Sharding) -> ReadConfig:
         """The setup of the first launch whose program or config can be read.
@@ -162,8 +144,7 @@ class Launches:
 
     def _read(self, text: str, path: str, command: shell.Command, inside: Sharding) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None
-        name = path.rpartition("/")[2]
-        return self.read(text, name, model=self.model, base=self.base, sharding=inside, launcher=launcher)
+        return self.read(text, path.rpartition("/")[2], inside, launcher)
 
     def _of_flags(
         self, command: shell.Command, kind: str, sharding: Sharding, extra: Mapping[str, Any] | None = None
@@ -172,7 +153,7 @@ class Launches:
         given = {**shell.flags(command.arguments), **(extra or {})}
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         known = {key: value for key, value in given.items() if key not in opened}
-        found = READERS[kind](known, self.name, self.model, sharding=sharding)
+        found = READERS[kind](Settings(known, self.name, sharding))
         said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
         return with_open(found, said, self.name, sharding.num_gpus)
 

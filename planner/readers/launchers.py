@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.readers import common, schema
 from planner.readers.fields import config
-from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
+from planner.readers.sharding import Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
@@ -31,21 +31,17 @@ PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
 
 
-def read_accelerate(
-    values: dict[str, Any], name: str, base: TrainSetup | None, *, sharding: Sharding | None = None
-) -> ReadConfig:
-    """A base setup under an Accelerate config.
+def read_accelerate(settings: Settings) -> ReadConfig:
+    """The base setup of what is known outside, under an Accelerate config.
 
     Raises:
         ConfigError: an unknown key, or a kind of launch that is not planned.
     """
-    missing = _not_in_the_file(name) if base is None else {}
-    base = base or TrainSetup()
-    settings = Settings(values, name)
+    missing, base = _base(settings)
     settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, ACCELERATE)
     kind = _kind(settings)
-    processes = num_processes(values, name, sharding.num_gpus if sharding is not None else 1)
-    spread, changes = _spread(settings, kind, processes, sharding or Sharding())
+    processes = num_processes(settings)
+    spread, changes = _spread(settings, kind, processes)
     mixed = settings.raw("mixed_precision", "no")
     if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
         weights = base.weight_dtype if mixed == "bf16" else "fp32"
@@ -62,7 +58,7 @@ def read_accelerate(
     if found:
         base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
-    return config("accelerate", settings, {**_as_dict(base), **found, **changes})
+    return config(ACCELERATE, settings, {**_as_dict(base), **found, **changes})
 
 
 def _kind(settings: Settings) -> str:
@@ -82,7 +78,7 @@ def _kind(settings: Settings) -> str:
     return kind
 
 
-def _spread(settings: Settings, kind: str, processes: int, sharding: Sharding) -> tuple[Spread, dict[str, Any]]:
+def _spread(settings: Settings, kind: str, processes: int) -> tuple[Spread, dict[str, Any]]:
     """How the job is spread, and the other fields that the file says with it."""
     if kind == "FSDP":
         block = settings.block("fsdp_config")
@@ -93,7 +89,7 @@ def _spread(settings: Settings, kind: str, processes: int, sharding: Sharding) -
         return {"parallel": "none"}, {}
     block = settings.block("deepspeed_config")
     if block.has("deepspeed_config_file"):
-        spread = zero_stage(settings, block.raw("deepspeed_config_file"), sharding)
+        spread = zero_stage(settings, block.raw("deepspeed_config_file"))
     else:
         spread = zero_spread(
             settings,
@@ -107,9 +103,9 @@ def _spread(settings: Settings, kind: str, processes: int, sharding: Sharding) -
     return spread, {"accumulation_steps": block.integer("gradient_accumulation_steps", 1, at_least=1)}
 
 
-def num_processes(values: dict[str, Any], name: str, num_gpus: int = 1) -> int:
+def num_processes(settings: Settings) -> int:
     """GPUs of a launch, over all machines; 0 leaves it to the machine: those that the run is said to have."""
-    return Settings(values, name).integer("num_processes", 1) or num_gpus
+    return settings.integer("num_processes", 1) or settings.outside.num_gpus
 
 
 def _mesh(settings: Settings, processes: int) -> Spread:
@@ -128,21 +124,21 @@ def _mesh(settings: Settings, processes: int) -> Spread:
     return hybrid(settings, processes, shard=shard, copies=copies, tensor=tensor, context=context)
 
 
-def _not_in_the_file(name: str) -> dict[str, str]:
-    """What a file that only spreads a job leaves open."""
+def _base(settings: Settings) -> tuple[dict[str, str], TrainSetup]:
+    """What a file that only spreads a job leaves open, and the setup that says it."""
+    if settings.outside.base is not None:
+        return {}, settings.outside.base
     names = ("model", "method", "lora_rank", "precision", "micro_batch_seqs", "accumulation_steps", "seq_len_tokens")
-    return dict.fromkeys((*names, "checkpointing"), f"{name} says only how the job is spread")
+    return dict.fromkeys((*names, "checkpointing"), f"{settings.name} says only how the job is spread"), TrainSetup()
 
 
-def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, num_gpus: int = 1) -> ReadConfig:
-    """A base setup under a DeepSpeed JSON.
+def read_deepspeed(settings: Settings) -> ReadConfig:
+    """The base setup of what is known outside, under a DeepSpeed JSON.
 
     Raises:
         ConfigError: an unknown key or a wrong value.
     """
-    missing = _not_in_the_file(name) if base is None else {}
-    base = base or TrainSetup()
-    settings = Settings(values, name)
+    missing, base = _base(settings)
     settings.note_unknown(DEEPSPEED_KEYS, DEEPSPEED)
     changes: dict[str, Any] = {}
     for key, field in (
@@ -157,11 +153,14 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, n
         block = settings.block(kind)
         if block.raw("enabled") is True and base.compute_dtype != kind:
             changes["precision"] = f"{kind}-autocast" if base.method != "full" else f"{kind}-mixed"
-    spread = stage_of(settings, values)
-    fields = {**_as_dict(base), **parallel_of(settings, spread, num_gpus), **changes}
+    spread = parallel_of(settings, stage_of(settings, settings.values))
+    fields = {**_as_dict(base), **spread, **changes}
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
-    return config("deepspeed", settings, fields)
+    return config(DEEPSPEED, settings, fields)
 
 
 def _as_dict(setup: TrainSetup) -> dict[str, Any]:
     return {name: getattr(setup, name) for name in TrainSetup.__dataclass_fields__}
+
+
+READERS = {"accelerate": read_accelerate, "deepspeed": read_deepspeed}

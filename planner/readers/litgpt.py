@@ -3,10 +3,9 @@
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.fields import config, said
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import LITGPT
@@ -24,9 +23,7 @@ PARTS = {
 }
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a litgpt fine-tuning.
 
     Source: Lightning-AI/litgpt `finetune/lora.py`, `finetune/full.py`, `args.py`.
@@ -34,16 +31,15 @@ def read(
     Raises:
         ConfigError: a precision or quantization that litgpt does not have.
     """
-    settings = Settings(values, name)
     train = settings.block("train")
     word = settings.text("precision", "bf16-true")
     if word not in PRECISIONS:
-        raise NotPlanned(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
-    devices = settings.integer("devices", sharding.num_gpus if sharding is not None else 1, at_least=1)
+        raise NotPlanned(f"{settings.name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
+    devices = settings.integer("devices", settings.outside.num_gpus, at_least=1)
     if not train.has("max_seq_length"):
         settings.ask("seq_len_tokens", ": no train.max_seq_length: litgpt takes the longest sample")
     settings.approximate("litgpt's own model code is counted as transformers'")
-    fields = {**_method(settings, model), **said(train, LITGPT, "micro_batch_seqs")}
+    fields = {**_method(settings), **said(train, LITGPT, "micro_batch_seqs")}
     per_step = train.integer("global_batch_size", 16, at_least=1)
     fields |= {
         "precision": PRECISIONS[word],
@@ -57,10 +53,10 @@ def read(
     }
     folder = settings.optional_text("checkpoint_dir")
     named = "/".join(folder.strip("/").split("/")[-2:]) if folder else None
-    return config(FORMAT, settings, fields, train, model_id=named)
+    return config(LITGPT, settings, fields, model_id=named)
 
 
-def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(settings: Settings) -> dict[str, Any]:
     """Method and adapters: of `finetune_lora` where any of its settings is there."""
     word = settings.text("quantize", "none")
     if word != "none" and word not in QUANTIZATIONS:
@@ -74,5 +70,5 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         "method": "lora" if word == "none" else "qlora",
         "quantization": QUANTIZATIONS.get(word, "none"),
         **said(settings, LITGPT, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(tuple(targets), model, settings),
+        "lora_targets": common.targets(settings, tuple(targets)),
     }

@@ -5,10 +5,9 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining, NotPlanned
 from planner.hardware.kernels import default_attention
-from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
+from planner.readers.sharding import Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
@@ -36,27 +35,23 @@ NOT_COUNTED = {
 }
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a LLaMA-Factory config.
 
     Raises:
         ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
     """
-    settings = Settings(values, name)
     settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, LLAMAFACTORY)
-    sharding = sharding or Sharding()
     aim = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
-    fields |= {**_method(settings, model), "objective": aim, **_checkpointing(settings)}
+    fields |= {**_method(settings), "objective": aim, **_checkpointing(settings)}
     fields |= {
         "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
         "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
-        "attention": _attention(settings, model),
-        **common.liger(settings, liger, "full", model),
+        "attention": _attention(settings),
+        **common.liger(settings, liger, "full"),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
     }
     if not OBJECTIVES[aim].supervised:
@@ -66,9 +61,9 @@ def read(
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
     if aim == "dpo" and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
-    fields |= parallel_of(settings, _spread(settings, sharding), sharding.num_gpus)
-    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    common.pictures(settings, model, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
+    fields |= parallel_of(settings, _spread(settings))
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     settings.leave_out(NOT_COUNTED)
     if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter") and fields["method"] != "full":
         whose = "adapters that are trained on (adapter_name_or_path) have the rank of their own file"
@@ -76,8 +71,8 @@ def read(
             settings.assume(f"{whose}: taken to be lora_rank")
         else:
             settings.ask("lora_rank", f": {whose}")
-    named = settings.optional_text("model_name_or_path")
-    return config(FORMAT, settings, fields, model_id=named, dataset=_dataset(settings))
+    data = settings.raw("dataset")
+    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
 
 
 def _objective(settings: Settings) -> str:
@@ -101,11 +96,11 @@ def _objective(settings: Settings) -> str:
     return aim
 
 
-def _attention(settings: Settings, model: ModelSpec | None) -> str:
+def _attention(settings: Settings) -> str:
     word = settings.text("flash_attn", "auto")
     if word not in READ_ATTENTIONS:
         raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
-    return default_attention(model) if word == "auto" else READ_ATTENTIONS[word]
+    return default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word]
 
 
 def _checkpointing(settings: Settings) -> dict[str, Any]:
@@ -114,16 +109,16 @@ def _checkpointing(settings: Settings) -> dict[str, Any]:
     return {"checkpointing": 0 if off else 1, "activation_offload": offloads}
 
 
-def _spread(settings: Settings, sharding: Sharding) -> Spread:
+def _spread(settings: Settings) -> Spread:
     if settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
         return fsdp(settings, inner if isinstance(inner, dict) else {})
     if settings.has("deepspeed"):
-        return zero_stage(settings, settings.values["deepspeed"], sharding)
+        return zero_stage(settings, settings.values["deepspeed"])
     return {"parallel": "none"}
 
 
-def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(settings: Settings) -> dict[str, Any]:
     kind = settings.text("finetuning_type", "lora")
     if kind not in ("full", "lora", "freeze", "oft"):
         raise settings.error("finetuning_type", "full, lora, freeze or oft", kind)
@@ -144,15 +139,14 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
             "method": "lora" if quantization == "none" else "qlora",
             "quantization": quantization,
             "lora_rank": settings.integer("oft_block_size", 32, at_least=1),
-            "lora_targets": common.targets(settings.names("oft_target") or ("all",), model, settings),
+            "lora_targets": common.targets(settings, settings.names("oft_target") or ("all",)),
             "adapter_dtype": "fp32",
         }
-    names = settings.names("lora_target") or ("all",)
     return {
         "method": "lora" if quantization == "none" else "qlora",
         "quantization": quantization,
         **said(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(names, model, settings),
+        "lora_targets": common.targets(settings, settings.names("lora_target") or ("all",)),
         "modules_to_save": common.modules_to_save(settings, "additional_target"),
         "adapter_dtype": "fp32",
     }
@@ -182,8 +176,3 @@ def _precision(settings: Settings, *, widens: bool) -> str:
             return "bf16-pure"
         return "fp32"
     return f"{autocast}-mixed" if widens else f"{autocast}-autocast"
-
-
-def _dataset(settings: Settings) -> str | None:
-    names = settings.raw("dataset")
-    return names if isinstance(names, str) else None

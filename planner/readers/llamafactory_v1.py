@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.fields import config, said
-from planner.readers.sharding import Sharding, Spread, parallel_of, zero_stage
+from planner.readers.sharding import Spread, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.llamafactory import V1
@@ -22,29 +21,25 @@ KNOWN = (
 )  # fmt: skip
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a v1 config.
 
     Raises:
         ConfigError: an unknown key, a wrong value, not a training.
     """
-    settings = Settings(values, name)
     settings.note_unknown(KNOWN, V1)
-    sharding = sharding or Sharding()
-    peft, dist = settings.block("peft_config"), settings.block("dist_config")
+    dist, num_gpus = settings.block("dist_config"), settings.outside.num_gpus
     fields: dict[str, Any] = {
         **said(settings, V1, "micro_batch_seqs", "seq_len_tokens"),
         "checkpointing": int(settings.flag("enable_activation_checkpointing", True)),
         "precision": "bf16-autocast",
         "packing": "padding_free" in settings.text("batching_strategy", "normal"),
         "loss": "full",
-        **_method(settings, peft, model),
+        **_method(settings),
     }
     settings.assume("LLaMA-Factory's v1 is young: bf16 weights under autocast are assumed")
-    fields |= parallel_of(settings, _spread(settings, dist, sharding), sharding.num_gpus)
-    per_pass = fields["micro_batch_seqs"] * sharding.num_gpus
+    fields |= parallel_of(settings, _spread(settings, dist))
+    per_pass = fields["micro_batch_seqs"] * num_gpus
     total = settings.integer("global_batch_size", per_pass, at_least=1)
     fields["accumulation_steps"] = max(1, total // per_pass)
     for key in ("cp_size", "ep_size"):
@@ -53,13 +48,13 @@ def read(
     if settings.has("optim_config"):
         settings.approximate("optim_config's optimizer is counted as AdamW")
     if settings.text("model_class", "llm") != "llm":
-        common.pictures(settings, model, "model_class")
+        common.pictures(settings, "model_class")
     data = settings.raw("train_dataset")
-    named = settings.optional_text("model")
-    return config(FORMAT, settings, fields, dist, peft, model_id=named, dataset=data if isinstance(data, str) else None)
+    return config(V1, settings, fields, dataset=data if isinstance(data, str) else None)
 
 
-def _method(settings: Settings, peft: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(settings: Settings) -> dict[str, Any]:
+    peft = settings.block("peft_config")
     kind = peft.text("name", "full") if peft.values else "full"
     if kind != "lora":
         if kind == "freeze":
@@ -73,16 +68,16 @@ def _method(settings: Settings, peft: Settings, model: ModelSpec | None) -> dict
         "quantization": quantization,
         **said(peft, V1, "lora_rank"),
         "lora_dropout": peft.real("lora_dropout", 0.0),
-        "lora_targets": common.targets(peft.names("target_modules") or ("all",), model, peft),
+        "lora_targets": common.targets(peft, peft.names("target_modules") or ("all",)),
     }
 
 
-def _spread(settings: Settings, dist: Settings, sharding: Sharding) -> Spread:
+def _spread(settings: Settings, dist: Settings) -> Spread:
     if not dist.values:
         return {"parallel": "none"}
     word = dist.text("name", "fsdp2")
     if word == "deepspeed":
-        return zero_stage(dist, dist.raw("config_file", {}), sharding)
+        return zero_stage(dist, dist.raw("config_file", {}))
     if word != "fsdp2" or dist.has("cp_size") or dist.has("ep_size"):
         settings.approximate(f"dist_config {word} with its extra dimensions is counted as plain FSDP")
     return {"parallel": "fsdp2"}

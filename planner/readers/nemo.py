@@ -5,11 +5,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import TEACHER, of_recipe
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import NEMO
@@ -37,9 +36,7 @@ def is_recipe(values: dict[str, Any]) -> bool:
     return targets or ("dist_env" in values and bool({"recipe", "recipe_args", "model"} & set(values)))
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of an AutoModel recipe.
 
     Source: NVIDIA-NeMo/Automodel `nemo_automodel/_transformers/auto_model.py`, `components/_peft/lora.py`,
@@ -48,34 +45,32 @@ def read(
     Raises:
         ConfigError: another kind of recipe than next-token training of a language model.
     """
-    parts = {
-        title: Settings(block if isinstance(block, dict) else {}, f"{name}: {title}")
-        for title in BLOCKS
-        for block in (values.get(title),)
-    }
-    top, inner, steps = Settings(values, name), parts["model"], parts["step_scheduler"]
+    top, parts, num_gpus = settings, settings.blocks, settings.outside.num_gpus
+    for title in BLOCKS:
+        block = top.raw(title)
+        parts[title] = Settings(block if isinstance(block, dict) else {}, f"{top.name}: {title}", top.outside)
+    inner, steps = parts["model"], parts["step_scheduler"]
     _refuse_other_recipes(top, inner)
-    num_gpus = sharding.num_gpus if sharding is not None else 1
-    fields = _method(parts, hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto", model), model)
+    fields = _method(parts, hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto"))
     spread, copies = _spread(parts["distributed"], num_gpus)
     used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
-    chosen = Settings({"optim": OPTIMIZERS.get(used, used.rpartition(".")[2].lower())}, name)
+    chosen = OPTIMIZERS.get(used, used.rpartition(".")[2].lower())
     loss = parts["loss_fn"].text("_target_", "")
     fields |= said(steps, NEMO, "micro_batch_seqs")
     per_copy = fields["micro_batch_seqs"] * copies
     fields |= {
         **_length(parts, top),
         "accumulation_steps": max(1, steps.integer("global_batch_size", 32, at_least=1) // per_copy),
-        "optimizer": common.optimizer(chosen, "optim", "adamw_torch"),
-        "attention": common.attention(inner, "attn_implementation", model),
+        "attention": common.attention(inner, "attn_implementation"),
         "checkpointing": int(parts["distributed"].flag("activation_checkpointing", False)),
         "loss": "liger" if "linear_ce" in loss else "chunked" if "chunked" in loss else "full",
         "compile": parts["compile"].flag("enabled", False),
     }
-    fields = common.adapter(top, fields, adapter_kind(parts["peft"], FORMAT), model)
+    fields = common.adapter(top, fields, adapter_kind(parts["peft"], FORMAT))
     _note_what_is_not_counted(top, parts)
-    fields |= parallel_of(top, spread, num_gpus)
-    return config(FORMAT, top, fields, chosen, *parts.values(), model_id=_model_id(top, inner))
+    fields |= parallel_of(top, spread)
+    fields["optimizer"] = common.optimizer(top, "optim", "adamw_torch", chosen)
+    return config(NEMO, top, fields, model_id=_model_id(top, inner))
 
 
 def _refuse_other_recipes(top: Settings, inner: Settings) -> None:
@@ -98,7 +93,7 @@ def _model_id(top: Settings, inner: Settings) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _method(parts: Mapping[str, Settings], weights: str, model: ModelSpec | None) -> dict[str, Any]:
+def _method(parts: Mapping[str, Settings], weights: str) -> dict[str, Any]:
     """Method, adapters and precision; weights are of one type and there is no autocast."""
     peft, bits = parts["peft"], parts["quantization"]
     if not (peft.has("_target_") or peft.has("dim")):
@@ -111,7 +106,7 @@ def _method(parts: Mapping[str, Settings], weights: str, model: ModelSpec | None
         "quantization": "int8" if eight else f"nf4{double}" if four else "none",
         "precision": common.precision(parts["model"], weights, None, "lora"),
         **said(peft, NEMO, "lora_rank", "lora_dropout"),
-        "lora_targets": _targets(peft, model),
+        "lora_targets": _targets(peft),
         "adapter_dtype": weights,
     }
 
@@ -154,11 +149,11 @@ def _degree(settings: Settings, key: str) -> int:
     return value if isinstance(value, int) else 1  # "none" in the recipes
 
 
-def _targets(peft: Settings, model: ModelSpec | None) -> str | tuple[str, ...]:
+def _targets(peft: Settings) -> str | tuple[str, ...]:
     if peft.flag("match_all_linear", False):
         return "all-linear"
     names: list[str] = []
     for pattern in peft.text_or_names("target_modules"):
         last = pattern.rpartition(".")[2] or pattern
         names += [one for one in LINEAR if fnmatch(one, last)] or [last]
-    return common.targets(tuple(names), model, peft)
+    return common.targets(peft, tuple(names))

@@ -9,14 +9,14 @@ from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining
-from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind, config
 from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_own
 from planner.readers.program.reading import PARTS_OF_LENGTH
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools import tool_of
 
 FORMAT = "own settings"
 NAMES = {
@@ -130,14 +130,13 @@ def _makes_sense(key: str, value: Any) -> bool:
     return isinstance(value, str) if key in ("dtype", "attention", "model") else True
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup that a file of settings says, with what it leaves open as `missing`.
 
     Raises:
         ConfigError: of another objective by its name, or a value that makes no sense.
     """
+    values, name = settings.values, settings.name
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     texts = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
@@ -146,7 +145,7 @@ def read(
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
     found = _in_words(found) | found
-    settings = Settings({key: value for key, (_, value) in found.items()}, name)
+    settings = Settings({key: value for key, (_, value) in found.items()}, name, settings.outside)
     settings.assume("settings read by their usual names: the program that reads this file is not known")
     if later := sorted(_later_stages(values)):
         settings.assume(f"of several stages that of sft is read ({', '.join(later)} left out)")
@@ -154,22 +153,22 @@ def read(
     _ask_for_what_is_absent(settings, opened)
     of_trl = any(str(value).endswith("SFTConfig") for path, value in _leaves(values, ()) if path[-1] == "_target_")
     fields: dict[str, Any] = {
-        **_method(settings, model),
+        **_method(settings),
         "micro_batch_seqs": settings.integer("micro", 1, at_least=1),
         "accumulation_steps": settings.integer("accumulation", 1, at_least=1),
         "seq_len_tokens": settings.integer("length", 1024, at_least=1),
         "checkpointing": int(settings.raw("checkpointing", False) not in (False, None, "none", "false")),
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
-        "attention": common.attention(settings, "attention", model),
+        "attention": common.attention(settings, "attention"),
         "packing": settings.flag("packing", False),
-        **common.liger(settings, settings.flag("liger", False), "chunked" if of_trl else "full", model),
+        **common.liger(settings, settings.flag("liger", False), "chunked" if of_trl else "full"),
     }
     fields |= _preferences(settings, objective, certain=certain)
-    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    fields |= parallel_of(settings, {}, (sharding or Sharding()).num_gpus)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    fields |= parallel_of(settings, {})
     keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
     named = settings.raw("model")
-    answer = config(FORMAT, settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
+    answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
     return replace(answer, values=values)
 
 
@@ -182,7 +181,7 @@ def _ask_for_what_is_absent(settings: Settings, opened: Mapping[str, str]) -> No
             settings.ask(OPEN_AS[key], f": {key} is {text}")
 
 
-def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(settings: Settings) -> dict[str, Any]:
     """Method, quantization, precision and adapters, and what of them has to be asked for."""
     found = set(settings.values)
     adapted = settings.flag("lora", bool({"rank", "targets"} & found))
@@ -206,7 +205,7 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         "quantization": "none" if method != "qlora" else "int8" if eight else nf4,
         "precision": _precision(settings, method),
         "lora_rank": settings.integer("rank", 8, at_least=1),
-        "lora_targets": common.targets(settings.text_or_names("targets"), model, settings),
+        "lora_targets": common.targets(settings, settings.text_or_names("targets")),
         "lora_dropout": settings.real("dropout", 0.0),
         "modules_to_save": common.modules_to_save(settings, "saved"),
     }

@@ -1,18 +1,15 @@
 """The adapters that a program hands to peft, or to Unsloth: whether, of which kind and size, on what."""
 
 import re
-from dataclasses import field
 from typing import Any
 
 from planner.choices.adapters import Adapter
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.readers import common
 from planner.readers.fields import adapter_kind
 from planner.readers.program import Made, Unknown, plain
-from planner.readers.program.values import Value
-from planner.readers.training import RUN_IT
+from planner.readers.training import RUN_IT, Training
 from planner.readers.values import Settings
 from planner.records import dataclass
 from planner.tools.transformers import SCRIPT
@@ -20,23 +17,19 @@ from planner.tools.transformers import SCRIPT
 UNSLOTH_WHOLE = "embed_tokens"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Adapters:
     """One program's adapters.
 
     Attributes:
-        given: what the program makes them of; continued: the call that loads some to be trained on.
-        lora: their settings; model: where it is at hand.
+        found: what the program makes them of; lora: their settings.
         missing: field of a setup -> why it has to be asked for.
     """
 
-    given: Value | None
-    continued: Made | None
+    found: Training
     lora: Settings
-    name: str
-    model: ModelSpec | None
     unsloth: bool
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str]
 
     def wanted(self) -> bool:
         """Whether there are any, with what of them has to be asked for.
@@ -44,12 +37,12 @@ class Adapters:
         Raises:
             NotPlanned: of a kind that is not planned.
         """
-        adapter = self.given
+        adapter, continued = self.found.adapter, self.found.continued
         if isinstance(adapter, Unknown):
             self.missing["method"] = adapter.reason
             return True
-        if self.continued is not None and adapter is None:
-            self.missing["lora_rank"] = f"{self.continued.where}: adapters that stand in another file are trained"
+        if continued is not None and adapter is None:
+            self.missing["lora_rank"] = f"{continued.where}: adapters that stand in another file are trained"
             return True
         if isinstance(adapter, Made) and not adapter.owner.startswith("Fast"):
             if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
@@ -59,7 +52,7 @@ class Adapters:
                 self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
             elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
                 raise NotPlanned(
-                    f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
+                    f"{self.lora.name}: adapters of {adapter.name} are not planned, only LoRA's",
                     hint=RUN_IT,
                 )
             elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
@@ -68,7 +61,7 @@ class Adapters:
 
     def row(self) -> Adapter | None:
         """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
-        made = self.given
+        made = self.found.adapter
         return common.CONFIGS.get(made.name) if isinstance(made, Made) else None
 
     def kind(self) -> str:
@@ -103,13 +96,13 @@ class Adapters:
             "lora_rank": self.size(),
             "modules_to_save": saved,
             "lora_dropout": lora.real("lora_dropout", 0.0),
-            "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
+            "lora_targets": common.targets(lora, names or (("all-linear",) if unsloth else ())),
         }
         row = self.row()
         if row is not None and not row.adapts_matrices:
             fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
-        elif row is not None and row.form == "scales" and not names and self.model is not None:
-            fields["lora_targets"] = scaling_targets(self.model)
+        elif row is not None and row.form == "scales" and not names and lora.model is not None:
+            fields["lora_targets"] = scaling_targets(lora.model)
             lora.assume(
                 "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"
             )

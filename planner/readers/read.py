@@ -37,9 +37,10 @@ from planner.readers.loading import (
     parse_yaml,
     read_bounded,
 )
+from planner.readers.outside import Sharding
 from planner.readers.program.source import of_cells, of_notebook, of_requirements
-from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
 from planner.setup import TrainSetup
 from planner.tools import TOOLS
 
@@ -66,7 +67,7 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
+    found = _read(text, name, replace(sharding or Sharding(), model=model, base=base), launcher)
     stack = STACK_OF.get(found.format, found.setup.stack)
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
@@ -126,23 +127,15 @@ TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
 """Formats that run transformers' Trainer."""
 
 
-def _read(
-    text: str,
-    name: str,
-    *,
-    model: ModelSpec | None,
-    base: TrainSetup | None,
-    sharding: Sharding,
-    launcher: str | None = None,
-) -> ReadConfig:
+def _read(text: str, name: str, sharding: Sharding, launcher: str | None = None) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
-        return _under_launcher(text, name, model, base, sharding, launcher)
+        return _under_launcher(text, name, sharding, launcher)
     if name.endswith(".py") and torchtitan_python.is_registry(text):
-        return torchtitan_python.read(text, name, model, sharding=sharding)
+        return torchtitan_python.read(text, name, sharding)
     if name.endswith(".py"):
-        return script.read(text, name, model, sharding=sharding)
-    launches = Launches(name=name, model=model, base=base, read=_read)
+        return script.read(text, name, sharding)
+    launches = Launches(name, _read)
     if name.endswith(".ipynb"):
         return _of_notebook(text, launches, sharding)
     if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
@@ -151,8 +144,8 @@ def _read(
         values = parse_toml(text, name)
         if torchtitan.is_config(values):
             values = with_words(values, torchtitan.FORMAT, sharding.arguments or ())
-            return torchtitan.read(values, name, model, sharding=sharding)
-        return of_mapping(values, detect(values), name, model, sharding)
+            return torchtitan.read(Settings(values, name, sharding))
+        return of_mapping(Settings(values, name, sharding), detect(values))
     documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
     written = {file: one for document in documents for file, one in tasks.files_of(document.values).items()}
     inside = replace(sharding, written={**sharding.written, **written}) if written else sharding
@@ -168,15 +161,12 @@ def _read(
     raise min(problems, key=weight)
 
 
-def _under_launcher(
-    text: str, name: str, model: ModelSpec | None, base: TrainSetup | None, sharding: Sharding, launcher: str
-) -> ReadConfig:
+def _under_launcher(text: str, name: str, sharding: Sharding, launcher: str) -> ReadConfig:
     """The setup of a file under the Accelerate config that it is launched with."""
-    values = parse_yaml(launcher, "accelerate config").values
-    processes = launchers.num_processes(values, "accelerate config", sharding.num_gpus)
-    inside = replace(sharding, num_gpus=processes)
-    inner = _read(text, name, model=model, base=base, sharding=inside)
-    spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
+    told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", sharding)
+    inside = replace(sharding, num_gpus=launchers.num_processes(told))
+    inner = _read(text, name, inside)
+    spread = launchers.read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
     setup = spread.setup
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
         setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
@@ -190,7 +180,7 @@ def _under_launcher(
 
 def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
-    name, model, base = launches.name, launches.model, launches.base
+    name = launches.name
     if tasks.is_task(parsed.values):
         try:
             return launches.first(tasks.script_of(parsed.values), sharding)
@@ -211,12 +201,11 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
     if kind != own.FORMAT:
         known, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=known)
-    if kind == "deepspeed":
-        found = launchers.read_deepspeed(parsed.values, name, base, sharding.num_gpus)
-    elif kind == "accelerate":
-        found = launchers.read_accelerate(parsed.values, name, base, sharding=sharding)
+    settings = Settings(parsed.values, name, sharding)
+    if kind in launchers.READERS:
+        found = launchers.READERS[kind](settings)
     else:
-        inner = of_mapping(parsed.values, kind, name, model, sharding)
+        inner = of_mapping(settings, kind)
         found = with_open(inner, opened, name, sharding.num_gpus) if opened else inner
     said += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
     where: dict[str, str] = {}
@@ -243,7 +232,7 @@ def _of_notebook(text: str, launches: Launches, sharding: Sharding) -> ReadConfi
     """The setup of a notebook: of what its cells train, else of what they launch."""
     source = of_notebook(text, launches.name)
     try:
-        return script.read("", launches.name, launches.model, sharding=sharding, source=source)
+        return script.read("", launches.name, sharding, source)
     except NotATraining:
         commands, written = of_cells(text)
         named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}

@@ -11,17 +11,18 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
-from planner.models.spec import ModelSpec
 from planner.readers import common, evaluating, hf, lengths, program_changes, sound, training, versions
 from planner.readers.fields import said
 from planner.readers.objectives import CONFIGS
+from planner.readers.outside import Sharding
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
+from planner.readers.program.values import Value
 from planner.readers.program_adapters import Adapters
 from planner.readers.program_loading import pictures, quantization
 from planner.readers.rollouts import rollout_fields
-from planner.readers.sharding import Sharding, cut_sequences, loaded, parallel_of
+from planner.readers.sharding import cut_sequences, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
 from planner.readers.types import Missing, ReadConfig
@@ -34,20 +35,12 @@ UNSLOTH = "unsloth-script"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
-def read(
-    text: str,
-    name: str,
-    model: ModelSpec | None = None,
-    *,
-    sharding: Sharding | None = None,
-    source: Source | None = None,
-) -> ReadConfig:
+def read(text: str, name: str, outside: Sharding, source: Source | None = None) -> ReadConfig:
     """The setup of a training program; `source` is its text where it does not stand in a .py file.
 
     Raises:
         ConfigError: not Python, or nothing in it that trains as is planned.
     """
-    outside = sharding or Sharding()
     source = source or of_script(text)
     try:
         pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
@@ -57,7 +50,7 @@ def read(
             f"{name} is not Python that can be read: {reason(error)}",
             hint="give a script that Python itself accepts",
         ) from error
-    return _Script(program, training.find(program, name), source, name, model, outside).config()
+    return _Script(program, training.find(program, name), source, name, outside).config()
 
 
 def _has_trainer(aim: Objective) -> bool:
@@ -68,40 +61,31 @@ def _has_trainer(aim: Objective) -> bool:
 class _Script:
     """One program's training on its way to a setup."""
 
-    def __init__(
-        self,
-        program: Program,
-        found: Training,
-        source: Source,
-        name: str,
-        model: ModelSpec | None,
-        sharding: Sharding,
-    ) -> None:
+    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: Sharding) -> None:
         self.program, self.found, self.source, self.name = program, found, source, name
-        self.model, self.sharding = model, sharding
+        self.model, self.outside = outside.model, outside
         self.missing: dict[str, str] = {}
         owner = found.loader.owner if found.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
         self.aim = OBJECTIVES[found.objective]
         self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig") or _has_trainer(self.aim)
-        self.arguments = training.settings(found.arguments, name)
+        self.arguments = self.settings(found.arguments)
         self._trainer_extras()
-        self.loader = training.settings(found.loader, name)
-        if found.handed is not None:
-            self.loader = training.settings(found.handed, name)
-        self.bnb = training.settings(found.quantization, name)
-        self.lora = training.settings(found.adapter, name)
-        self.adapters = Adapters(
-            given=found.adapter, continued=found.continued, lora=self.lora, name=name, model=model,
-            unsloth=self.unsloth, missing=self.missing,
-        )  # fmt: skip
+        self.loader = self.settings(found.loader if found.handed is None else found.handed)
+        self.bnb = self.settings(found.quantization)
+        self.lora = self.settings(found.adapter)
+        self.adapters = Adapters(found, self.lora, self.unsloth, self.missing)
         self._settle_versions()
+
+    def settings(self, made: Value | None) -> Settings:
+        """What a call is given."""
+        return training.settings(made, self.name, self.outside)
 
     def _settle_versions(self) -> None:
         """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
         source, found = self.source, self.found
-        named = {**dict(source.pins), **self.sharding.versions}
+        named = {**dict(source.pins), **self.outside.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
         bound = versions.taking(
@@ -129,7 +113,7 @@ class _Script:
 
     def _trainer_extras(self) -> None:
         """Old TRL took some settings on the trainer itself."""
-        outer = training.settings(self.found.trainer, self.name)
+        outer = self.settings(self.found.trainer)
         for key in ("max_seq_length", "packing"):
             if outer.values.get(key) is not None:
                 self.arguments.values = {**self.arguments.values, key: outer.values[key]}
@@ -201,7 +185,7 @@ class _Script:
             fields["stack"] = "sentence-transformers"
             fields |= training.contrast(self.found, arguments, self.missing)
         fields |= sound.fields(self.found, self.model, arguments, fields, self.missing) | self._spread(constants)
-        return common.adapter(arguments, fields, self.adapters.kind(), self.model)
+        return common.adapter(arguments, fields, self.adapters.kind())
 
     def _method(self) -> dict[str, Any]:
         """Method, quantization, precision and adapters."""
@@ -228,14 +212,14 @@ class _Script:
         whole = evaluating.given(self.found.trainer, "compute_loss_func")
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
-            return common.liger(arguments, liger, "chunked", self.model)
+            return common.liger(arguments, liger, "chunked")
         kind = arguments.optional_text("loss_type")
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
-        return common.liger(arguments, liger, "full" if liger else loss, self.model)
+        return common.liger(arguments, liger, "full" if liger else loss)
 
     def _ask_for_what_is_not_known(self, parts: tuple[Settings, ...]) -> None:
         """Notes settings that were asked for and that only running the program would tell."""
-        alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
+        alone = ("parallel",) if self.outside.num_gpus == 1 else ()
         for part in parts:
             for key, why in part.undetermined.items():
                 if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
@@ -258,7 +242,7 @@ class _Script:
             loader.values = {**loader.values, "attn_implementation": word}
         if not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
             return "flash-attention-2"  # transformers 4's older switch
-        return common.attention(loader, "attn_implementation", self.model)
+        return common.attention(loader, "attn_implementation")
 
     def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
         """What another objective than supervised training makes of the fields.
@@ -274,7 +258,7 @@ class _Script:
                 hint=training.RUN_IT,
             )
         fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
-        fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name), self.model)
+        fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name))
         if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
             fields["lora_dropout"] = 0.0
         if self.aim.rolls_out:
@@ -348,7 +332,7 @@ class _Script:
             own = f"the checkpoint's own, {stored or 'taken to be bf16'}"
             taken = own if default == "auto" else f"{default} ({self._why()})"
             loader.assume(f"no dtype on from_pretrained: {taken}")
-        weights = hf.weight_dtype(loader, key, default, self.model)
+        weights = hf.weight_dtype(loader, key, default)
         return common.precision(self.arguments, weights, autocast, method)
 
     def _why(self) -> str:
@@ -396,7 +380,7 @@ class _Script:
         on = hf.checkpointing(arguments, self.trl and own_default)
         if on:
             return on
-        inner = training.settings(prepared, self.name)
+        inner = self.settings(prepared)
         if prepared is not None and inner.flag("use_gradient_checkpointing", True):
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
             return 1
@@ -408,7 +392,7 @@ class _Script:
             return False
         calls = [model.called.get("gradient_checkpointing_enable") for model in self.found.touched]
         for call in (self.found.prepared, *calls):
-            told = training.settings(call, self.name).raw("gradient_checkpointing_kwargs")
+            told = self.settings(call).raw("gradient_checkpointing_kwargs")
             if isinstance(told, dict) and "use_reentrant" in told and not self.arguments.has("gradient_checkpointing"):
                 return told["use_reentrant"] is True
         return True
@@ -423,20 +407,19 @@ class _Script:
         return tokens
 
     def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
-        num_gpus, loader = self.sharding.num_gpus, self.loader
+        num_gpus, loader = self.outside.num_gpus, self.loader
         if loader.raw("device_map") == "auto" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "device-map"}
         if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "dp"}
         block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None
         if isinstance(block, Made):
-            inner = training.settings(block, self.name)
-            loader.values = {**loader.values, "distributed_config": inner.values}
-        spread = loaded(self.arguments, loader, num_gpus) or sharded(self.arguments, self.sharding)
+            loader.values = {**loader.values, "distributed_config": self.settings(block).values}
+        spread = loaded(self.arguments, loader) or sharded(self.arguments)
         mesh = self.found.arguments.argument("parallelism_config") if isinstance(self.found.arguments, Made) else None
         if isinstance(mesh, Made) and num_gpus > 1:
-            spread = spread | cut_sequences(self.arguments, training.settings(mesh, self.name), spread)
-        return parallel_of(self.arguments, spread, num_gpus)
+            spread = spread | cut_sequences(self.arguments, self.settings(mesh), spread)
+        return parallel_of(self.arguments, spread)
 
 
 def _line(made: Made | None) -> int:

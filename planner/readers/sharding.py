@@ -1,93 +1,21 @@
 """How a config spreads over GPUs: DeepSpeed files named inside it, FSDP blocks, and how many GPUs there are."""
 
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError, NotPlanned, Undetermined
-from planner.hardware.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
-from planner.readers.program import Outside
 from planner.readers.values import Settings
-from planner.records import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """What is known from outside the file.
-
-    Attributes:
-        num_gpus: processes of the run; roots: where files that it names may lie.
-        gpu: the card, for programs that ask it; None: one that computes in bf16.
-        arguments: the words behind a program's name on its command line; None: nobody said.
-        versions: package -> version that the run is said or pinned to use.
-        depth: shell scripts that started one another on the way here.
-        environment: variables that the launch sets.
-        written: text of files that the checked one writes before it trains, by their paths.
-    """
-
-    num_gpus: int = 1
-    roots: tuple[Path, ...] = field(default=())
-    gpu: GpuSpec | None = None
-    arguments: tuple[str, ...] | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    depth: int = 0
-    written: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def below(self, folder: str) -> "Sharding":
-        """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
-        tops = [root.absolute() for root in self.roots]
-        places = [Path(os.path.normpath(root / folder)) for root in tops]
-        inner = [place for place in places if place not in tops and any(place.is_relative_to(top) for top in tops)]
-        return replace(self, roots=(*inner, *self.roots)) if inner else self
-
-    def by_end(self, path: str) -> str | None:
-        """As `beside`, by the end of the path where another machine, or only the shell, knows its beginning."""
-        parts = path.split("/")
-        if not path.startswith("/") and "$" not in path:
-            return self.beside(path)
-        ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
-        return next((text for end in ends if end and "$" not in end and (text := self.beside(end)) is not None), None)
-
-    def of_program(self) -> Outside:
-        """What a program that is read may learn from outside."""
-        gpu = self.gpu
-        return Outside(
-            arguments=self.arguments,
-            environment={**self.environment, "WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
-            bf16=gpu.bf16 if gpu is not None else True,
-            capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
-            read=self.beside,
-            exactly=self.exactly,
-        )
-
-    def exactly(self, path: str) -> str | None:
-        """As `beside`, by no other path than this."""
-        return self.beside(path, exact=True)
-
-    def beside(self, path: str, *, exact: bool = False) -> str | None:
-        """The text of a file that lies beside the config by a relative path, None where there is none."""
-        if (text := self.written.get(path, self.written.get(path.rpartition("/")[2]))) is not None:
-            return text
-        found = _find(path, self, exact=exact)
-        if found is None:
-            return None
-        try:
-            return read_bounded(found)
-        except ConfigError:
-            return None
-
 
 Spread = dict[str, Any]
 """Fields of a setup that say how it is spread: "parallel", "offload", "reshard_after_forward" and the degrees."""
 
 
-def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, Any]:
-    """`num_gpus` and the spread of a setup. Sharding needs several GPUs; several GPUs without it are plain copies."""
+def parallel_of(settings: Settings, spread: Spread, num_gpus: int = 0) -> dict[str, Any]:
+    """`num_gpus` (0: the run's) and the spread of a setup. Sharding needs several; without it they are plain copies."""
+    num_gpus = num_gpus or settings.outside.num_gpus
     parallel = spread.get("parallel", "none")
     if num_gpus == 1:
         if parallel != "none":
@@ -140,8 +68,9 @@ def cut_sequences(settings: Settings, mesh: Settings, spread: Spread) -> Spread:
     return found
 
 
-def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spread:
+def distributed(settings: Settings, block: dict[str, Any]) -> Spread:
     """The spread of transformers' `DistributedConfig` (tensor parallelism, FSDP2 while loading)."""
+    num_gpus = settings.outside.num_gpus
     inner = Settings(block, f"{settings.name}: distributed_config")
     shard, copies = (inner.integer(key, 1, at_least=1) for key in ("fsdp_size", "dp_replicate_size"))
     stages = inner.integer("pp_size", 1, at_least=1)
@@ -160,12 +89,12 @@ def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spr
     return spread
 
 
-def loaded(settings: Settings, kwargs: Settings, num_gpus: int) -> Spread | None:
+def loaded(settings: Settings, kwargs: Settings) -> Spread | None:
     """The spread that `from_pretrained`'s own arguments ask for; None where they ask for none."""
     block = kwargs.raw("distributed_config")
     if block is None and (kwargs.has("tp_plan") or kwargs.has("tp_size")):
         block = {key: kwargs.raw(key) for key in ("tp_plan", "tp_size") if kwargs.has(key)}
-    return distributed(settings, block, num_gpus) if isinstance(block, dict) and num_gpus > 1 else None
+    return distributed(settings, block) if isinstance(block, dict) and settings.outside.num_gpus > 1 else None
 
 
 _STRATEGIES = {
@@ -220,7 +149,7 @@ def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Spre
     return spread
 
 
-def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> Spread:
+def zero_stage(settings: Settings, value: Any) -> Spread:
     """The spread of a DeepSpeed setting: the configuration itself or a path to it.
 
     Raises:
@@ -230,20 +159,24 @@ def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> Spread:
         return stage_of(settings, value)
     if not isinstance(value, str):
         raise settings.error("deepspeed", "a path or a block of settings", value)
-    found = _find(value, sharding)
-    if found is not None:
+    if (found := settings.outside.find(value)) is not None:
         text = read_bounded(found)
-        return stage_of(
-            settings, parse_json(text, value) if found.suffix == ".json" else parse_yaml(text, value).values
-        )
+        config = parse_json(text, value) if found.suffix == ".json" else parse_yaml(text, value).values
+        return stage_of(settings, config)
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
         settings.assume(f"deepspeed {Path(value).name} is not at hand: its name says ZeRO stage {named[1]}")
         return {"parallel": f"zero{named[1]}" if named[1] != "0" else "none"}
-    return _not_there(settings, value, sharding.num_gpus)
+    if settings.outside.num_gpus == 1:
+        settings.assume(f"deepspeed config {value} is not beside it: on one GPU it shards nothing")
+        return {"parallel": "none"}
+    raise Undetermined(
+        f"{settings.name}: the deepspeed config {value!r:.80} is not beside it and decides how the job is spread",
+        hint="put it beside the config, or say --set parallel=zero2|zero3",
+    )
 
 
-def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
+def stage_of(settings: Settings, config: Mapping[str, Any]) -> Spread:
     """The ZeRO stage of a DeepSpeed configuration, and what it offloads."""
     zero = config.get("zero_optimization") or {}
     if not isinstance(zero, dict):
@@ -264,17 +197,6 @@ def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
     return zero_spread(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
 
 
-def _not_there(settings: Settings, path: str, num_gpus: int) -> Spread:
-    """A DeepSpeed file that is not beside the config: on one GPU it shards nothing, on several it decides."""
-    if num_gpus == 1:
-        settings.assume(f"deepspeed config {path} is not beside it: on one GPU it shards nothing")
-        return {"parallel": "none"}
-    raise Undetermined(
-        f"{settings.name}: the deepspeed config {path!r:.80} is not beside it and decides how the job is spread",
-        hint="put it beside the config, or say --set parallel=zero2|zero3",
-    )
-
-
 def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Spread:
     """The spread of a ZeRO stage with the devices ("none", "cpu", "nvme") that it offloads to."""
     if stage == 0:
@@ -291,16 +213,3 @@ def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: s
     elif optimizer != "none":
         spread["offload"] = "optimizer"
     return spread
-
-
-def _find(value: str, sharding: Sharding, *, exact: bool = False) -> Path | None:
-    if not sharding.roots or Path(value).is_absolute() or value.startswith("~"):
-        return None
-    tops = [root.absolute() for root in sharding.roots]
-    places = [Path(os.path.normpath(root / value)) for root in tops]
-    candidates = [path for path in places if any(path.is_relative_to(top) for top in tops)]
-    if value.endswith(".py"):  # packages may lie in `src`
-        candidates += [root / "src" / value for root in tops]
-    if ".." not in Path(value).parts and not exact:
-        candidates += [root / Path(value).name for root in (*tops[:2], tops[-1])]
-    return next((path for path in candidates if path.is_file() and not path.is_symlink()), None)

@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import SWIFT
@@ -34,37 +33,32 @@ Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other def
 """
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of an ms-swift run.
 
     Raises:
         ConfigError: another objective than supervised training, another tuner than LoRA or full.
     """
-    settings = Settings(values, name)
-    sharding = sharding or Sharding()
     _refuse_other_training(settings)
     old = any(settings.has(key) for key in OLD)
-    fields = _method(settings, model, old=old)
+    fields = _method(settings, old=old)
     fields |= said(settings, SWIFT, "micro_batch_seqs")
     fields |= {
-        "precision": _precision(settings, fields["method"], model),
-        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"], sharding.num_gpus),
+        "precision": _precision(settings, fields["method"]),
+        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
         "seq_len_tokens": _length(settings, old=old),
         "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
-        "attention": _attention(settings, model),
+        "attention": _attention(settings),
         "checkpointing": hf.checkpointing(settings, True),
-        **common.liger(settings, settings.flag("use_liger_kernel", False), "full", model),
+        **common.liger(settings, settings.flag("use_liger_kernel", False), "full"),
     }
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
-    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
-    spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
-    fields |= parallel_of(settings, spread, sharding.num_gpus)
-    named = settings.optional_text(settings.first("model", "model_id_or_path", "model_type"))
-    return config(FORMAT, settings, fields, model_id=named)
+    spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    fields |= parallel_of(settings, spread)
+    return config(SWIFT, settings, fields)
 
 
 def _refuse_other_training(settings: Settings) -> None:
@@ -77,7 +71,7 @@ def _refuse_other_training(settings: Settings) -> None:
         raise NotPlanned(f"{settings.name}: task_type {task} is not planned", hint="supervised fine-tuning is")
 
 
-def _method(settings: Settings, model: ModelSpec | None, *, old: bool) -> dict[str, Any]:
+def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
     """Method and adapters.
 
     Raises:
@@ -96,21 +90,21 @@ def _method(settings: Settings, model: ModelSpec | None, *, old: bool) -> dict[s
         "method": "qlora" if bits else "lora",
         "quantization": "none" if not bits else "int8" if bits == 8 else four,
         **said(settings, SWIFT, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(_targets(settings, old), model, settings),
+        "lora_targets": common.targets(settings, _targets(settings, old)),
         "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),
     }
 
 
-def _precision(settings: Settings, method: str, model: ModelSpec | None) -> str:
+def _precision(settings: Settings, method: str) -> str:
     dtype = settings.first("torch_dtype", "dtype")
-    weights = hf.weight_dtype(settings, dtype, "auto", model) if settings.raw(dtype) != "AUTO" else "bf16"
+    weights = hf.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
     fp16 = settings.flag("fp16", weights == "fp16")
     autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
     return common.precision(settings, weights, autocast, method)
 
 
-def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
-    steps = max(1, math.ceil(GLOBAL_BATCH / micro / num_gpus))
+def _accumulation(settings: Settings, micro: int) -> int:
+    steps = max(1, math.ceil(GLOBAL_BATCH / micro / settings.outside.num_gpus))
     if not settings.has("gradient_accumulation_steps"):
         settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
     return settings.integer("gradient_accumulation_steps", steps, at_least=1)
@@ -133,10 +127,10 @@ def _targets(settings: Settings, old: bool) -> tuple[str, ...]:
     return ("all-linear",) if names == ("ALL",) else names
 
 
-def _attention(settings: Settings, model: ModelSpec | None) -> str:
+def _attention(settings: Settings) -> str:
     word = {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"}
     value = settings.optional_text("attn_impl")
     if value is None and settings.has("use_flash_attn") and settings.raw("use_flash_attn") != "auto":
         value = "flash_attn" if settings.flag("use_flash_attn", False) else None
     named = {"attn": word.get(value, value)} if value else {}
-    return common.attention(Settings(named, settings.name), "attn", model)
+    return common.attention(Settings(named, settings.name, settings.outside), "attn")

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ConfigError
-from planner.models.spec import ModelSpec
 from planner.readers import schema
 from planner.readers.fields import config
-from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.tools.others import TORCHTITAN_ADAMW
+from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
 
 FORMAT = "torchtitan"
 PRECISIONS = {
@@ -31,16 +29,13 @@ def is_config(values: dict[str, Any]) -> bool:
     return bool(titles & set(values)) and 2 * len(strangers) <= len(values)
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a torchtitan config.
 
     Raises:
         ConfigError: an unknown key, a wrong value, degrees that do not fit the GPUs.
     """
-    top = Settings(values, name)
-    parts = _blocks(top)
+    top, parts = settings, _blocks(settings)
     training = parts["training"]
     pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
     if pair not in PRECISIONS:
@@ -56,11 +51,10 @@ def read(
         "checkpointing": _checkpointing(parts["activation_checkpoint"]),
         "compile": parts["compile"].flag("enable", False),
         "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
-        **_spread(parts["parallelism"], training, sharding or Sharding()),
+        **_spread(parts["parallelism"], training),
     }
-    named = parts["model"].optional_text("hf_assets_path")
     data = training.optional_text("dataset_path") or training.optional_text("dataset")
-    return config(FORMAT, top, fields, *parts.values(), model_id=named, dataset=data)
+    return config(TORCHTITAN, top, fields, model_id=parts["model"].optional_text("hf_assets_path"), dataset=data)
 
 
 def _blocks(top: Settings) -> dict[str, Settings]:
@@ -78,13 +72,13 @@ def _blocks(top: Settings) -> dict[str, Settings]:
     return parts
 
 
-def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[str, Any]:
+def _spread(settings: Settings, training: Settings) -> dict[str, Any]:
     """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
     tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
     stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
     copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
     context = settings.integer("context_parallel_degree", 1, at_least=1)
-    gpus, shard = _gpus(settings, tensor * stages * copies * context, sharding)
+    gpus, shard = _gpus(settings, tensor * stages * copies * context)
     fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
     fields |= _batch(settings, training, stages, shard * copies)
     if context > 1:
@@ -116,17 +110,17 @@ def _experts(settings: Settings, fields: Mapping[str, Any]) -> dict[str, int]:
     return {"expert_degree": degree}
 
 
-def _gpus(settings: Settings, others: int, sharding: Sharding) -> tuple[int, int]:
+def _gpus(settings: Settings, others: int) -> tuple[int, int]:
     """(GPUs of the run, of them those that share one copy's weights); `others`: those of all other degrees.
 
     Raises:
         ConfigError: degrees that do not divide them.
     """
     shard = int(settings.real("data_parallel_shard_degree", -1))
-    gpus = others * shard if shard > 0 else max(sharding.num_gpus, others)
+    gpus = others * shard if shard > 0 else max(settings.outside.num_gpus, others)
     if shard < 0:
         shard = gpus // others
-        if sharding.num_gpus == 1:
+        if settings.outside.num_gpus == 1:
             settings.assume(f"the number of GPUs is not in the file: {gpus} taken (say how many with --gpus)")
     if gpus != others * shard:
         raise ConfigError(f"{settings.name}: degrees of {others} do not divide {gpus} GPUs", hint="give --gpus")

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from planner.errors import NotATraining, Undetermined
-from planner.models.spec import ModelSpec
 from planner.readers import schema, torchtitan, training
+from planner.readers.outside import Sharding
 from planner.readers.program import Function, Made, Reader
-from planner.readers.sharding import Sharding
 from planner.readers.shell import flags
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
@@ -26,13 +25,12 @@ def is_registry(text: str) -> bool:
     return "torchtitan" in text and "-> Trainer.Config:" in text
 
 
-def read(text: str, name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None) -> ReadConfig:
+def read(text: str, name: str, outside: Sharding) -> ReadConfig:
     """The setup of one config of a registry: the one that `--config` names, else the only one.
 
     Raises:
         ConfigError: none in it, or several and none is named.
     """
-    outside = sharding or Sharding()
     tree = ast.parse(text)
     reader = Reader(name, replace(outside.of_program(), read=lambda _: None))  # torchtitan's own classes stay calls
     reader.whole(tree)
@@ -55,7 +53,7 @@ def read(text: str, name: str, model: ModelSpec | None = None, *, sharding: Shar
     made = reader.called(function, Made("", where=name))
     if not isinstance(made, Made):
         raise Undetermined(f"{name}: what {wanted} returns is not known without running it", hint="name another config")
-    return _Config(made, words, name).read(model, outside)
+    return _Config(made, words, name).read(outside)
 
 
 class _Config:
@@ -72,7 +70,7 @@ class _Config:
         found.values = {**found.values, **said}
         return found
 
-    def read(self, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
+    def read(self, outside: Sharding) -> ReadConfig:
         """As torchtitan's TOML is read."""
         block = self.blocks["training"]
         context = block.integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
@@ -88,7 +86,7 @@ class _Config:
         document["activation_checkpoint"] = self.checkpointing()
         assets = training.settings(self.made, self.name).raw("hf_assets_path")
         document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
-        found = torchtitan.read(document, self.name, model, sharding=sharding)
+        found = torchtitan.read(Settings(document, self.name, outside))
         loss = self.made.argument("loss")
         if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
             found = replace(found, setup=found.setup.with_(loss="chunked"))

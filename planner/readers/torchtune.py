@@ -4,11 +4,10 @@ import re
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import TEACHER, of_recipe
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import TORCHTUNE
@@ -24,9 +23,7 @@ OPTIMIZERS = {
 }
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a torchtune recipe's config.
 
     Source: pytorch/torchtune `recipes/configs`, `recipes/*.py`.
@@ -34,11 +31,11 @@ def read(
     Raises:
         ConfigError: another kind of recipe than supervised fine-tuning.
     """
-    settings = Settings(values, name)
+    name, num_gpus = settings.name, settings.outside.num_gpus
     loss = settings.block("loss").text("_component_", "")
-    if of_recipe(FORMAT, (name.lower(), loss.lower(), *TEACHER & set(values))):
+    if of_recipe(FORMAT, (name.lower(), loss.lower(), *TEACHER & set(settings.values))):
         raise NotPlanned(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
-    inner, tokenizer = settings.block("model"), settings.block("tokenizer")
+    tokenizer, inner = settings.block("tokenizer"), settings.block("model")
     if not tokenizer.has("max_seq_len"):
         settings.ask("seq_len_tokens", ": tokenizer.max_seq_len is null: nothing is cut")
     settings.approximate("torchtune's own model code is counted as transformers'")
@@ -46,26 +43,24 @@ def read(
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
     if settings.flag("optimizer_in_bwd", False):
         settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
-    words = _optimizer(settings.block("optimizer"))
-    num_gpus = sharding.num_gpus if sharding is not None else 1
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
         **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
         "seq_len_tokens": tokenizer.integer("max_seq_len", 2048, at_least=1),
         "packing": Settings(_first_dataset(settings), f"{name}: dataset").flag("packed", False),
-        "optimizer": common.optimizer(words, "optim", "adamw_torch"),
+        "optimizer": common.optimizer(settings.block("optimizer"), "optim", "adamw_torch", _optimizer(settings)),
         "attention": "sdpa",
         "checkpointing": int(settings.flag("enable_activation_checkpointing", False)),
         "loss": "chunked" if re.search("Linear|Chunked", loss) else "full",
         "compile": settings.raw("compile") is True,
     }
-    fields |= _method(inner, settings, model, fields["precision"])
-    fields |= parallel_of(settings, {"parallel": "fsdp2"} if num_gpus > 1 else {}, num_gpus)
-    fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT), model)
-    return config(FORMAT, settings, fields, tokenizer, inner, words, model_id=_model_id(settings, inner))
+    fields |= _method(inner, settings, fields["precision"])
+    fields |= parallel_of(settings, {"parallel": "fsdp2"} if num_gpus > 1 else {})
+    fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT))
+    return config(TORCHTUNE, settings, fields, model_id=_model_id(settings, inner))
 
 
-def _method(inner: Settings, settings: Settings, model: ModelSpec | None, precision: str) -> dict[str, Any]:
+def _method(inner: Settings, settings: Settings, precision: str) -> dict[str, Any]:
     """Method and adapters, by the builder that the recipe names.
 
     Raises:
@@ -84,16 +79,17 @@ def _method(inner: Settings, settings: Settings, model: ModelSpec | None, precis
         "method": "qlora" if four else "lora",
         "quantization": "nf4-double" if four else "none",
         **said(inner, TORCHTUNE, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(tuple(targets), model, settings),
+        "lora_targets": common.targets(settings, tuple(targets)),
         "adapter_dtype": "bf16" if precision == "bf16-pure" else "fp32",
     }
 
 
-def _optimizer(settings: Settings) -> Settings:
+def _optimizer(settings: Settings) -> str:
     """The optimizer under transformers' name."""
-    named = settings.text("_component_", "torch.optim.AdamW")
-    fused = named == "torch.optim.AdamW" and settings.flag("fused", False)
-    return Settings({"optim": "adamw_torch_fused" if fused else OPTIMIZERS.get(named, named)}, settings.name)
+    block = settings.block("optimizer")
+    named = block.text("_component_", "torch.optim.AdamW")
+    fused = named == "torch.optim.AdamW" and block.flag("fused", False)
+    return "adamw_torch_fused" if fused else OPTIMIZERS.get(named, named)
 
 
 def _model_id(settings: Settings, inner: Settings) -> str | None:

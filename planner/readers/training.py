@@ -16,6 +16,7 @@ from planner.readers.objectives import (
     of_other_trainer,
     refusal,
 )
+from planner.readers.outside import Sharding
 from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
@@ -336,7 +337,7 @@ def named_model(loader: Made) -> Value | None:
     return loader.positional[0] if loader.positional else None
 
 
-def settings(made: Value | None, name: str) -> Settings:
+def settings(made: Value | None, name: str, outside: Sharding | None = None) -> Settings:
     """The keyword arguments of a call as settings, with what is not known and why."""
     values: dict[str, object] = {}
     unknown: dict[str, str] = {}
@@ -354,7 +355,7 @@ def settings(made: Value | None, name: str) -> Settings:
         else:
             values[key] = data
             where[key] = getattr(value, "where", "")
-    return Settings(values, name, unknown=unknown, more=more, where=where)
+    return Settings(values, name, outside, unknown=unknown, more=more, where=where)
 
 
 def trained_times(program: Program) -> int:

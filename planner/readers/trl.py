@@ -4,12 +4,11 @@ from typing import Any
 
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
-from planner.models.spec import ModelSpec
 from planner.models.towers import SEEING
 from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal
-from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
+from planner.readers.sharding import Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.types import TEXT_ALONE, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
@@ -28,31 +27,28 @@ def known_keys() -> set[str]:
     return {*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of a TRL config.
 
     Raises:
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
-    settings = Settings(values, name)
     settings.note_unknown(known_keys(), TRL)
-    sharding = sharding or Sharding()
-    aim = _objective(settings, next(iter(sharding.arguments or ()), ""))
+    values, versioned = settings.values, settings.outside.versions
+    aim = _objective(settings)
     bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
-    defaults = versions.trl(sharding.versions.get("trl"), bound)
-    of_transformers = versions.transformers(sharding.versions.get("transformers"), values, defaults)
+    defaults = versions.trl(versioned.get("trl"), bound)
+    of_transformers = versions.transformers(versioned.get("transformers"), values, defaults)
     if defaults.assumed:
         settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
     kwargs = settings.block("model_init_kwargs")
     fields: dict[str, Any] = {
         "objective": aim.name,
-        **_kernels_and_loss(settings, aim, defaults, model),
+        **_kernels_and_loss(settings, aim, defaults),
         **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
         **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
-        **_method(settings, kwargs, defaults, model),
-        "attention": _attention(settings, kwargs, model),
+        **_method(settings, kwargs, defaults),
+        "attention": _attention(settings, kwargs),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "checkpointing": hf.checkpointing(settings, defaults.checkpointing),
     }
@@ -64,25 +60,24 @@ def read(
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
         fields |= rollouts.rollout_fields(settings, fields)
-    fields |= _spread(settings, kwargs, sharding)
-    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    if model is not None and model.model_type in SEEING:
+    fields |= _spread(settings, kwargs)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
+    if settings.model is not None and settings.model.model_type in SEEING:
         settings.assume(TEXT_ALONE)
     return config(
-        FORMAT, settings, fields, kwargs,
-        model_id=settings.optional_text("model_name_or_path"), dataset=settings.raw("dataset_name"),
-        keys=of_transformers.keys, only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
+        TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
+        only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
 
 
-def _objective(settings: Settings, command: str) -> Objective:
+def _objective(settings: Settings) -> Objective:
     """What it trains; asked for where only the command says which kind of preferences.
 
     Raises:
         ConfigError: nothing, or what is not planned.
     """
-    name = settings.name
-    objective, certain = of_settings(settings.values, name, command)
+    name, words = settings.name, settings.outside.arguments or ()
+    objective, certain = of_settings(settings.values, name, next(iter(words), ""))
     if objective not in OBJECTIVES:
         raise refusal(f"{name}: objective {objective}")
     if settings.raw("do_train") is False and settings.raw("do_eval") is True:
@@ -93,15 +88,13 @@ def _objective(settings: Settings, command: str) -> Objective:
     return OBJECTIVES[objective]
 
 
-def _kernels_and_loss(
-    settings: Settings, aim: Objective, defaults: versions.TrlDefaults, model: ModelSpec | None
-) -> dict[str, Any]:
+def _kernels_and_loss(settings: Settings, aim: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     whole = settings.real("label_smoothing_factor", 0.0) > 0
     loss = defaults.loss(settings.optional_text("loss_type"), liger=False, whole=whole)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
-    found: dict[str, Any] = common.liger(settings, liger, loss, model)
+    found: dict[str, Any] = common.liger(settings, liger, loss)
     if aim.supervised:
         return found
     if aim.reference and settings.flag("precompute_ref_log_probs", False):
@@ -109,9 +102,7 @@ def _kernels_and_loss(
     return found | {"loss": loss_of(aim, defaults, settings.name)}
 
 
-def _method(
-    settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults, model: ModelSpec | None
-) -> dict[str, Any]:
+def _method(settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults) -> dict[str, Any]:
     """Method, quantization, precision and adapters."""
     quantization, compute = _quantization(settings, kwargs)
     peft = settings.flag("use_peft", False)
@@ -122,7 +113,7 @@ def _method(
         )
     method = "full" if not peft else "lora" if quantization == "none" else "qlora"
     fields = {"method": method, "quantization": quantization if peft else "none"}
-    fields["precision"] = _precision(settings, method, quantization, compute, defaults, model)
+    fields["precision"] = _precision(settings, method, quantization, compute, defaults)
     if not peft:
         return fields | {"lora_rank": 0}
     if settings.has("lora_target_parameters"):
@@ -130,24 +121,19 @@ def _method(
     return {
         **fields,
         **said(settings, TRL, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
+        "lora_targets": common.targets(settings, settings.names("lora_target_modules")),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
 
 
 def _precision(
-    settings: Settings,
-    method: str,
-    quantization: str,
-    compute: str | None,
-    defaults: versions.TrlDefaults,
-    model: ModelSpec | None,
+    settings: Settings, method: str, quantization: str, compute: str | None, defaults: versions.TrlDefaults
 ) -> str:
     """`compute`: the type in which 4-bit weights compute, where it is given apart from `dtype`."""
     key = settings.first("dtype", "torch_dtype")
     if not settings.has(key):
         settings.assume("dtype absent: float32 weights, TRL's default")
-    weights = hf.weight_dtype(settings, key, "float32", model)
+    weights = hf.weight_dtype(settings, key, "float32")
     autocast = hf.autocast(settings, bf16_default=defaults.bf16)
     if method == "qlora" and autocast == "fp16":
         settings.approximate(
@@ -159,16 +145,16 @@ def _precision(
     return common.precision(settings, weights, autocast, method)
 
 
-def _attention(settings: Settings, kwargs: Settings, model: ModelSpec | None) -> str:
+def _attention(settings: Settings, kwargs: Settings) -> str:
     inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
-    return common.attention(kwargs if inside else settings, "attn_implementation", model)
+    return common.attention(kwargs if inside else settings, "attn_implementation")
 
 
-def _spread(settings: Settings, kwargs: Settings, sharding: Sharding) -> dict[str, Any]:
-    if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
-        return {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
-    spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
-    return parallel_of(settings, spread, sharding.num_gpus)
+def _spread(settings: Settings, kwargs: Settings) -> dict[str, Any]:
+    num_gpus = settings.outside.num_gpus
+    if kwargs.raw("device_map") == "auto" and num_gpus > 1:
+        return {"num_gpus": num_gpus, "parallel": "device-map"}
+    return parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
 
 
 def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
@@ -192,11 +178,11 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
     return aim.losses[0]
 
 
-def sharded(settings: Settings, sharding: Sharding) -> Spread:
+def sharded(settings: Settings) -> Spread:
     """How a config with TrainingArguments' names spreads over GPUs."""
     named = settings.raw("deepspeed")
     if named not in (None, ""):
-        return zero_stage(settings, named, sharding)
+        return zero_stage(settings, named)
     if settings.raw("fsdp") or settings.has("fsdp_config"):
         inner = settings.raw("fsdp_config", {})
         block = inner if isinstance(inner, dict) else {}

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.unsloth import UNSLOTH, own_kernels
@@ -42,21 +41,19 @@ def is_config(values: dict[str, Any]) -> bool:
     return bool(blocks) and (own or (bool(only) and isinstance(values.get("model"), str)))
 
 
-def read(
-    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
-) -> ReadConfig:
+def read(settings: Settings) -> ReadConfig:
     """The setup of an Unsloth config.
 
     Raises:
         ConfigError: an unknown key or section, a wrong value.
     """
-    top = Settings(values, name)
+    top = settings
     top.note_unknown(("model", *SECTIONS), UNSLOTH)
     parts = {section: top.block(section) for section in SECTIONS}
     for section, known in SECTIONS.items():
         parts[section].note_unknown(known, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
-    fields = _method(training, lora, model)
+    fields = _method(training, lora)
     fields |= {
         "optimizer": "adamw-8bit",
         "attention": "sdpa",
@@ -64,18 +61,17 @@ def read(
         **_checkpointing(training),
         **said(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
-    fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
+    fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT))
     fields["kernels"] = own_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
         top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")
-    fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
+    fields |= parallel_of(top, {})
     data = parts["data"].raw("dataset")
-    named = top.optional_text("model")
-    return config(FORMAT, top, fields, *parts.values(), model_id=named, dataset=data if isinstance(data, str) else None)
+    return config(UNSLOTH, top, fields, dataset=data if isinstance(data, str) else None)
 
 
-def _method(training: Settings, lora: Settings, model: ModelSpec | None) -> dict[str, Any]:
+def _method(training: Settings, lora: Settings) -> dict[str, Any]:
     if training.text("training_type", "lora").strip().lower() == "full":
         return {"method": "full", "quantization": "none", "precision": "bf16-pure", "lora_rank": 0}
     four = training.flag("load_in_4bit", True)
@@ -85,7 +81,7 @@ def _method(training: Settings, lora: Settings, model: ModelSpec | None) -> dict
         "quantization": "nf4-double" if four else "none",
         "precision": "bf16-autocast",
         **said(lora, UNSLOTH, "lora_rank", "lora_dropout"),
-        "lora_targets": common.targets(names, model, lora),
+        "lora_targets": common.targets(lora, names),
         "adapter_dtype": "fp32",
     }
 

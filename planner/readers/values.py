@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers.outside import Sharding
 from planner.tools import Tool
 
 _TRUE = {"true", "yes", "on", "1"}
@@ -13,12 +15,16 @@ _FALSE = {"false", "no", "off", "0"}
 
 
 class Settings:
-    """The keys of one config. A getter coerces as the tools do ("2e-4" is a number) and notes defaults taken."""
+    """The keys of one config. A getter coerces as the tools do ("2e-4" is a number) and notes defaults taken.
+
+    `outside` is what is known beside the file; `blocks` are its blocks that were asked for.
+    """
 
     def __init__(
         self,
         values: Mapping[str, Any],
         name: str,
+        outside: Sharding | None = None,
         *,
         unknown: Mapping[str, str] | None = None,
         more: str = "",
@@ -26,6 +32,8 @@ class Settings:
     ) -> None:
         self.values = values
         self.name = name
+        self.outside = outside or Sharding()
+        self.blocks: dict[str, Settings] = {}
         self.assumptions: list[str] = []
         self.approximations: list[str] = []
         self.unknown = dict(unknown or {})
@@ -41,6 +49,11 @@ class Settings:
         """key -> why, of those that were asked for and are not known."""
         self.missing: dict[str, str] = {}
         """Field of a setup -> why the settings do not determine it."""
+
+    @property
+    def model(self) -> ModelSpec | None:
+        """What trains, where it is at hand."""
+        return self.outside.model
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
@@ -124,7 +137,9 @@ class Settings:
 
     def block(self, key: str) -> "Settings":
         """A block's settings, which answer by its name."""
-        return Settings(self.mapping(key), f"{self.name}: {key}")
+        if key not in self.blocks:
+            self.blocks[key] = Settings(self.mapping(key), f"{self.name}: {key}", self.outside)
+        return self.blocks[key]
 
     def ask(self, field: str, reason: str) -> None:
         """Notes that a field of the setup has to be asked for, and why."""

@@ -3,8 +3,8 @@
 import pytest
 
 from planner.exporters import EXPORTERS
+from planner.readers import Sharding
 from planner.readers.read import WHOLE_GRADIENTS, read_text
-from planner.readers.sharding import Sharding
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 
