@@ -170,7 +170,7 @@ def small_and_eager(row: MeasuredRow) -> bool:
     steps alone."""
     if row.setup is None or row.setup.compile or row.setup.method != "full" or row.tokens_per_s is None:
         return False
-    return not row.timed_otherwise and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
+    return not row.otherwise("tokens_per_s") and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
 
 
 def _kinds(ratios: Looks) -> list[str]:

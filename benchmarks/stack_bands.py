@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from benchmarks import gathered
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.evidence.bands import COVERAGE, LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
+from planner.evidence.bands import COVERAGE, LEAST_ROWS, UNSEEN_STACK, Cell, fit_cell, metric_of, pooled_cell
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.outcome import Prediction
 from planner.predict import predict
@@ -48,9 +48,7 @@ def comparable_rows() -> list[MeasuredRow]:
 
 
 def _said(row: MeasuredRow, what: Quantity) -> bool:
-    """Whether a figure says enough to fit on; but for times of what no setup says the other files hold no others."""
-    if what == "tokens_per_s" and row.timed_otherwise:
-        return False
+    """Whether a figure says enough to be compared; the other files hold no others."""
     if row.group not in GATHERED:
         return True
     if what == "tokens_per_s":
@@ -99,6 +97,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 "config": f"{row.group}|{row.config_id}",
                 "ratio": round(measured / predicted, 5),
                 **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
+                **({"otherwise": True} if row.otherwise(what) else {}),
                 **({"kind": kind} if (kind := kind_of(row)) else {}),
             }
         )
@@ -156,24 +155,27 @@ def dry_run_errors(rows: Sequence[MeasuredRow], known: Sequence[Error], num: int
 def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
     """A cell for every (rung, metric, one or several GPUs, stack) with enough rows, and "" for any other stack.
 
-    Rows that `benchmarks/gathered.py` keeps out are not fitted on; they are judged all the same (`left_out`).
+    Rows that `benchmarks/gathered.py` keeps out are not fitted on; they are judged all the same (`left_out`). Figures
+    that hold what no setup says are not fitted on either, and are judged apart.
     """
     groups: dict[tuple[str, str, str], dict[str, list[Error]]] = defaultdict(lambda: defaultdict(list))
     for one in errors:
-        if one.get("kept"):
+        if one.get("kept") or one.get("otherwise"):
             continue
         groups[one["rung"], one["metric"], one["gpus"]][one["stack"]].append(one)
     cells = {}
     for (rung, metric, gpus), by_stack in groups.items():
+        ratios = {stack: [one["ratio"] for one in rows] for stack, rows in by_stack.items()}
         for stack, rows in by_stack.items():
             if len(rows) >= LEAST_ROWS:
                 cells[rung, metric, gpus, stack] = fit_cell(
-                    [one["ratio"] for one in rows],
+                    ratios[stack],
+                    others=[group for other, group in ratios.items() if other != stack],
                     num_sources=len({one["source"] for one in rows}),
                     cards=sorted({one["gpu"] for one in rows}),
                 )
         if sum(map(len, by_stack.values())) >= LEAST_ROWS:
-            cells[rung, metric, gpus, ""] = pooled_cell([[one["ratio"] for one in rows] for rows in by_stack.values()])
+            cells[rung, metric, gpus, ""] = pooled_cell([*ratios.values()])
     return cells
 
 
@@ -201,7 +203,7 @@ def judged(errors: Sequence[Error]) -> list[tuple[Error, Key, bool]]:
 
 def left_out(errors: Sequence[Error]) -> dict[Key, tuple[int, int]]:
     """(rows, those inside), each source left out in turn, for every band."""
-    return _counted((key, inside) for _, key, inside in judged(errors))
+    return _counted((key, inside) for one, key, inside in judged(errors) if not one.get("otherwise"))
 
 
 Of = TypeVar("Of")
@@ -239,6 +241,14 @@ lengths on fixed segments stand apart: they reserve up to twice what batches of 
 (README.md beside this page). Half of the gathered rows ([gathered.md](gathered.md)) is never fitted on, and
 judged like the rest.
 
+One rule for all stacks: each end is exceeded by 5 % of the stack's rows, with room for the next one (the k-th
+of n rows is exceeded with k / (n + 1), as in split conformal prediction: Hyndman and Fan 1996, definition 6;
+Lei et al. 2018, section 2.2). Fewer than 19 rows have no such end: beyond the outermost the tail is that of the
+other stacks' rows beyond it, each stack weighing alike. Figures that hold what no setup says (a row's
+`differs`, beginning with "tokens/s:" or "memory:") are not fitted on and counted apart: PEFT's LoRA-FA and MiCA,
+which freeze one matrix of each pair, and the speed of all runs of PEFT's loop before 13 November 2025, which emptied
+PyTorch's cache after every step (README.md beside this page).
+
 | rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of | by chance |
 |---|---|---|---|---:|---:|---|---:|---:|---:|
 """
@@ -246,7 +256,8 @@ judged like the rest.
 
 def page(errors: Sequence[Error]) -> str:
     """The Markdown table."""
-    cells, verdicts = fitted(errors), judged(errors)
+    cells, each = fitted(errors), judged(errors)
+    verdicts = [one for one in each if not one[0].get("otherwise")]
     counts = _counted((key, inside) for _, key, inside in verdicts)
     lines = []
     for (rung, metric, gpus, stack), cell in sorted(cells.items()):
@@ -271,21 +282,52 @@ def page(errors: Sequence[Error]) -> str:
     kinds = _counted((one["kind"], inside) for one, key, inside in verdicts if key[1] == METRICS[3] and "kind" in one)
     for kind, (rows, inside) in sorted(kinds.items()):
         lines += _share(f"formula | speed of runs that are {kind}", rows, inside)
-    return HEAD + "\n".join([*lines, *_by_stack(verdicts), *_outside(counts)])
+    apart = _counted((_stack_of(one)[:2], inside) for one, _, inside in each if one.get("otherwise"))
+    for (rung, what), (rows, inside) in sorted(apart.items()):
+        lines += _share(f"{rung.replace('_', ' ')} | {what} that holds what no setup says, not above", rows, inside)
+    return HEAD + "\n".join([*lines, *_by_stack(verdicts), *_outside(counts), *_unmeasured(errors)])
 
 
 def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
     """Rows of one stack together, whichever band judged each."""
-    counts = _counted(
-        ((one["rung"], "speed" if one["metric"] == METRICS[3] else "memory", one["stack"]), inside)
-        for one, _, inside in verdicts
-    )
-    head = "| rung | what | stack | rows | inside, left out | by chance |"
-    lines = ["", "## By stack", "", head, "|---|---|---|---:|---:|---:|"]
+    counts = _counted((_stack_of(one), inside) for one, _, inside in verdicts)
+    files: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for one, _, _ in verdicts:
+        files[_stack_of(one)].add(one["source"])
+    head = "| rung | what | stack | sources | rows | inside, left out | by chance |"
+    lines = ["", "## By stack", "", head, "|---|---|---|---:|---:|---:|---:|"]
     for (rung, what, stack), (rows, inside) in sorted(counts.items()):
         if rows >= LEAST_ROWS:
-            lines += _share(f"{rung.replace('_', ' ')} | {what} | {stack}", rows, inside)
+            num = len(files[rung, what, stack])
+            lines += _share(f"{rung.replace('_', ' ')} | {what} | {stack} | {num}", rows, inside)
     return lines
+
+
+def _stack_of(one: Error) -> tuple[str, str, str]:
+    return one["rung"], "speed" if one["metric"] == METRICS[3] else "memory", one["stack"]
+
+
+def _unmeasured(errors: Sequence[Error]) -> list[str]:
+    """How often a whole stack's rows lie in the band of a stack that nobody measured."""
+    places: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in errors:
+        places[one["rung"], one["metric"], one["gpus"]][one["stack"]].append(one["ratio"])
+    shares: dict[str, list[float]] = {"memory": [], "speed": []}
+    for (_, metric, _), by_stack in places.items():
+        for stack, ratios in by_stack.items():
+            others = [rows for other, rows in by_stack.items() if other != stack]
+            if len(ratios) >= LEAST_ROWS <= sum(map(len, others)):
+                cell = pooled_cell(others)
+                inside = sum(map(cell.holds, ratios)) / len(ratios)
+                shares["speed" if metric == METRICS[3] else "memory"].append(inside)
+    told = (
+        f"{what} {sum(each) / len(each):.0%} (of {len(each)}, least {min(each):.0%})" for what, each in shares.items()
+    )
+    return [
+        f"A stack of ten rows or more judged as one that nobody measured (the others' rows, {UNSEEN_STACK} times as "
+        f"wide), the mean share of its rows inside: {', '.join(told)}.",
+        "",
+    ]
 
 
 def _share(name: str, rows: int, inside: int) -> list[str]:
@@ -323,8 +365,10 @@ def main() -> None:
     asked = parser.parse_args()
     rows = comparable_rows()
     recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
-    kinds = {row.id: metric_of(row.setup) for row in rows if row.setup is not None}
-    dry = [one | {"gpus": kinds[one["id"]]} for one in recorded if one["rung"] == "dry_run" and one["id"] in kinds]
+    today = {row.id: {"gpus": metric_of(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None}
+    held = {row.id for row in rows if row.otherwise("reserved")}
+    dry = [one for one in recorded if one["rung"] == "dry_run" and {**one, **today.get(one["id"], {})} == one]
+    dry = [one | ({"otherwise": True} if one["id"] in held else {}) for one in dry]
     if asked.dry_runs:
         dry += dry_run_errors(rows, dry, asked.dry_runs)
     errors = formula_errors(rows) + dry

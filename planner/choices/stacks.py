@@ -138,7 +138,9 @@ _ROWS = (
         trainer_overhead=False,
         source="as plain-loop, with `loss = model(...).loss`. Its runs are PEFT's comparison of methods: peft "
         "method_comparison/MetaMathQA/run.py (clip_grad_norm_ after every backward, in all its versions) and "
-        "default_training_params.json (grad_norm_clip 1.0)",
+        "default_training_params.json (grad_norm_clip 1.0). That loop does hold `outputs`, but its BucketIterator "
+        "(utils.py) sorts each bucket of 20 batches long to short: what lies beside a longest batch's step are the "
+        "logits of the shortest batch of the bucket before",
     ),
     Stack(
         name="plain-loop-own-model",

@@ -29,7 +29,7 @@ STACK_OF = {
     "litgpt": "litgpt",
     "llama-factory": "llamafactory",
     "ms-swift": "hf",
-    "peft-loop": "plain-loop-drops-outputs",  # its reserved figures say so: with the outputs kept 3.5 % too much
+    "peft-loop": "plain-loop-drops-outputs",  # the outputs that it holds beside its longest batch are its shortest's
     "plain-loop": "plain-loop",
     "prime-rl": "prime-rl",
     "torchtitan": "torchtitan",
@@ -52,8 +52,8 @@ class MeasuredRow:
         setup: the run as a setup, None when it cannot be expressed (`unmapped` says why).
         speed_seq_len_tokens: the mean length, for speed, where it is not the longest.
         speed_attention: the attention of a setup whose time its own takes, where no setup has that kernel.
-        assumed: what the source does not say; differs: what the setup cannot say, beginning with "tokens/s:" where it
-            is the time alone that another run of the setup would not have.
+        assumed: what the source does not say; differs: what the setup cannot say, beginning with "tokens/s:" or
+            "memory:" where it is why another run of the setup would not have the figure.
         unmapped_memory: why the memory figure cannot be compared although the speed can.
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
         reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
@@ -112,10 +112,10 @@ class MeasuredRow:
         told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
         return self.setup.with_(**{name: value for name, value in told.items() if value})
 
-    @property
-    def timed_otherwise(self) -> bool:
-        """Whether its time holds what no setup says, so that no fit may learn from it."""
-        return any(one.startswith("tokens/s:") for one in self.differs)
+    def otherwise(self, what: Quantity) -> bool:
+        """Whether a figure holds what no setup says, so that no fit may learn from it."""
+        head = "tokens/s:" if what == "tokens_per_s" else "memory:"
+        return any(one.startswith(head) for one in self.differs)
 
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""

@@ -42,6 +42,23 @@ def test_a_cell_is_the_central_nine_tenths_with_room_for_the_next_row() -> None:
     assert (few.below, few.above) == (pytest.approx(0.1), pytest.approx(0.3))
 
 
+def test_beyond_the_outermost_of_few_rows_lies_the_others_tail() -> None:
+    """Of 11 rows the outermost is exceeded with 1/12: the end is where six tenths of what lies beyond it do (5 %)."""
+    own = [1 + number / 100 for number in range(-5, 6)]
+    cell = fit_cell(own, others=[[1.0] * 5 + [1.1, 1.2, 1.3, 1.4, 1.5]])
+    assert (cell.below, cell.above) == (pytest.approx(0.05), pytest.approx(0.3))
+    weighed = fit_cell(own, others=[[1.5] * 8, [1.1, 1.2]])  # each stack alike, however many rows it has
+    assert weighed.above == pytest.approx(0.2)
+    many = [1 + number / 100 for number in range(-9, 10)]  # of 19 the outermost is the end
+    assert fit_cell(many, others=[[2.0]]) == fit_cell(many)
+
+
+def test_a_figure_that_holds_what_no_setup_says_is_never_fitted_on() -> None:
+    held = [one for one in RECORDED if one.get("otherwise")]
+    assert {one["metric"] == "tokens_per_s" for one in held} == {True, False}
+    assert fitted([one for one in RECORDED if not one.get("otherwise")]) == fitted(RECORDED)
+
+
 def test_a_pool_weighs_stacks_alike() -> None:
     """A hundred rows of one stack do not hide ten of another."""
     pool = pooled_cell([[1.0] * 100, [1.4] * 10])
