@@ -50,6 +50,10 @@ class Engine(ABC):
             accumulated: whether gradients of earlier micro-batches are alive while the next one runs.
         """
 
+    def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
+        """Of the losses with which a rank holds the same as with this one, always the same one."""
+        return loss
+
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
         """One sentence why the engine does not run the setup, with the source; "" where it does."""
         return ""

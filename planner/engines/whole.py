@@ -5,7 +5,16 @@ from typing import final
 
 from planner.engines.base import Engine
 from planner.memory.rank_part import RankPart
-from planner.memory.state import MOMENTS, Held, RankState, gradients_held, part_trained, whole_gradients, whole_weights
+from planner.memory.state import (
+    MOMENTS,
+    Held,
+    RankState,
+    gradients_held,
+    heeds_loss,
+    part_trained,
+    whole_gradients,
+    whole_weights,
+)
 from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -30,6 +39,9 @@ class _Whole(Engine):
         trained = part_trained(part.model, inner)
         held = (*_whole(part, inner, setup, trained, accumulated), *self._beside(trained))
         return RankState(part=part, setup=inner, trained=trained, local=trained, held=held)
+
+    def held_alike(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
+        return loss if heeds_loss(model, setup) else "full"
 
     def _beside(self, trained: Trained) -> tuple[Held, ...]:
         return ()

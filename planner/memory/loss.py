@@ -1,8 +1,16 @@
 """The loss chain: logits, their fp32 copies, log-softmax and gradients. It dominates for modern vocabularies."""
 
+from typing import NamedTuple
+
 from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.in_flight import in_flight_losses_bytes
 from planner.memory.micro_batch import step_flow
+from planner.memory.moments import prefixed
+from planner.memory.parts import ActivationParts
+from planner.memory.rank_part import RankPart
+from planner.memory.state import RankState
+from planner.memory.types import Term, total_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_HEADS
@@ -35,3 +43,90 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
         return aim.whole_logits(shape, setup.stack)
     return LOSSES[setup.loss].memory(shape)
+
+
+def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
+    """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part."""
+    chain = loss_parts(part.model, inner)
+    outputs = setup.num_gpus * chain.logits_bytes if setup.parallel == "dp" and not part.follower else 0
+    return chain, outputs, in_flight_losses_bytes(part, setup, chain.logits_bytes, inner.tokens_per_micro_batch, flight)
+
+
+class LossMoment(NamedTuple):
+    """What the loss holds at each of its moments, but for what the forward's activations hold then; in bytes.
+
+    Attributes:
+        within: in the model's forward (autocast's cache is still alive).
+        forward: its own forward; backward: its own backward.
+        head: the head's gradient beside 16-bit logits (with accumulation too: it is made, then added).
+        asked: while a reference's layers run; arriving: of it, the next layer's weights.
+    """
+
+    within: int
+    forward: int
+    backward: int
+    head: int
+    asked: int
+    arriving: int
+
+    @classmethod
+    def of(cls, state: RankState, chain: LossChain, outputs_bytes: int) -> "LossMoment":
+        """Of a rank.
+
+        Args:
+            outputs_bytes: logits of other GPUs that are gathered here before the backward.
+        """
+        return cls(
+            chain.within_bytes + outputs_bytes + state.loss_forward_bytes,
+            chain.loss_bytes + outputs_bytes,
+            chain.backward_bytes + state.loss_backward_bytes,
+            state.trained.head * state.trained.outer_bytes + chain.logits_bytes,
+            chain.asked_bytes + state.asked_bytes,
+            state.arriving_bytes,
+        )
+
+    def largest(self, parts: ActivationParts) -> int:
+        """Bytes of the largest of them beside these activations."""
+        found = max(self.within + parts.until_loss, self.forward, self.backward, self.head)
+        asked = parts.asked
+        if not asked.frames:
+            return found
+        return max(found, self.asked + asked.frames + asked.cached + max(asked.layer, self.arriving))
+
+
+def loss_terms(
+    state: RankState, chain: LossChain, parts: ActivationParts, outputs_bytes: int, loss: str
+) -> tuple[Term, ...]:
+    """The loss chain's largest moment (`LossMoment`).
+
+    Args:
+        outputs_bytes: logits of other GPUs that are gathered here before the backward.
+    """
+    name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
+    moment = LossMoment.of(state, chain, outputs_bytes)
+    within = moment.within + parts.until_loss
+    asked = _asking(state, chain, parts, loss)
+    if total_bytes(asked) > max(within, moment.forward, moment.backward, moment.head):
+        return asked
+    if within >= moment.forward and within > max(moment.backward, moment.head):
+        return (
+            ("loss", name, chain.within_bytes + outputs_bytes),
+            ("activations", "autocast's cache in the loss", parts.until_loss - parts.key_cache),
+            prefixed(parts),
+            ("loss", beside, state.loss_forward_bytes),
+        )
+    if max(moment.forward, moment.head) > moment.backward:
+        return (("loss", name, max(moment.forward, moment.head)),)
+    return ("loss", name, chain.backward_bytes), ("loss", beside, state.loss_backward_bytes)
+
+
+def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
+    """What is there while a reference's layers run: one layer's temporaries, or the next one's weights arriving."""
+    if not parts.asked.frames:
+        return ()
+    return (
+        ("loss", f"what the loss keeps ({loss})", chain.asked_bytes),
+        ("activations", "what the reference's forward holds", parts.asked.frames + parts.asked.cached),
+        ("activations", "one layer of it, or the next one's weights", max(parts.asked.layer, state.arriving_bytes)),
+        ("weights", "weights and buffers beside it", state.asked_bytes),
+    )

@@ -6,11 +6,10 @@ from functools import lru_cache
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.memory.transient import mlp_width
-from planner.memory.types import Category
+from planner.memory.types import Term
 from planner.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from planner.setup import TrainSetup
 
-Term = tuple[Category, str, int]
 VLLM = "vLLM's share of the card"
 
 

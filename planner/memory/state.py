@@ -152,6 +152,11 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
         yield Held(category="weights", name=REFERENCE, size_bytes=size)
 
 
+def heeds_loss(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether `whole_weights` and `whole_gradients` ask which loss it is: of a tied head, trained or with its rows."""
+    return model.tied and (setup.method == "full" or setup.kind.form == "rows")
+
+
 def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
     """Whether the two halves of a tied embedding's gradient make a third tensor instead of being added in place.
 

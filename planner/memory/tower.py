@@ -8,7 +8,8 @@ from planner.memory.convnet import convnet_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
-from planner.memory.micro_batch import ActivationParts, TowerBytes, activation_parts, step_flow
+from planner.memory.micro_batch import activation_parts, groundwork, step_flow
+from planner.memory.parts import ActivationParts, TowerBytes
 from planner.memory.traits import traits_of
 from planner.memory.transient import at_last_matrix
 from planner.models.eyes.tower import Tower
@@ -168,7 +169,8 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     if tower.convolves:
         return _convolved(model, tower, own, flow, adapted)
     costs = tower_costs(tower, gpu, own, flow, adapted)
-    parts = activation_parts(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
+    ground = groundwork(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
+    parts = activation_parts(tower.model, gpu, own, ground)
     inputs, outputs = own.micro_batch_seqs * tower.input_bytes, held_outputs(model, tower, own, flow)
     answered = outputs if tower.answers_states else 0
     if tower.looked_at:
@@ -232,4 +234,4 @@ def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
 
 def with_tower(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
     """The text's activations with those of the pictures."""
-    return replace(parts, tower=tower_bytes(model, gpu, setup))
+    return parts._replace(tower=tower_bytes(model, gpu, setup))

@@ -1,5 +1,6 @@
 """`MemoryTerm` and `MemoryBreakdown`: what memory is made of, and why the peak is not the sum of everything."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
 
@@ -12,6 +13,15 @@ PHASES: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "step")
 Category = Literal[
     "weights", "adapters", "gradients", "optimizer", "activations", "loss", "workspace", "dequantization", "other"
 ]
+
+
+Term = tuple[Category, str, int]
+"""(category, name, bytes) of one part of memory at one moment."""
+
+
+def total_bytes(terms: Iterable[Term]) -> int:
+    """The bytes of all terms."""
+    return sum([term[2] for term in terms])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

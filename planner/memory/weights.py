@@ -86,6 +86,13 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
 
     Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
     """
+    what = (setup.quantization, setup.weight_dtype, setup.kbit_fp32_cast, setup.quantize_experts)
+    widened = setup.trained_layers if setup.widens_trained else 0
+    return model.once(("weight bytes", *what, widened), lambda one: _weight_bytes(one, setup))
+
+
+def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
+    """`weight_bytes`, worked out."""
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
     outer = sum(linear_bytes(linear, setup) for linear in model.outer_linears)
     outer += (sum(norm.num_params for norm in model.outer_norms) + model.num_outer_other_params) * plain

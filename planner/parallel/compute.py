@@ -100,7 +100,7 @@ class Rank:
         busy_parts = self.profile.micro_parts(seqs)
         busy_parts["loss"] += self._gathered_logits_s(seqs)
         busy = sum(busy_parts.values())
-        power = self.profile.family.power
+        power = self.profile.family.work.power
         wall = float((busy**power + self._host_s**power) ** (1.0 / power))
         forward = busy_parts["matmul"] * (1 / 3 if self._setup.method == "full" else 1 / 2)
         forward += sum(busy_parts[name] * share for name, share in _FORWARD_PART.items())

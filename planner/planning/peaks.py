@@ -12,23 +12,18 @@ from typing import Any, NamedTuple
 from planner.choices.losses import LossChain
 from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
-from planner.memory.layer_costs import LayerCosts, in_common
-from planner.memory.micro_batch import ActivationParts, costs_of
+from planner.memory.in_flight import boundary_bytes, in_flight_bytes
+from planner.memory.layer_costs import in_common
+from planner.memory.loss import LossMoment, loss_beside
+from planner.memory.micro_batch import groundwork
+from planner.memory.moments import computing
+from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.state import RankState
-from planner.memory.step import (
-    Lines,
-    boundary_bytes,
-    computing,
-    in_flight_bytes,
-    loss_beside,
-    loss_terms,
-    reserved_bytes,
-    step_parts,
-    total_bytes,
-)
+from planner.memory.step import Lines, MomentLines, reserved_bytes, step_parts
+from planner.memory.types import total_bytes
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -64,50 +59,49 @@ def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
     return list(alike.values())
 
 
-def worst_peaks(
-    families: "Sequence[Family]", loss: str, optimizers: Sequence[str], pairs: Sequence[tuple[int, int]]
-) -> list[list[int]]:
-    """Per optimizer, the device peak of the fullest rank at every (micro-batch, accumulation)."""
-    every = [family.peaks(loss, optimizers, pairs) for family in families]
-    if len(every) == 1:
-        return every[0]
-    return [[max(ranks) for ranks in zip(*peaks, strict=True)] for peaks in zip(*every, strict=True)]
-
-
 class _Activations(NamedTuple):
-    """A part's activations at micro-batch 1, and what its moments hold there and at 2."""
+    """A part's activations at micro-batch 1, and its moments as straight lines."""
 
     parts: ActivationParts
-    one: tuple[tuple[str, int], ...]
-    two: tuple[tuple[str, int], ...]
+    lines: MomentLines
+
+
+class _Layers:
+    """What the layers of one part hold whichever of them are checkpointed, as long as some are or none is."""
+
+    def __init__(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup) -> None:
+        self._part, self._gpu = part, gpu
+        self._grounds = [groundwork(part.model, gpu, inner.trusted_with(micro_batch_seqs=seqs)) for seqs in (1, 2)]
+        self._activations: dict[tuple[int, bool, bool], _Activations] = {}
+
+    def activations(self, inner: TrainSetup) -> _Activations:
+        """The activations of a setup; `inner` has micro-batch 1."""
+        key = (inner.checkpointing, inner.activation_offload, inner.selective_checkpointing)
+        found = self._activations.get(key)
+        if found is None:
+            part, gpu, (first, second) = self._part, self._gpu, self._grounds
+            one = step_parts(part.model, gpu, inner, first)
+            two = step_parts(part.model, gpu, inner.trusted_with(micro_batch_seqs=2), second)
+            at_one, at_two = (computing(part.model, parts, last=part.last) for parts in (one, two))
+            found = self._activations[key] = _Activations(one, MomentLines.through(at_one, at_two))
+        return found
 
 
 class SharedLayers:
     """What the layers of one model hold, for all setups and cards for which it is the same."""
 
     def __init__(self) -> None:
-        self._activations: dict[Any, _Activations] = {}
-        self._costs: dict[Any, tuple[tuple[LayerCosts, ...], tuple[LayerCosts, ...]]] = {}
+        self._known: dict[Any, _Layers] = {}
 
-    def activations(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
-        """A part's activations with these attention kernels; `inner` has micro-batch 1."""
-        if inner.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
-            inner = inner.trusted_with(quantization="nf4")
-        key = (part.model, part.last, inner, kernels)
-        found = self._activations.get(key)
+    def of(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup, kernels: tuple[str, ...]) -> _Layers:
+        """A part's layers with these attention kernels; `inner` has micro-batch 1."""
+        alike = in_common(inner)
+        if alike.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
+            alike = alike.trusted_with(quantization="nf4")
+        key = (part.model, part.last, alike, kernels)
+        found = self._known.get(key)
         if found is None:
-            batched = inner.trusted_with(micro_batch_seqs=2)
-            alike = (part.model, in_common(inner), kernels)
-            costs = self._costs.get(alike)
-            if costs is None:
-                costs = self._costs[alike] = costs_of(part.model, gpu, inner), costs_of(part.model, gpu, batched)
-            one = step_parts(part.model, gpu, inner, costs[0])
-            two = step_parts(part.model, gpu, batched, costs[1])
-            at_one, at_two = (
-                tuple([(moment.name, moment.size_bytes) for moment in computing(part.model, parts, last=part.last)])
-                for parts in (one, two)
-            )
-            found = self._activations[key] = _Activations(one, at_one, at_two)
+            found = self._known[key] = _Layers(part, gpu, alike)
         return found
 
 
@@ -115,46 +109,104 @@ Stepping = dict[str, tuple[int, int, int]]
 """By optimizer: bytes of its states, at the step's moment, and what is reserved for that."""
 
 
-class Rank:
-    """One part of the job under one branch and spread: its states and its loss chains, each found once."""
+class _Held(NamedTuple):
+    """What a rank holds under one loss, which knows checkpointing from none."""
 
-    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: SharedLayers) -> None:
-        self.part, self.gpu, self.known = part, gpu, known
+    state: RankState
+    stepping: Stepping
+
+
+class _InLoss(NamedTuple):
+    """The loss of one micro-batch: its moment, bytes of other micro-batches' in flight, and of the logits that the
+    stack's loop holds all along."""
+
+    moment: LossMoment
+    others: int
+    kept: int
+
+
+class Rank:
+    """One part of the job under one branch and spread: its states and its loss chains, each found once.
+
+    Attributes:
+        pairs: (micro-batch, accumulation); flights: micro-batches in flight at each.
+    """
+
+    def __init__(
+        self,
+        part: RankPart,
+        gpu: GpuSpec,
+        setup: TrainSetup,
+        pairs: Sequence[tuple[int, int]],
+        known: SharedLayers,
+    ) -> None:
+        self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
         self.engine = engine_of(setup)
-        self.workspace = cublas_workspace_bytes(gpu)
+        self.workspace = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
         self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
-        self.beside = resident_vllm(gpu, setup)
-        self._states: dict[tuple[bool, str, bool], tuple[RankState, Stepping]] = {}
-        self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
-        self._in_loss: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.flights = [0] * len(pairs)
+        if setup.pipeline_degree > 1:
+            self.flights = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
+        self._layers: dict[tuple[object, ...], _Layers] = {}
+        self._held: dict[tuple[bool, str, bool], _Held] = {}
+        self._chains: dict[str, list[tuple[LossChain, int, int]]] = {}
+        self._in_loss: dict[tuple[bool, str], list[_InLoss]] = {}
+
+    def activations(self, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
+        """The activations of a setup of this branch; `inner` has micro-batch 1."""
+        key = (inner.kernels, kernels, inner.attention, inner.checkpointing > 0)
+        layers = self._layers.get(key)
+        if layers is None:
+            layers = self._layers[key] = self._known.of(self.part, self.gpu, inner, kernels)
+        return layers.activations(inner)
 
     def generating(self, setup: TrainSetup, state: RankState) -> int:
         """Bytes of generation at its largest moment beyond what is resident."""
         return total_bytes(generation_terms(self.part.model, self.gpu, setup, state.trained.size_bytes))
 
-    def state(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> tuple[RankState, Stepping]:
-        """What the rank holds, which knows checkpointing from none, and what its optimizers add."""
+    def held(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> _Held:
+        """What the rank holds with a loss, and what its optimizers add."""
+        loss = self.engine.held_alike(self.part.model, setup, loss)
         key = (setup.checkpointing > 0, loss, accumulated)
-        found = self._states.get(key)
+        found = self._held.get(key)
         if found is None:
             state = self.engine.state(self.part, setup.trusted_with(loss=loss), accumulated=accumulated)
-            found = self._states[key] = (state, {})
+            found = self._held[key] = _Held(state, {})
         return found
 
-    def in_loss(
-        self, setup: TrainSetup, loss: str, micro: int, flight: int, state: RankState, parts: ActivationParts
-    ) -> tuple[int, int]:
-        """Bytes of the loss at its largest moment, that of other micro-batches in flight included, and of the logits
-        that the stack's loop holds all along."""
-        key = (loss, micro, flight, parts.until_loss, parts.asked, setup.checkpointing > 0)
+    def stepping(self, held: _Held, optimizers: Sequence[str]) -> list[tuple[int, int, int]]:
+        """The `Stepping` of each optimizer."""
+        state, known = held.state, held.stepping
+        for optimizer in optimizers:
+            if optimizer not in known:
+                states, temporaries = state.optimizer_bytes(optimizer)
+                step = state.moment_bytes["step"] + temporaries
+                known[optimizer] = (states, step, reserved_bytes(step))
+        return [known[optimizer] for optimizer in optimizers]
+
+    def in_loss(self, setup: TrainSetup, loss: str) -> list[_InLoss]:
+        """The loss at every pair; none of a part that has no loss."""
+        if not self.part.last:
+            return []
+        key = (setup.checkpointing > 0, loss)
         found = self._in_loss.get(key)
         if found is None:
-            chain = self._losses.get(key[:3])
-            if chain is None:
-                inner = state.setup.trusted_with(micro_batch_seqs=micro)
-                chain = self._losses[key[:3]] = loss_beside(self.part, setup, inner, flight)
-            found = total_bytes(loss_terms(state, chain[0], parts, chain[1], loss)) + chain[2], chain[0].kept_bytes
-            self._in_loss[key] = found
+            found = self._in_loss[key] = []
+            for (_, steps), (chain, outputs, others) in zip(self.pairs, self._chained(setup, loss), strict=True):
+                accumulated = steps > 1 or setup.cached_seqs > 0
+                state = self.held(setup, loss, accumulated=accumulated).state
+                found.append(_InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes))
+        return found
+
+    def _chained(self, setup: TrainSetup, loss: str) -> list[tuple[LossChain, int, int]]:
+        """`loss_beside` at every pair."""
+        found = self._chains.get(loss)
+        if found is None:
+            inner = self.engine.computes(setup)
+            found = self._chains[loss] = [
+                loss_beside(self.part, setup, inner.trusted_with(loss=loss, micro_batch_seqs=micro), flight)
+                for (micro, _), flight in zip(self.pairs, self.flights, strict=True)
+            ]
         return found
 
 
@@ -164,51 +216,63 @@ class Family:
     def __init__(self, rank: Rank, setup: TrainSetup, kernels: tuple[str, ...]) -> None:
         self._rank, self._setup = rank, setup
         self._inner = rank.engine.computes(setup)
-        self._activations = rank.known.activations(rank.part, rank.gpu, self._inner, kernels)
+        self._activations = rank.activations(self._inner, kernels)
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
-    def peaks(self, loss: str, optimizers: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         """Per optimizer, the device peak at every (micro-batch, accumulation)."""
-        rank, setup, part, parts = self._rank, self._setup, self._rank.part, self._activations.parts
+        rank, setup, (parts, _) = self._rank, self._setup, self._activations
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
-        for micro, steps in pairs:
-            state, lines, stepping = variants[steps > 1 or setup.cached_seqs > 0]
-            resident = state.moment_bytes["resident"] + rank.workspace + rank.beside
+        in_losses, always = rank.in_loss(setup, loss), setup.cached_seqs > 0
+        for index, (micro, steps) in enumerate(rank.pairs):
+            state, lines, stepping, resident = variants[steps > 1 or always]
             resident += micro * steps * parts.tower.inputs
-            flight = in_flight = in_loss = 0
-            if setup.pipeline_degree > 1:
-                flight = micro_batches_in_flight(setup, part.stage, steps)
-                kept = lines.kept[0] + (micro - 1) * lines.kept[1]
-                in_flight = in_flight_bytes(state, setup, kept, flight, steps)
-                batched = self._inner.trusted_with(micro_batch_seqs=micro)
-                resident += boundary_bytes(part, setup, batched, micro_batches=steps, flight=flight)
-            if part.last:
-                in_loss, kept_outputs = rank.in_loss(setup, loss, micro, flight, state, parts)
-                resident += kept_outputs
-            largest = lines.largest(micro, in_flight=in_flight, in_loss=in_loss)
-            largest += (micro - 1) * (micro - 2) * parts.tower.mask  # beyond its straight line through 1 and 2
+            in_loss = in_flight = 0
+            if rank.flights[index]:
+                boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
+                resident += boundary
+            if in_losses:
+                moment, others, kept = in_losses[index]
+                in_loss = moment.largest(parts) + others
+                resident += kept
+            largest = lines.largest(micro, in_loss) + in_flight
+            if parts.tower.mask:  # beyond its straight line through 1 and 2
+                largest += (micro - 1) * (micro - 2) * parts.tower.mask
             if setup.aim.rolls_out:
                 whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
                 largest = max(largest, rank.generating(whole, state))
-            resident += rank.outside
             before = reserved_bytes(largest)
             for peaks, (states, step, stepped) in zip(found, stepping, strict=True):
                 peaks.append(resident + states + (before if step <= largest else stepped))
         return found
 
+    def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
+        """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
+        one, slope = self._activations.lines.kept
+        in_flight = in_flight_bytes(state, self._setup, one + (micro - 1) * slope, flight, steps)
+        batched = self._inner.trusted_with(micro_batch_seqs=micro)
+        part = self._rank.part
+        return boundary_bytes(part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
+
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int, int]]]:
-        """(state, lines, per optimizer its `Stepping`) with accumulation or without."""
-        state, stepping = self._rank.state(self._setup, loss, accumulated=accumulated)
-        for optimizer in optimizers:
-            if optimizer not in stepping:
-                states, temporaries = state.optimizer_bytes(optimizer)
-                step = state.moment_bytes["step"] + temporaries
-                stepping[optimizer] = (states, step, reserved_bytes(step))
+    ) -> tuple[RankState, Lines, list[tuple[int, int, int]], int]:
+        """(state, lines, per optimizer its `Stepping`, resident bytes) with accumulation or without."""
+        rank = self._rank
+        held = rank.held(self._setup, loss, accumulated=accumulated)
+        state = held.state
         key = tuple(state.moment_bytes.values())
         lines = self._lines.get(key)
         if lines is None:
-            lines = self._lines[key] = Lines.through(state, self._activations.one, self._activations.two)
-        return state, lines, [stepping[optimizer] for optimizer in optimizers]
+            lines = self._lines[key] = Lines.through(state, self._activations.lines)
+        resident = state.moment_bytes["resident"] + rank.workspace + rank.outside
+        return state, lines, rank.stepping(held, optimizers), resident
+
+
+def worst_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+    """Per optimizer, the device peak of the fullest rank at every (micro-batch, accumulation)."""
+    every = [family.peaks(loss, optimizers) for family in families]
+    if len(every) == 1:
+        return every[0]
+    return [[max(ranks) for ranks in zip(*peaks, strict=True)] for peaks in zip(*every, strict=True)]

@@ -96,10 +96,10 @@ class Known:
             if found is None:
                 if not run.ranks:
                     parts = distinct_parts(workload.model, run.setup)
-                    run.ranks.extend(Rank(part, workload.gpu, run.setup, self._layers) for part in parts)
+                    run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
                 if not run.families:
                     run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
-                found = self._peaks[key] = Peaks.of(worst_peaks(run.families, loss, optimizers, run.pairs))
+                found = self._peaks[key] = Peaks.of(worst_peaks(run.families, loss, optimizers))
             run.peaks[loss] = found
         return found
 

@@ -4,13 +4,15 @@
 ranks whole spaces. Pure Python, no numpy.
 """
 
+from typing import Any
+
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration
 from planner.throughput.conditions import CURRENT, Conditions, conditions_of
 from planner.throughput.effective import effective_tokens_per_s, useful_fraction
-from planner.throughput.family import Family, family_key
+from planner.throughput.family import family_of
 from planner.throughput.model import SpeedModel
 from planner.throughput.profile import ThroughputProfile
 from planner.throughput.types import PARTS, StepTime
@@ -61,33 +63,25 @@ def throughput_profile(
     calibration: Calibration | None = None,
     conditions: Conditions = CURRENT,
 ) -> ThroughputProfile:
-    """The family of `setup`: the same answer object for every micro-batch and accumulation of it."""
-    speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-    base = family_key(setup)
-    key = (base, setup.loss, setup.num_gpus, setup.optimizer)
-    found: ThroughputProfile | None = speed.profiles.get(key)
-    if found is None:
-        family = speed.families.get(base)
-        if family is None:
-            family = speed.families[base] = Family(speed, setup)
-        times = speed.times.setdefault(key[:-1], {})
-        found = speed.profiles[key] = ThroughputProfile(speed, setup, family, times)
-    return found
+    """The profile of `setup`: the same answer object for every micro-batch and accumulation of it.
 
-
-def step_time(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    setup: TrainSetup,
-    *,
-    calibration: Calibration | None = None,
-    conditions: Conditions = CURRENT,
-) -> StepTime:
-    """Predicted time of one optimizer step of `setup`, with where it goes.
+    Its `step_time(setup)` is the predicted time of one optimizer step, with where it goes.
 
     Source: Williams et al. 2009, Roofline, https://doi.org/10.1145/1498765.1498785, per operator class; counts in
     `planner.throughput.counts`, constants in `planner/data/calibration.json`.
     Not counted: communication between GPUs, allocator retries near the memory limit.
     Measured: docs/speed-accuracy.md.
     """
-    return throughput_profile(model, gpu, setup, calibration=calibration, conditions=conditions).step_time(setup)
+    speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
+    family = family_of(speed, setup)
+    alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
+    found: ThroughputProfile | None = alike.get(setup.optimizer)
+    if found is None:
+        times = next(iter(alike.values())).times if alike else None
+        found = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
+    return found
+
+
+def step_time(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, **given: Any) -> StepTime:
+    """`throughput_profile` of one setup, asked for that alone."""
+    return throughput_profile(model, gpu, setup, **given).step_time(setup)

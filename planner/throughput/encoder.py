@@ -8,7 +8,7 @@ from planner.memory.trained import frozen_below
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.setup import TrainSetup
-from planner.throughput.family import Family
+from planner.throughput.family import family_of
 from planner.throughput.model import SpeedModel
 
 
@@ -33,14 +33,14 @@ class EncoderTime:
         targets = {} if self._adapts else {"lora_targets": "all-linear"}
         self._length = speed.model.encoder_tokens
         alone = SpeedModel(model, speed.gpu, speed.calibration, speed.conditions)
-        self._family = Family(alone, setup.trusted_with(frozen_encoder=False, **targets, **length))
+        self._family = family_of(alone, setup.trusted_with(frozen_encoder=False, **targets, **length))
         inv = alone.inv
         self._weights = sum(group.weights for group in inv.groups) + sum(one.num_weights for one in inv.outer)
 
     def seconds(self, samples: int) -> float:
         """GPU seconds of one micro-batch."""
         if not self._gradients:
-            return self._family.forward_s(samples, self._length)
+            return self._family.work.forward_s(samples, self._length)
         parts = self._family.parts(samples)
         return sum(seconds for name, seconds in parts.items() if self._adapts or name != "lora")
 
@@ -52,7 +52,7 @@ class EncoderTime:
     def flops(self, samples: int, *, full: bool) -> float:
         """Floating-point operations that one micro-batch needs."""
         passes = 2.0 if not self._gradients else 6.0 if full else 4.0
-        attention = self._family.attention_flops * (3.0 if self._gradients else 1.0)
+        attention = self._family.work.attention_flops * (3.0 if self._gradients else 1.0)
         return samples * (passes * self._weights * self._length + attention)
 
 

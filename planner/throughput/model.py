@@ -95,7 +95,7 @@ class SpeedModel:
     """Times of one model on one GPU under one calibration and one software stack.
 
     Attributes:
-        families, profiles, times: what `planner.throughput.throughput_profile` made of it, by what each depends on.
+        works, profiles: what `planner.throughput` made of it, by what each depends on.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, conditions: Conditions) -> None:
@@ -110,9 +110,8 @@ class SpeedModel:
         self.rates: Rates = rates_of(gpu, calibration, self.constants)
         self.drag = drag_of(self.rates.bandwidth)
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
-        self.families: dict[tuple[object, ...], Any] = {}
-        self.profiles: dict[tuple[object, ...], Any] = {}
-        self.times: dict[tuple[object, ...], dict[int, float]] = {}
+        self.works: dict[tuple[object, ...], tuple[Any, dict[tuple[object, ...], Any]]] = {}
+        self.profiles: dict[tuple[object, ...], dict[str, Any]] = {}
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}

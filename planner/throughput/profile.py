@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.choices.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
-from planner.throughput.family import Family
+from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
 from planner.throughput.rollout import Generation
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
@@ -27,7 +27,11 @@ HOST_SAID = 0.1
 
 
 class ThroughputProfile:
-    """Step times of all setups that differ only in micro-batch and accumulation."""
+    """Step times of all setups that differ only in micro-batch and accumulation.
+
+    Attributes:
+        times: seconds of a micro-batch by its samples, which all optimizers of a loss share.
+    """
 
     __slots__ = (
         "_add_s",
@@ -40,18 +44,18 @@ class ThroughputProfile:
         "_setup",
         "_speed",
         "_step_s",
-        "_times",
         "_trainer_s",
+        "times",
     )
 
     def __init__(
         self, speed: SpeedModel, setup: TrainSetup, family: Family | None = None, times: dict[int, float] | None = None
     ) -> None:
         self._speed, self._setup = speed, setup
-        self._family = family if family is not None else Family(speed, setup)
+        self._family = family if family is not None else family_of(speed, setup)
         self._head_dtype = self._family.flow.autocast or self._family.flow.table
         self._parts: dict[int, dict[str, float]] = {}
-        self._times: dict[int, float] = {} if times is None else times  # shared by all optimizers of a loss
+        self.times: dict[int, float] = {} if times is None else times
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )
@@ -107,7 +111,7 @@ class ThroughputProfile:
 
     def _steps_s(self, step_s: float, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Seconds of each step, of which `step_s` after the last backward."""
-        times, add_s, found = self._times, self._add_s, []
+        times, add_s, found = self.times, self._add_s, []
         for samples, steps in pairs:
             micro = times.get(samples)
             if micro is None:
@@ -126,7 +130,7 @@ class ThroughputProfile:
         return self._generation.seconds(step_seqs) if self._generation is not None else 0.0
 
     def _tokens(self, samples: int) -> int:
-        return samples * self._family.seqs_per_sample * self._setup.seq_len_tokens
+        return samples * self._family.work.seqs_per_sample * self._setup.seq_len_tokens
 
     def _loss_s(self, samples: int) -> float:
         setup, tokens = self._setup, self._tokens(samples)
@@ -138,7 +142,7 @@ class ThroughputProfile:
 
     def _with_host(self, busy: float, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
-        power, host = self._family.power, self._family.host_s
+        power, host = self._family.work.power, self._family.host_s
         host += self.beside_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
@@ -149,14 +153,14 @@ class ThroughputProfile:
         """Floating-point operations that the step needs on one GPU: recomputation and unpacking not counted."""
         inv, setup = self._speed.inv, self._setup
         full = setup.method == "full"
-        tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.seqs_per_sample
+        tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.work.seqs_per_sample
         weights = sum(g.count * g.linear.num_active * g.linear.in_features * g.linear.out_features for g in inv.groups)
         weights += sum(one.num_weights for one in inv.outer)
         weights += inv.head.num_weights if inv.head is not None else 0
-        needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.attention_flops * seqs
+        needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.work.attention_flops * seqs
         if not full and setup.kind.like_lora:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
-        needed += setup.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
+        needed += setup.extra_forwards * (2.0 * weights * tokens + self._family.work.attention_flops * seqs)
         if self._beside is not None:
             needed += self._beside.flops(micro_batch_seqs, full=full)
         return needed * accumulation_steps

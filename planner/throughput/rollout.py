@@ -47,7 +47,7 @@ class Generation:
         prompt = setup.prompt_tokens
         cache = cache_bytes(self._speed.model, setup, seqs, prompt + roll.completion_tokens // 2)
         passes = CACHE_PASSES.get(roll.generator, 1.0)
-        busy = self._weights_s + passes * cache / self._speed.bandwidth + family.unpacking_s
-        power = family.power
+        busy = self._weights_s + passes * cache / self._speed.bandwidth + family.work.unpacking_s
+        power = family.work.power
         token = (busy**power + self._host_s**power) ** (1.0 / power)
-        return family.forward_s(seqs, prompt) + roll.completion_tokens * float(token)
+        return family.work.forward_s(seqs, prompt) + roll.completion_tokens * float(token)

@@ -11,7 +11,7 @@ from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
 from planner.models.towers import tower_of
 from planner.setup import TrainSetup
-from planner.throughput.family import Family
+from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
 
 
@@ -38,7 +38,7 @@ class TowerTime:
         self._families: list[tuple[Family, int, int]] = []  # with the length of what attends, and such of one picture
         for model, length in _by_length(tower):
             alone = SpeedModel(model, speed.gpu, speed.calibration, speed.conditions)
-            family = Family(alone, own.trusted_with(seq_len_tokens=length))
+            family = family_of(alone, own.trusted_with(seq_len_tokens=length))
             self._families.append((family, length, -(-tower.patches // length)))
 
     def seconds(self, samples: int) -> float:
@@ -49,7 +49,7 @@ class TowerTime:
         for family, length, times in self._families:
             rows = samples * self._images * times
             if not self._gradients:
-                total += family.forward_s(rows, length)
+                total += family.work.forward_s(rows, length)
                 continue
             parts = family.parts(rows)
             total += sum(seconds for name, seconds in parts.items() if self._adapts or name != "lora")

@@ -11,7 +11,8 @@ from planner.hardware.gpus import all_gpus, find_gpu
 from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
 from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
-from planner.memory.step import HOOKED, KEPT_OUTPUTS
+from planner.memory.moments import HOOKED
+from planner.memory.step import KEPT_OUTPUTS
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.setup_fields import STACK_NAMES

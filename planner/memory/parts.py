@@ -1,0 +1,94 @@
+"""What one micro-batch's activations add up to: the type that its terms are handed on in."""
+
+from typing import NamedTuple
+
+from planner.memory.encoder import NO_ENCODER, EncoderBytes
+from planner.memory.layer_costs import LayerMoment
+from planner.memory.reference import Asked
+from planner.records import dataclass
+
+PARTS = (
+    "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "streams", "bias", "masks", "sound", "output",
+)  # fmt: skip
+"""Of what the layers keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerBytes:
+    """Bytes of one micro-batch's pictures.
+
+    Attributes:
+        inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
+            `Trainer.get_batch_samples`), so that they stay until the step's end.
+        stored: from the tower's forward to its backward; 0 where nothing asks for a gradient there.
+        mask: as long, of all frames with all: it grows with the square of the micro-batch.
+        behind: between its layers and the text, gone when the layers' backward comes.
+        held: outputs that the model's forward holds until it ends.
+        forward: the tower's own forward at its largest beyond what is stored.
+        backward: its backward's moments beyond what is stored.
+    """
+
+    inputs: int = 0
+    stored: int = 0
+    mask: int = 0
+    behind: int = 0
+    held: int = 0
+    forward: int = 0
+    backward: tuple[int, ...] = ()
+
+
+NO_TOWER = TowerBytes()
+"""Of text alone."""
+
+
+class ActivationParts(NamedTuple):
+    """Activations of one micro-batch, all in bytes.
+
+    Attributes:
+        stored: kept over the layers, by part.
+        recomputed: the largest checkpointed layer during its backward; transient: one layer's gradients of activations.
+        forward_temp: one layer's forward temporaries.
+        dequantized: one 16-bit copy of a quantized matrix.
+        weight_casts: autocast's copies of weights alive in (forward and loss, backward).
+        layer_moments: what can be the largest moment of one layer's backward; `recomputed` and `transient` are those of
+            the largest.
+        forwards: with gradients, one after another, before one backward; all that is kept is of all of them.
+        at_first_decoder_layer: beyond what is stored, position biases at the backward of an encoder-decoder's first
+            decoder layer.
+        encoder: of an encoder-decoder what of this is the encoder's; `layer_moments` and `forward_temp` are the
+            decoder's.
+        tower: of the pictures (`planner.memory.tower`).
+        key_cache: keys and values behind a prefix that only their cache holds, until the forward's outputs are gone.
+        with_rows: at the forward's beginning, alone (`planner.memory.outside_layers.with_rows`).
+        asked: of a reference that is asked beside all this.
+        hooked: at the backward's end, in place of what is left of what is stored
+            (`planner.memory.micro_batch.hooked_bytes`).
+    """
+
+    stored: dict[str, int]
+    recomputed: int
+    transient: int
+    forward_temp: int
+    dequantized: int
+    final_norm: int
+    weight_casts: tuple[int, int]
+    adapter_casts: int
+    layer_moments: tuple[LayerMoment, ...] = ()
+    forwards: int = 1
+    at_first_decoder_layer: int = 0
+    encoder: EncoderBytes = NO_ENCODER
+    tower: TowerBytes = NO_TOWER
+    key_cache: int = 0
+    with_rows: int = 0
+    asked: Asked = Asked()
+    hooked: int = 0
+
+    @property
+    def cast_cache(self) -> int:
+        """What autocast keeps until the forward ends, beyond what lives on into the backward."""
+        return self.weight_casts[0] - self.weight_casts[1] + self.adapter_casts
+
+    @property
+    def until_loss(self) -> int:
+        """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
+        return max(self.cast_cache, self.asked.cached) + self.key_cache

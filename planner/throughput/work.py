@@ -1,0 +1,222 @@
+"""`Work`: what the layers of a setup cost before it is said which of them are recomputed."""
+
+from typing import NamedTuple
+
+from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.trained import trained_parameters
+from planner.setup import TrainSetup
+from planner.throughput.adapter_kinds import kind_work
+from planner.throughput.counts import SINGLE_WEIGHT, Moved
+from planner.throughput.model import LayerMatmuls, SpeedModel
+
+_WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
+EAGER_ATTENTION_KERNELS = (8, 10)
+"""Kernels of attention in single operations beyond those of one fused kernel, forward and backward: copies of queries,
+keys, values and output, two products, scaling, mask and softmax. Counted by running GPT-2's layer in PyTorch 2.13;
+under autocast a cast more forward and three backward."""
+COMPILED_ATTENTION_KERNELS = (2, 4)
+"""The same under torch.compile, which makes one kernel of all between the two products."""
+
+
+class MicroBatch(NamedTuple):
+    """One forward's share of a micro-batch.
+
+    Attributes:
+        seqs: sequences of it.
+        cached: its tokens, less what the L2 cache saves.
+        layers: seconds of its matrices.
+    """
+
+    seqs: int
+    cached: float
+    layers: LayerMatmuls
+
+
+class Work:
+    """Seconds per token, per sequence and per micro-batch of setups that differ only in what they recompute, and in
+    loss, optimizer, micro-batch and accumulation.
+
+    Attributes:
+        flow: data types.
+        length: tokens of a sequence that pass through the layers; forwards: with gradients, of a micro-batch.
+        seqs_per_sample: sequences for each sample of the micro-batch.
+        moved: elementwise traffic; alone: of one forward, (seconds per token, per micro-batch); elementwise: of forward
+            and backward.
+        attention, attention_flops: seconds forward and backward, and needed forward flops, per sequence.
+        trained: what trains and what its adapters cost; unpacked: what is unpacked and cast.
+        unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
+        power: of the p-norm that joins GPU and host time.
+        further_kernels: of eager attention and of autocast's copies of fp32 weights, forward and backward.
+    """
+
+    __slots__ = (
+        "_int8", "_micro", "alone", "attention", "attention_flops", "elementwise", "flow", "forwards",
+        "further_kernels", "length", "moved", "power", "seqs_per_sample", "speed", "trained", "unpacked", "unpacking_s",
+    )  # fmt: skip
+
+    def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
+        constants = speed.constants
+        self.speed, self._int8 = speed, setup.quantization == "int8"
+        self.length, self.forwards = setup.layer_tokens, setup.num_forwards
+        self.seqs_per_sample = setup.aim.seqs_per_sample
+        self._micro: dict[int, MicroBatch] = {}
+        self.flow = flow = flow_of(setup)
+        full = setup.method == "full"
+        self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
+        self.moved = moved = speed.traffic(flow, full, setup.kernels, setup.compiled)
+        bytes_left = constants.compile_bytes if setup.compiled else 1.0
+        gap = constants.kernel_gap_s * bytes_left
+        per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
+        self.elementwise = _token_and_micro(moved, per_byte, gap)
+        self.alone = (moved.forward_bytes * per_byte, moved.forward_kernels * gap)
+        self.trained, self.unpacked = _trained(speed, setup, flow), _unpacked(speed, setup, flow)
+        forward, backward, self.attention_flops = _attended(speed, setup, flow)
+        self.attention = forward, backward
+        self.further_kernels = _further_kernels(speed, setup, flow)
+        self.unpacking_s = (0.0 if self._int8 else self.unpacked.dequantization_s / 2.0) + (
+            self.unpacked.cast_s / (1 + full)
+        )
+
+    def micro(self, samples: int) -> MicroBatch:
+        """A micro-batch of so many samples."""
+        found = self._micro.get(samples)
+        if found is None:
+            seqs = max(1, samples * self.seqs_per_sample // self.forwards)
+            tokens = seqs * self.length
+            layers = self.speed.matmuls(self.flow.compute, tokens, self._int8)
+            found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
+        return found
+
+    def forward_s(self, seqs: int, length: int) -> float:
+        """GPU seconds of the layers in one forward without gradients, of the base alone."""
+        tokens = seqs * length
+        layers = self.speed.matmuls(self.flow.compute, tokens, self._int8)
+        cached = tokens / self.speed.cache_gain(tokens)
+        attention = self.attention[0] * seqs * (length / self.length) ** 2
+        return layers.forward + self.alone[0] * cached + attention + self.alone[1] + self.unpacking_s
+
+
+def _further_kernels(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
+    """Kernels of eager attention and of autocast's copies of fp32 weights, forward and backward."""
+    inv = speed.inv
+    forward = backward = 0
+    if setup.attention == "eager":
+        layers = sum(count for _, count in inv.attentions)
+        single = COMPILED_ATTENTION_KERNELS if setup.compiled else EAGER_ATTENTION_KERNELS
+        casts = flow.autocast is not None and not setup.compiled
+        forward, backward = layers * (single[0] + casts), layers * (single[1] + 3 * casts)
+    if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+        copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
+        forward += copies
+        backward += copies if setup.method == "full" else 0
+    return forward, backward
+
+
+def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, float]:
+    """Seconds per token and per micro-batch, forward and backward together."""
+    return (
+        (moved.forward_bytes + moved.backward_bytes) * per_byte,
+        (moved.forward_kernels + moved.backward_kernels) * gap,
+    )
+
+
+def _attended(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+    """Seconds of a rank's attention over one sequence, forward and backward, and needed flops: its share of the whole
+    where the sequence is cut, which both ways deal out evenly (a ring's ranks have an early and a late piece)."""
+    degree = setup.context_degree
+    if degree == 1:
+        return speed.attention(setup, flow)
+    whole = setup.trusted_with(seq_len_tokens=setup.seq_len_tokens * degree)
+    forward, backward, flops = speed.attention(whole, flow)
+    return forward / degree, backward / degree, flops / degree
+
+
+def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:
+    """Whether the host waits for the GPU in every layer: experts one by one, or dealt out over GPUs (how many tokens go
+    where), unpadding, the outlier search of LLM.int8(), which asks for its columns, per matrix."""
+    conditions = speed.conditions
+    loops = conditions.loop_experts and speed.inv.num_experts_run > 0
+    unpads = conditions.masked_attention and setup.attention == "flash-attention-2"
+    return loops or unpads or setup.expert_degree > 1 or setup.quantization == "int8"
+
+
+class _Trained(NamedTuple):
+    """What trains, and what its adapters cost: seconds of a forward with its backward, per token and per micro-batch;
+    of the forward alone; kernels; modules that Python calls; host seconds after a step."""
+
+    params: float
+    tensors: int
+    size_bytes: int
+    token_s: float = 0.0
+    micro_s: float = 0.0
+    forward_token_s: float = 0.0
+    forward_micro_s: float = 0.0
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
+    calls: float = 0.0
+    step_s: float = 0.0
+
+
+def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
+    if setup.method == "full":
+        inv = speed.inv
+        part = setup.trained_layers or setup.frozen_encoder
+        num = trained_parameters(speed.model, setup).num if part else inv.num_params
+        return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
+    constants, apart = speed.constants, 0
+    bytes_left = constants.compile_bytes if setup.compiled else 1.0
+    per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
+    thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
+    if setup.adapter != "lora" and not setup.kind.like_lora:
+        work = kind_work(speed.model, setup, flow)
+        moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
+        constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.calls
+        step_s = work.step_s
+    else:
+        moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
+        thin, passes, constant, step_s = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0, 0.0
+        params, tensors = per_rank * setup.lora_rank, 2 * calls
+    token_s, micro_s = _token_and_micro(moved, per_byte, gap)
+    return _Trained(
+        params=params,
+        tensors=tensors,
+        size_bytes=SIZE_BYTES[flow.adapter],
+        token_s=token_s + passes * thin,
+        micro_s=micro_s + constant,
+        forward_token_s=moved.forward_bytes * per_byte + thin,
+        forward_micro_s=moved.forward_kernels * gap + constant,
+        forward_kernels=moved.forward_kernels,
+        backward_kernels=moved.backward_kernels,
+        calls=calls - apart,
+        step_s=step_s,
+    )
+
+
+class _Unpacked(NamedTuple):
+    """Seconds of a micro-batch in which weights are unpacked or cast; of one recomputation; quantized modules."""
+
+    dequantization_s: float
+    cast_s: float
+    again_s: float
+    calls: int
+
+
+def _unpacked(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Unpacked:
+    dequantization = cast = again = 0.0
+    calls = 0
+    if setup.quantized:
+        once, calls = speed.dequantization_s(flow, setup.quantization)
+        # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
+        dequantization = once if setup.quantization == "int8" else 2.0 * once
+        again += 0.0 if setup.quantization == "int8" else once
+    if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
+        once = speed.experts_s(flow)
+        dequantization += once
+        again += once
+    if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+        once = _WEIGHT_CAST_BYTES * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
+        cast = once * (2.0 if setup.method == "full" else 1.0)
+        again += once
+    if speed.conditions.single_operations and setup.method == "full":
+        cast += SINGLE_WEIGHT * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
+    return _Unpacked(dequantization, cast, again, calls)
