@@ -1,7 +1,5 @@
 """What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
 
-from typing import TYPE_CHECKING
-
 from planner.choices.adapters import ADAPTERS as _ADAPTERS
 from planner.choices.adapters import Adapter, refusal
 from planner.choices.images import WITH_IMAGES
@@ -12,16 +10,14 @@ from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.choices.rollouts import Rollout
+from planner.choices.spreads import OFFLOADS as OFFLOADS
+from planner.choices.spreads import PARALLELS as PARALLELS
+from planner.choices.spreads import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
+from planner.choices.spreads import SHARDED as SHARDED
 from planner.choices.stacks import STACKS as _STACKS
 from planner.errors import SetupError
-from planner.setup_spread import OFFLOADS as OFFLOADS
-from planner.setup_spread import PARALLELS as PARALLELS
-from planner.setup_spread import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
-from planner.setup_spread import SHARDED as SHARDED
-from planner.setup_spread import check_spread, count, one_of
-
-if TYPE_CHECKING:
-    from planner.setup import TrainSetup
+from planner.setup_spread import MAX_COUNT, check_spread, count, is_spread, one_of
+from planner.setup_values import SetupValues
 
 METHODS = ("full", "lora", "qlora")
 PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
@@ -70,7 +66,7 @@ _COUNTS = {
 }
 
 
-def check(setup: "TrainSetup") -> None:
+def check(setup: SetupValues) -> None:
     """Refuses what no training step can be.
 
     Raises:
@@ -82,7 +78,7 @@ def check(setup: "TrainSetup") -> None:
         _check_full(setup)
     else:
         _check_adapter(setup)
-    if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
+    if is_spread(setup):
         check_spread(setup)
     if setup.trained_layers:
         _check_partial(setup)
@@ -97,7 +93,7 @@ def check(setup: "TrainSetup") -> None:
         _check_objective(setup)
 
 
-def _check_partial(setup: "TrainSetup") -> None:
+def _check_partial(setup: SetupValues) -> None:
     """Layers that train alone."""
     if setup.trained_layers < 0:
         raise SetupError(f"trained_layers must not be negative, got {setup.trained_layers}", hint="0 trains all layers")
@@ -107,19 +103,23 @@ def _check_partial(setup: "TrainSetup") -> None:
         raise SetupError(f"trained_layers belongs to full fine-tuning and LoRA, got adapter {setup.adapter!r}")
 
 
-def _of_an_objective(setup: "TrainSetup") -> bool:
+def _of_an_objective(setup: SetupValues) -> bool:
     """Whether a field is set that says something of some objectives alone."""
     return bool(setup.hard_negatives or setup.cached_seqs or setup.precomputed_reference)
 
 
-def _check_values(setup: "TrainSetup") -> None:
+def _check_values(setup: SetupValues) -> None:
     """Each field by itself."""
     if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
         raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
+    values = setup.__dict__  # hundreds of setups of a plan are checked
     for name, allowed in _ONE_OF.items():
-        one_of(name, getattr(setup, name), allowed)
+        if values[name] not in allowed:
+            one_of(name, values[name], allowed)
     for name, at_least in _COUNTS.items():
-        count(name, getattr(setup, name), at_least=at_least)
+        value = values[name]
+        if type(value) is not int or not at_least <= value <= MAX_COUNT:
+            count(name, value, at_least=at_least)
     if not 0.0 <= setup.lora_dropout < 1.0:
         raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
     if isinstance(setup.lora_targets, str):
@@ -128,7 +128,7 @@ def _check_values(setup: "TrainSetup") -> None:
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
 
-def _check_selective(setup: "TrainSetup") -> None:
+def _check_selective(setup: SetupValues) -> None:
     """What keeping the attention of checkpointed layers needs."""
     other = {
         "checkpointing off": not setup.checkpointing,
@@ -142,7 +142,7 @@ def _check_selective(setup: "TrainSetup") -> None:
         )
 
 
-def _check_base(setup: "TrainSetup") -> None:
+def _check_base(setup: SetupValues) -> None:
     """What concerns full fine-tuning and adapters alike."""
     if setup.activation_offload and not setup.checkpointing:
         raise SetupError(
@@ -164,7 +164,7 @@ def _check_base(setup: "TrainSetup") -> None:
         )
 
 
-def _check_full(setup: "TrainSetup") -> None:
+def _check_full(setup: SetupValues) -> None:
     if setup.quantization != "none":
         raise SetupError(
             f"method 'full' cannot train {setup.quantization} weights",
@@ -187,7 +187,7 @@ def _check_full(setup: "TrainSetup") -> None:
         raise SetupError(f"kernels {setup.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
 
 
-def _check_adapter(setup: "TrainSetup") -> None:
+def _check_adapter(setup: SetupValues) -> None:
     unknown = [name for name in setup.modules_to_save if name not in SAVED_MODULES]
     if unknown or not isinstance(setup.modules_to_save, tuple):
         raise SetupError(
@@ -214,7 +214,7 @@ def _check_adapter(setup: "TrainSetup") -> None:
         _check_fused(setup)
 
 
-def _check_fused(setup: "TrainSetup") -> None:
+def _check_fused(setup: SetupValues) -> None:
     """What kernels that fuse LoRA take."""
     if not isinstance(setup.lora_targets, str):
         raise SetupError(
@@ -230,7 +230,7 @@ def _check_fused(setup: "TrainSetup") -> None:
         )
 
 
-def _check_kind(setup: "TrainSetup") -> None:
+def _check_kind(setup: SetupValues) -> None:
     """What another adapter than LoRA needs."""
     row = _ADAPTERS[setup.adapter]
     if row.size and setup.lora_rank < 1:
@@ -256,7 +256,7 @@ def _check_kind(setup: "TrainSetup") -> None:
         _check_unlike_lora(setup, row)
 
 
-def _check_unlike_lora(setup: "TrainSetup", row: Adapter) -> None:
+def _check_unlike_lora(setup: SetupValues, row: Adapter) -> None:
     """What is planned for LoRA's own kind alone."""
     if setup.objective != _DEFAULT_OBJECTIVE:
         raise SetupError(
@@ -282,7 +282,7 @@ def _check_unlike_lora(setup: "TrainSetup", row: Adapter) -> None:
         )
 
 
-def _check_images(setup: "TrainSetup") -> None:
+def _check_images(setup: SetupValues) -> None:
     """What pictures leave of the other fields."""
     for name, allowed in WITH_IMAGES.items():
         if (value := getattr(setup, name)) not in allowed:
@@ -291,7 +291,7 @@ def _check_images(setup: "TrainSetup") -> None:
             )
 
 
-def _check_objective(setup: "TrainSetup") -> None:
+def _check_objective(setup: SetupValues) -> None:
     """What another objective than supervised training leaves of the other fields."""
     row = setup.aim
     if setup.loss not in row.losses:
@@ -316,7 +316,7 @@ def _check_objective(setup: "TrainSetup") -> None:
         raise SetupError(f"objective {setup.objective!r} generates nothing, got a rollout")
 
 
-def _check_rollout(setup: "TrainSetup", rolls: Rollout) -> None:
+def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
     """How completions are generated, beside how they are trained on."""
     if rolls.completion_tokens >= setup.seq_len_tokens:
         raise SetupError(

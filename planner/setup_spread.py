@@ -1,26 +1,33 @@
-"""What the fields of a `TrainSetup` that spread it over GPUs may be, and which of them cannot be combined."""
+"""Which of the fields of a `TrainSetup` that spread it over GPUs cannot be combined."""
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from operator import attrgetter
 
+from planner.choices.spreads import (
+    OFFLOADS,
+    PARALLELS,
+    PIPELINE_SCHEDULES,
+    SHARDED,
+    SPLIT_DEGREES,
+    SPREAD_FIELDS,
+)
 from planner.errors import SetupError
+from planner.setup_values import SetupValues
 
-if TYPE_CHECKING:
-    from planner.setup import TrainSetup
-
-PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
-"""What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
-(nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
-"device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
-SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
-PIPELINE_SCHEDULES = ("1f1b", "gpipe")
-OFFLOADS = ("none", "optimizer", "parameters")
-"""What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
-SPLIT_DEGREES = ("tensor_degree", "context_degree", "expert_degree", "pipeline_degree")
-"""Over how many GPUs the matrices, the sequences, the experts and the layers of one copy are cut."""
-_MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
+MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
 
-def check_spread(setup: "TrainSetup") -> None:
+_spread_values = attrgetter(*SPREAD_FIELDS)
+_DEFAULTS = {one.name: one.default for one in fields(SetupValues)}
+_NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
+
+
+def is_spread(setup: SetupValues) -> bool:
+    """Whether any field says that there are several GPUs."""
+    return setup.num_gpus > 1 or setup.parallel != "none" or _spread_values(setup) != _NO_SPREAD
+
+
+def check_spread(setup: SetupValues) -> None:
     """Refuses a spread that no job can have.
 
     Raises:
@@ -32,7 +39,7 @@ def check_spread(setup: "TrainSetup") -> None:
     _check_experts(setup)
 
 
-def _check_degrees(setup: "TrainSetup") -> None:
+def _check_degrees(setup: SetupValues) -> None:
     """Over how many GPUs, cut how."""
     for name in SPLIT_DEGREES:
         count(name, getattr(setup, name), at_least=1)
@@ -54,7 +61,7 @@ def _check_degrees(setup: "TrainSetup") -> None:
         )
 
 
-def _check_context(setup: "TrainSetup") -> None:
+def _check_context(setup: SetupValues) -> None:
     """What goes with sequences that are cut over GPUs.
 
     Source: accelerate 1.15 `ParallelismConfig` (`cp_size` with FSDP2, `sp_size` with DeepSpeed; not both);
@@ -81,7 +88,7 @@ def _check_context(setup: "TrainSetup") -> None:
         raise SetupError(f"{name} is not planned with torch.compile or selective checkpoints")
 
 
-def _check_experts(setup: "TrainSetup") -> None:
+def _check_experts(setup: SetupValues) -> None:
     """What goes with experts that are dealt out over GPUs.
 
     Source: transformers 5.23 `DistributedConfig` (`ep_size` divides `fsdp_size`), `distributed/fsdp.py` (its plan
@@ -108,7 +115,7 @@ def _check_experts(setup: "TrainSetup") -> None:
         raise SetupError(f"{name} is not planned with torch.compile, or checkpoints that are offloaded or selective")
 
 
-def _check_sharing(setup: "TrainSetup") -> None:
+def _check_sharing(setup: SetupValues) -> None:
     """What the copies share, and what does not go with it."""
     split = setup.tensor_degree * setup.pipeline_degree
     if setup.quantize_experts and setup.parallel != "ddp":
@@ -153,5 +160,5 @@ def count(name: str, value: object, *, at_least: int) -> None:
     """Refuses what is no whole number within sense."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SetupError(f"{name} must be a whole number, got {value!r}")
-    if not at_least <= value <= _MAX_COUNT:
-        raise SetupError(f"{name} must be at least {at_least} and at most {_MAX_COUNT}, got {value}")
+    if not at_least <= value <= MAX_COUNT:
+        raise SetupError(f"{name} must be at least {at_least} and at most {MAX_COUNT}, got {value}")

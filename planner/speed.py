@@ -17,6 +17,10 @@ Pairs = Sequence[tuple[int, int]]
 """(micro-batch, accumulation)."""
 
 
+Speeds = Callable[[str | None, Pairs], list[float]]
+"""Tokens/s of all GPUs at every pair with an optimizer; with None at least those with the fastest."""
+
+
 class SpeedProfile(Protocol):
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
@@ -42,11 +46,8 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
-def family_speeds(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
-) -> Callable[[str | None, Pairs], list[float]]:
-    """What gives tokens/s of all GPUs at every (micro-batch, accumulation), for the setup with any optimizer; for None,
-    at least those with the fastest."""
+def family_speeds(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None) -> Speeds:
+    """The speeds of a setup with any optimizer, micro-batch and accumulation."""
     if setup.num_gpus == 1:
         return throughput_profile(
             headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup)

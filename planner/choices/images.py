@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Self, final
 
+from planner.choices.spreads import SPLIT_DEGREES
 from planner.errors import SetupError
 from planner.records import dataclass
-from planner.setup_spread import SPLIT_DEGREES
 
 MAX_SIDE = 1 << 16
 IMAGE_TARGETS = ("trl", "llamafactory")

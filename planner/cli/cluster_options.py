@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.choices.spreads import SPLIT_DEGREES
 from planner.cli.setup_flags import MAX_GPUS, SPREAD
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import positive
 from planner.records import dataclass
-from planner.setup_spread import SPLIT_DEGREES
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it

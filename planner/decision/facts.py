@@ -227,7 +227,8 @@ class Facts:
 
     def of(self, shared: TrainSetup) -> NodeFacts:
         """The facts that a point with this shared setup adds to."""
-        return self.facts.setdefault((spread_key(shared), node_of_setup(shared)), NodeFacts())
+        key = (spread_key(shared), node_of_setup(shared))
+        return self.facts.get(key) or self.facts.setdefault(key, NodeFacts())
 
     def of_node(self, node: Node) -> dict[SpreadKey, NodeFacts]:
         """The facts of one node by spread."""

@@ -12,16 +12,17 @@ Stages, each tried only where the ones before leave something open (see `planner
 What the user fixed (`Workload.fixed`) filters the list; degrees that were asked for are generated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
+from planner.choices.spreads import SPLIT_DEGREES
 from planner.engines import engine_named, engine_of
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.setup_fields import SHARDED
-from planner.setup_spread import SPLIT_DEGREES
 from planner.workload import Workload
 
 STAGES = ("replicate", "shard", "split", "offload", "other")
@@ -66,9 +67,12 @@ ONE_GPU = Spread(stage="replicate", fields={}, data_degree=1)
 """The spread of one: nothing to set."""
 
 
+_spread_values: Callable[[TrainSetup], SpreadKey] = attrgetter(*FIELDS)
+
+
 def spread_key(setup: TrainSetup) -> SpreadKey:
     """What two setups share when they are spread alike."""
-    return tuple(getattr(setup, name) for name in FIELDS)
+    return _spread_values(setup)
 
 
 def spread_name(setup: TrainSetup) -> str:

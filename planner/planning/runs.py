@@ -42,7 +42,7 @@ class Run:
         rival: the run with the first kernel family and fused attention, never larger; None where this has both, or
             all are asked for.
         families: one of each rank, made when the first loss asks.
-        peaks: by loss.
+        peaks: by loss; alike: by loss and optimizers, of all runs of the same memory.
     """
 
     setup: TrainSetup
@@ -55,6 +55,7 @@ class Run:
     rival: "Run | None" = None
     families: list[Family] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
+    alike: dict[tuple[str, tuple[str, ...]], Peaks] | None = None
 
     def whole(self, loss: str) -> TrainSetup:
         """The setup with this loss and the first optimizer that can be had with it."""
@@ -67,7 +68,7 @@ class Known:
     def __init__(self) -> None:
         self._model: ModelSpec | None = None
         self._runs: dict[Any, tuple[Run, ...]] = {}
-        self._peaks: dict[Any, Peaks] = {}
+        self._peaks: dict[Any, dict[tuple[str, tuple[str, ...]], Peaks]] = {}
         self._layers = SharedLayers()
 
     def runs(
@@ -90,18 +91,24 @@ class Known:
         """The peaks of a run with one loss, of the fullest rank."""
         found = run.peaks.get(loss)
         if found is None:
+            if run.alike is None:
+                key = (_memory_kind(workload), run.kernels, run.shared, run.pairs)
+                run.alike = self._peaks.setdefault(key, {})
             optimizers = run.choices[loss]
-            key = (_memory_kind(workload), run.kernels, run.shared, loss, optimizers, run.pairs)
-            found = self._peaks.get(key)
+            found = run.alike.get((loss, optimizers))
             if found is None:
-                if not run.ranks:
-                    parts = distinct_parts(workload.model, run.setup)
-                    run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
-                if not run.families:
-                    run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
-                found = self._peaks[key] = Peaks.of(worst_peaks(run.families, loss, optimizers))
+                families = self._families(workload, run)
+                found = run.alike[loss, optimizers] = Peaks.of(worst_peaks(families, loss, optimizers))
             run.peaks[loss] = found
         return found
+
+    def _families(self, workload: Workload, run: Run) -> list[Family]:
+        if not run.ranks:
+            parts = distinct_parts(workload.model, run.setup)
+            run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
+        if not run.families:
+            run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
+        return run.families
 
 
 def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Run]:

@@ -11,7 +11,7 @@ from planner.planning.runs import Known, Run
 from planner.planning.space import PREFERENCE_FRACTION, dimension_values
 from planner.samples.useful import useful_speeds
 from planner.setup import TrainSetup
-from planner.speed import family_speeds
+from planner.speed import Speeds, family_speeds
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -94,6 +94,28 @@ def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
         yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
 
 
+class _Speeds:
+    """The speeds of a walk's runs, each found once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._known: dict[tuple[int, str], Speeds] = {}
+
+    def of_rows(self, run: Run, loss: str) -> Speeds:
+        """Tokens/s of full rows."""
+        found = self._known.get((id(run), loss))
+        if found is None:
+            workload = self._workload
+            found = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster)
+            self._known[id(run), loss] = found
+        return found
+
+    def useful(self, run: Run, loss: str) -> Speeds:
+        """Tokens/s that are the samples' own."""
+        known = self._workload.data.real_fractions
+        return useful_speeds(self._workload, run.whole(loss)) if known else self.of_rows(run, loss)
+
+
 def _walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
@@ -102,36 +124,46 @@ def _walk(
     limit: Limit | None,
     floor: Callable[[TrainSetup], float] | None,
 ) -> Iterator[Point]:
-    """Attention implementations that run the same kernels in every layer share their figures."""
+    """The points run by run. A run that its rival outruns is left out: the rival is never larger."""
+    speeds = _Speeds(workload)
     for run in known.runs(workload, values, spreads):
         limit_bytes = limit(run.shared) if limit is not None else None
         if run.rival is not None and (
-            not _fits(workload, known, run.rival, limit_bytes) or _outrun(workload, run, run.rival)
+            not _fits(workload, known, run.rival, limit_bytes) or _outrun(speeds, run, run.rival)
         ):
             continue
-        shared, pairs = run.shared, run.pairs
-        for loss, optimizers in run.choices.items():
-            peaks, speeds_of = known.peaks(workload, run, loss), None
-            if limit_bytes is not None:
-                if peaks.ordered[0] > limit_bytes:
-                    yield _counted(run, loss, peaks, limit_bytes)
-                    continue
-                speeds_of = useful_speeds(workload, run.whole(loss))
-                least = floor(shared) if floor is not None else -1.0
-                most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
-                if least > 0 and max(speeds_of(None, most)) <= least:
-                    yield _counted(run, loss, peaks, limit_bytes)
-                    continue
-            speeds_of = speeds_of or useful_speeds(workload, run.whole(loss))
-            for optimizer, own in zip(optimizers, peaks.by_optimizer, strict=True):
-                listed = _num_listed(own, limit_bytes)
-                speeds = speeds_of(optimizer, pairs[:listed])
-                for attention in run.attentions:
-                    left = len(pairs)
-                    for (micro, steps), peak, speed in zip(pairs, own, speeds, strict=False):
-                        left -= 1
-                        beyond = left if left + listed == len(pairs) else 0
-                        yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed, beyond)
+        for loss in run.choices:
+            peaks, least = known.peaks(workload, run, loss), -1.0
+            if limit_bytes is not None and floor is not None:
+                least = floor(run.shared)
+            yield from _points(run, loss, peaks, speeds, limit_bytes, least)
+
+
+def _points(
+    run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None, least: float
+) -> Iterator[Point]:
+    """The points of a run with one loss; one for all of them where none fits or is faster than `least` tokens/s.
+
+    Attention implementations that run the same kernels in every layer share their figures.
+    """
+    if limit_bytes is not None and peaks.ordered[0] > limit_bytes:
+        yield _counted(run, loss, peaks, limit_bytes)
+        return
+    shared, pairs, speeds_of = run.shared, run.pairs, speeds.useful(run, loss)
+    if limit_bytes is not None and least > 0:
+        most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
+        if max(speeds_of(None, most)) <= least:
+            yield _counted(run, loss, peaks, limit_bytes)
+            return
+    for optimizer, own in zip(run.choices[loss], peaks.by_optimizer, strict=True):
+        listed = _num_listed(own, limit_bytes)
+        found = speeds_of(optimizer, pairs[:listed])
+        for attention in run.attentions:
+            beyond = len(pairs) - listed  # counted with the last
+            for index in range(listed):
+                micro, steps = pairs[index]
+                more = beyond if index == listed - 1 else 0
+                yield Point(shared, attention, loss, optimizer, micro, steps, own[index], found[index], more)
 
 
 def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
@@ -153,14 +185,11 @@ def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -
     return any(known.peaks(workload, run, loss).ordered[0] <= limit_bytes for loss in run.choices)
 
 
-def _outrun(workload: Workload, run: Run, rival: Run) -> bool:
+def _outrun(speeds: _Speeds, run: Run, rival: Run) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
     loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
-    mine, first = (
-        family_speeds(workload.model, workload.gpu, one, workload.cluster)(one.optimizer, ends)
-        for one in (run.whole(loss), rival.whole(loss))
-    )
+    mine, first = (speeds.of_rows(one, loss)(one.choices[loss][0], ends) for one in (run, rival))
     return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
 
 

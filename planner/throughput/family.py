@@ -79,9 +79,8 @@ class Family:
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
         self._above = 1.0 - below / max(1, inv.num_layers)
-        token_s, micro_s = work.alone
-        again_token = again * token_s + again * trained.forward_token_s
-        again_micro = again * micro_s + again * trained.forward_micro_s + again * work.unpacked.again_s
+        again_token = again * work.moved.forward_bytes * work.per_byte + again * trained.forward_token_s
+        again_micro = again * work.alone[1] + again * trained.forward_micro_s + again * work.unpacked.again_s
         kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.flow)
         attended = 0.0 if kept else again * work.attention[0]
         attended += self._offloaded_token_s(again) * work.length

@@ -40,8 +40,8 @@ class Work:
         flow: data types.
         length: tokens of a sequence that pass through the layers; forwards: with gradients, of a micro-batch.
         seqs_per_sample: sequences for each sample of the micro-batch.
-        moved: elementwise traffic; alone: of one forward, (seconds per token, per micro-batch); elementwise: of forward
-            and backward.
+        moved: elementwise traffic; per_byte: seconds of one of its bytes.
+        alone: seconds of it in one forward, (per token, per micro-batch); elementwise: in forward and backward.
         attention, attention_flops: seconds forward and backward, and needed forward flops, per sequence.
         trained: what trains and what its adapters cost; unpacked: what is unpacked and cast.
         unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
@@ -51,7 +51,8 @@ class Work:
 
     __slots__ = (
         "_int8", "_micro", "alone", "attention", "attention_flops", "elementwise", "flow", "forwards",
-        "further_kernels", "length", "moved", "power", "seqs_per_sample", "speed", "trained", "unpacked", "unpacking_s",
+        "further_kernels", "length", "moved", "per_byte", "power", "seqs_per_sample", "speed", "trained", "unpacked",
+        "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
@@ -66,7 +67,7 @@ class Work:
         self.moved = moved = speed.traffic(flow, full, setup.kernels, setup.compiled)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
         gap = constants.kernel_gap_s * bytes_left
-        per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
+        self.per_byte = per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self.elementwise = _token_and_micro(moved, per_byte, gap)
         self.alone = (moved.forward_bytes * per_byte, moved.forward_kernels * gap)
         self.trained, self.unpacked = _trained(speed, setup, flow), _unpacked(speed, setup, flow)
