@@ -8,9 +8,9 @@ from planner.memory.dtypes import Flow, flow_of
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow
 from planner.memory.model import predict_memory
+from planner.memory.moments import computing
 from planner.memory.scores import eager_scores, math_scores
 from planner.memory.state import backward_gradients, halves_stay_apart
-from planner.memory.moments import computing
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
 from planner.memory.weights import weight_bytes

@@ -11,8 +11,8 @@ from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_byt
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow
 from planner.memory.model import predict_memory
-from planner.memory.rank_part import rank_parts
 from planner.memory.moments import computing
+from planner.memory.rank_part import rank_parts
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
 from planner.memory.workspace import cublas_workspace_bytes, dequantized_bytes
