@@ -71,7 +71,8 @@ def render_brief(
     @cache
     def lines(part: Part) -> int:
         text = StringIO()
-        part(Page(Console(file=text, width=console.width)))
+        # a size and no terminal: it would look for both at each line
+        part(Page(Console(file=text, width=console.width, height=MAX_LINES, force_terminal=False)))
         return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
 
     def height(shown: int, beside: int) -> int:

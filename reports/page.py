@@ -14,7 +14,7 @@ class Page:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.ascii = console.options.ascii_only
+        self.ascii = not console.encoding.startswith("utf")
 
     def text(self, words: str) -> str:
         return to_ascii(words) if self.ascii else words
@@ -24,8 +24,9 @@ class Page:
         if not words:
             self.console.print()
             return
-        text = Text(self.text(words), style=style)
-        for part in text.wrap(self.console, max(20, self.console.width - indent)):
+        text, width = Text(self.text(words), style=style), max(20, self.console.width - indent)
+        short = text.cell_len <= width and words.isprintable()  # nothing to wrap, which takes longer than to print
+        for part in [text] if short else text.wrap(self.console, width):
             part.rstrip()
             self.console.print(Text(" " * indent) + part, no_wrap=True, overflow="ignore", crop=False)
 

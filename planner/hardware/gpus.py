@@ -144,28 +144,31 @@ def _rows() -> dict[str, dict[str, str]]:
 
 
 @cache
-def _table() -> tuple[tuple[GpuSpec, ...], dict[str, GpuSpec]]:
-    """All rows, and the row of every normalised name.
+def _keys() -> dict[str, str]:
+    """The key of every normalised name.
 
     Raises:
         ConfigError: a name stands for two rows (a fault of the table).
     """
-    specs: list[GpuSpec] = []
-    by_name: dict[str, GpuSpec] = {}
-    for row in _rows().values():
-        spec = _spec(row)
-        specs.append(spec)
+    found: dict[str, str] = {}
+    for key, row in _rows().items():
         aliases = row["aliases"].split("|") if row["aliases"] else []
-        for name in {normalized(one) for one in (spec.key, spec.name, spec.driver_name, *aliases)}:
-            if name in by_name:
-                raise ConfigError(f"gpus.csv: the name {name!r} stands for {by_name[name].key} and {spec.key}")
-            by_name[name] = spec
-    return tuple(specs), by_name
+        for name in {normalized(one) for one in (key, row["name"], row["driver_name"], *aliases)}:
+            if name in found:
+                raise ConfigError(f"gpus.csv: the name {name!r} stands for {found[name]} and {key}")
+            found[name] = key
+    return found
+
+
+@cache
+def _gpu(key: str) -> GpuSpec:
+    """One row; a plan asks for one of many."""
+    return _spec(_rows()[key])
 
 
 def all_gpus() -> tuple[GpuSpec, ...]:
     """Every row of the table, in its order."""
-    return _table()[0]
+    return tuple(map(_gpu, _rows()))
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -178,11 +181,13 @@ def find_gpu(name: str) -> GpuSpec:
     if name.strip().lower() == LOCAL:
         return local_gpu()
     wanted = normalized(name)
-    known = _table()[1]
-    found = known.get(wanted) or known.get(f"rtx{wanted}")
-    sizes = [spec.key for spec in all_gpus() if re.fullmatch(rf"(rtx)?{re.escape(wanted)}\d+gb", normalized(spec.name))]
-    if found is not None and (len(sizes) < 2 or name == found.driver_name):
-        return found  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size
+    found = _keys().get(wanted) or _keys().get(f"rtx{wanted}")
+    with_size = re.compile(rf"(rtx)?{re.escape(wanted)}\d+gb")
+    sizes = [key for key, row in _rows().items() if with_size.fullmatch(normalized(row["name"]))]
+    if found is not None and (len(sizes) < 2 or name == _gpu(found).driver_name):
+        return _gpu(
+            found
+        )  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size
     could_be = sizes if found is not None else [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:
         error = UnknownGpuError(
@@ -235,13 +240,14 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
             hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
         )
     total_mib, held_mib = seen.total_bytes // MIB, -(-seen.held_bytes // MIB)
-    spec = _table()[1].get(normalized(seen.name))
-    if spec is None:
+    key = _keys().get(normalized(seen.name))
+    if key is None:
         raise UnknownGpuError(
             f"this machine's GPU {seen.name!r} ({total_mib} MiB) is not in the table",
             hint=f"plan for a close one, for example --gpu {(*_closest(normalized(seen.name)), 'rtx-4090')[0]} with "
             "--memory-gib",
         )
+    spec = _gpu(key)
     reserve = 0 if spec.vendor == "AMD" else round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
     basis = f"this machine's driver: {total_mib} MiB"
     if reserve:
