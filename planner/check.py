@@ -43,11 +43,7 @@ class Verdict(StrEnum):
     UNCERTAIN = "uncertain"
 
 
-EXIT_CODES = {
-    Verdict.FITS: EXIT_FITS,
-    Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT,
-    Verdict.UNCERTAIN: EXIT_UNCERTAIN,
-}
+EXIT_CODES = {Verdict.FITS: EXIT_FITS, Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT, Verdict.UNCERTAIN: EXIT_UNCERTAIN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,11 +350,9 @@ def _better(new: tuple[bool, float], old: tuple[bool, float]) -> bool:
 def summary(result: CheckResult) -> str:
     """The verdict in one sentence."""
     peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
-    words = {
-        Verdict.FITS: "fits",
-        Verdict.DOES_NOT_FIT: "does not fit",
-        Verdict.UNCERTAIN: "may or may not fit",
-    }[result.verdict]
+    words = {Verdict.FITS: "fits", Verdict.DOES_NOT_FIT: "does not fit", Verdict.UNCERTAIN: "may or may not fit"}[
+        result.verdict
+    ]
     sign = "spare" if result.margin_bytes >= 0 else "missing"
     band = percent(result.band_fraction)
     return f"{words}: {gib(peak)} (±{band}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"

@@ -106,9 +106,7 @@ def _marks(rows: Sequence[ModelChoice]) -> str:
     return f" (memory: {memory_marks(memory)}; speed: {speed_marks(speed)})" if plans else ""
 
 
-def _table(
-    rows: Sequence[ModelChoice],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+def _table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
     header = ("model", "size", "full", "LoRA", "QLoRA", "plan", "tokens/s")
     cells = []
     for one in rows:

@@ -46,12 +46,7 @@ def dry_runs_ahead(wanted: bool = True) -> Iterator[None]:
 
 
 def with_dry_run(
-    candidate: Candidate,
-    model: ModelSpec,
-    gpu: GpuSpec,
-    *,
-    full_depth: bool = False,
-    memory_bytes: int | None = None,
+    candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False, memory_bytes: int | None = None
 ) -> Candidate:
     """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
     found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)

@@ -39,19 +39,17 @@ QUANTITIES: dict[str, tuple[Quantity, ...]] = {
 
 
 def accuracy(
-    rung: Annotated[str, typer.Option("--rung", help="formula, or dry_run (needs torch; minutes).")] = "formula",
-    what: Annotated[str, typer.Option("--what", help="memory, allocated, reserved, device, speed or all.")] = "all",
-    group: Annotated[str | None, typer.Option("--group", help="Only this source.")] = None,
+    rung: Annotated[str, typer.Option(help="formula, or dry_run (needs torch; minutes).")] = "formula",
+    what: Annotated[str, typer.Option(help="memory, allocated, reserved, device, speed or all.")] = "all",
+    group: Annotated[str | None, typer.Option(help="Only this source.")] = None,
     newest: Annotated[
         bool, typer.Option("--newest", help="Each configuration once, under its newest versions.")
     ] = False,
     rivals: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--rivals", help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."
-        ),
+        typer.Option(help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for Markdown, CSV and SVG.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for Markdown, CSV and SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""

@@ -31,13 +31,11 @@ def calibrate(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run a micro-benchmark of a few seconds on this machine's GPU.")
     ] = False,
-    microbench: Annotated[
-        Path | None, typer.Option("--microbench", help="Use the figures of an earlier micro-benchmark.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="Device to measure.")] = "cuda:0",
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Which card of the table the figures belong to.")] = None,
-    base: Annotated[Path | None, typer.Option("--base", help="Start from this calibration.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the calibration here.")] = None,
+    microbench: Annotated[Path | None, typer.Option(help="Use the figures of an earlier micro-benchmark.")] = None,
+    device: Annotated[str, typer.Option(help="Device to measure.")] = "cuda:0",
+    gpu: Annotated[str | None, typer.Option(help="Which card of the table the figures belong to.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Start from this calibration.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the calibration here.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Fit the constants to measurements, report held-out errors, write a calibration file."""
@@ -59,12 +57,7 @@ def calibrate(
 
 
 def _calibrated(
-    start: Calibration,
-    measurements: Path | None,
-    measure: bool,
-    microbench: Path | None,
-    device: str,
-    gpu: str | None,
+    start: Calibration, measurements: Path | None, measure: bool, microbench: Path | None, device: str, gpu: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The answer as JSON, and its lines for a person: the card's own figures first, then the fit."""
 

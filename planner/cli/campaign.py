@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 def campaign(
     spec: Annotated[Path, typer.Argument(help="A campaign's YAML file.", show_default=False)],
-    budget: Annotated[str | None, typer.Option("--budget", help="Stop after this long: 9m, 90s, 1.5h.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="File to commit: every outcome of this campaign.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this long: 9m, 90s, 1.5h.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to commit: every outcome of this campaign.")] = None,
     device: probing.Device = None,
     store: probing.StorePath = None,
-    ahead: Annotated[
-        int, typer.Option("--ahead", min=0, max=8, help="Children that already import while one measures.")
-    ] = 1,
+    ahead: Annotated[int, typer.Option(min=0, max=8, help="Children that already import while one measures.")] = 1,
     slurm: probing.Slurm = None,
     partition: probing.Partition = None,
     dry: Annotated[bool, typer.Option("--list", help="Only say what would be measured, in order.")] = False,

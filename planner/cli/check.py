@@ -31,9 +31,7 @@ SHOWN_CHANGES = 8
 class AskedOptions:
     """What the command line says that the file leaves open."""
 
-    accelerate: Annotated[
-        Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
-    ] = None
+    accelerate: Annotated[Path | None, typer.Option(help="Accelerate config that the run is launched with.")] = None
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting that the file leaves open; repeatable."),
@@ -42,8 +40,7 @@ class AskedOptions:
         str | None, typer.Option("--args", help="The words behind the script on its command line, as one text.")
     ] = None
     assume: Annotated[
-        list[str] | None,
-        typer.Option("--assume", metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable."),
+        list[str] | None, typer.Option(metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable.")
     ] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
@@ -63,9 +60,9 @@ class FixOptions:
     """The improved file. `--out` without `--fix` is a mistake."""
 
     fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
-    ] = None
+    out: Annotated[Path | None, typer.Option(help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.out is not None and not self.fix:
@@ -83,7 +80,7 @@ class AnswerOptions:
     no_dry_run: options.NoDryRun = False
     as_json: options.Json = False
     annotations: Annotated[
-        str | None, typer.Option("--annotations", help="For CI: github or sarif, formula rung.", show_default=False)
+        str | None, typer.Option(help="For CI: github or sarif, formula rung.", show_default=False)
     ] = None
 
     def __post_init__(self) -> None:
@@ -95,7 +92,7 @@ class AnswerOptions:
 def check(
     file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script; or a folder.")],
     gpu: options.Gpu,
-    model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model, where the config does not name it.")] = None,
     *,
     cluster: cluster_options.Gathering,
     asked: AskedOptions,
@@ -182,12 +179,7 @@ def _many(place: Path, gpu: str, asked: Asked, limits: options.Memory, answer: A
 
 
 def compare_configs(
-    files: Sequence[Path],
-    gpu: str,
-    *,
-    model: str | None = None,
-    memory_gib: float | None = None,
-    as_json: bool = False,
+    files: Sequence[Path], gpu: str, *, model: str | None = None, memory_gib: float | None = None, as_json: bool = False
 ) -> int:
     """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
 

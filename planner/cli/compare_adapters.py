@@ -31,7 +31,7 @@ def compare_adapters(
     space: SpaceOptions,
     memory: options.Memory,
     lookup: options.Lookup,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table to this directory.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.

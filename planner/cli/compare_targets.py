@@ -22,7 +22,7 @@ def compare_targets(
     *,
     wish: WishOptions,
     lookup: options.Lookup,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table to this directory.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """The fastest plan of every launch target: TRL, the Trainer, Axolotl, LLaMA-Factory, Unsloth, torchtitan.

@@ -44,14 +44,12 @@ class DryRunOptions:
     no_dry_run: options.NoDryRun = False
     full_depth: Annotated[bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")] = False
     dataset: Annotated[
-        Path | None,
-        typer.Option("--dataset", help="Also memory over shuffled micro-batches of this file's lengths."),
+        Path | None, typer.Option(help="Also memory over shuffled micro-batches of this file's lengths.")
     ] = None
     lengths: Annotated[
-        str | None,
-        typer.Option("--lengths", help="As --dataset, of lengths given as MEAN:SD or MEAN:SD:MIN:MAX tokens."),
+        str | None, typer.Option(help="As --dataset, of lengths given as MEAN:SD or MEAN:SD:MIN:MAX tokens.")
     ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of the shuffling.")] = 0
+    seed: Annotated[int, typer.Option(help="Of the shuffling.")] = 0
 
     def samples(self, spec: ModelSpec) -> tuple[tuple[int, ...], str] | None:
         """Lengths of the samples in tokens and where they come from; None where none are given.
@@ -82,12 +80,10 @@ def estimate(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or catalogue name.", autocompletion=complete_model)
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)] = None,
     *,
     one: AnySetupOptions,
-    setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
+    setups: Annotated[Path | None, typer.Option(help="JSON lines, one setup each ('-': stdin).")] = None,
     links: cluster_options.Links,
     memory: options.Memory,
     dry: DryRunOptions,

@@ -30,19 +30,18 @@ MAX_CARDS = 6
 class FileOptions:
     """What is written of a plan, and where."""
 
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None
+    out: Annotated[Path | None, typer.Option(help="Directory for plan.json, report.md, launch files.")] = None
     target: Annotated[
-        list[str] | None,
-        typer.Option("--target", help="Plan what this target can run; repeatable. Default: files for all."),
+        list[str] | None, typer.Option(help="Plan what this target can run; repeatable. Default: files for all.")
     ] = None
     force: Annotated[
         bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
     ] = False
     verify: Annotated[
         list[str] | None,
-        typer.Option("--verify", help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
+        typer.Option(help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
     ] = None
-    dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None
+    dataset: Annotated[str | None, typer.Option(help="Hub id or local file for the launch files.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

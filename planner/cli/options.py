@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        help="Hub id, directory with config.json, or catalogue name.",
-        show_default=False,
-        autocompletion=complete_model,
+        help="Hub id, directory with config.json, or catalogue name.", show_default=False, autocompletion=complete_model
     ),
 ]
 Gpu = Annotated[
-    str,
-    typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.", autocompletion=complete_gpu),
+    str, typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.", autocompletion=complete_gpu)
 ]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
 Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
@@ -40,8 +37,7 @@ GlobalBatch = Annotated[
 ]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")]
 Objective = Annotated[
-    str | None,
-    typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + "."),
+    str | None, typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + ".")
 ]
 NoExtraPackages = Annotated[
     bool,
@@ -57,7 +53,7 @@ DEFAULT_IMAGE_SIZE = "1024"
 class Lookup:
     """Where a model's configuration is looked for."""
 
-    revision: Annotated[str | None, typer.Option("--revision", help="Hub revision; asks the hub first.")] = None
+    revision: Annotated[str | None, typer.Option(help="Hub revision; asks the hub first.")] = None
     hub: Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")] = False
 
     def model(self, name: str) -> "ModelSpec":
@@ -104,11 +100,9 @@ class ImageOptions:
     """The pictures of a sample; None: text alone."""
 
     images_per_sample: Annotated[
-        int | None, typer.Option("--images-per-sample", help="Images of a sample, for models with eyes. Default: none.")
+        int | None, typer.Option(help="Images of a sample, for models with eyes. Default: none.")
     ] = None
-    image_size: Annotated[
-        str | None, typer.Option("--image-size", help="Their pixels: PX or WIDTHxHEIGHT. Default 1024.")
-    ] = None
+    image_size: Annotated[str | None, typer.Option(help="Their pixels: PX or WIDTHxHEIGHT. Default 1024.")] = None
 
     def images(self) -> Images | None:
         """The pictures that were asked for, None where none were.

@@ -36,9 +36,9 @@ class ProbeOptions:
     """How one setup is measured."""
 
     full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False
-    memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
-    ] = None
+    memory_gib: Annotated[float | None, typer.Option(help="Let this card stand in for one with that much (GiB).")] = (
+        None
+    )
     limit: Limit = 180.0
     measure_seconds: MeasureSeconds = 20.0
     store: probing.StorePath = None
@@ -56,7 +56,7 @@ class ProbeOptions:
 @takes_options
 def probe(
     model: Annotated[str, typer.Argument(help="Hub id, directory or catalogue name.", show_default=False)],
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Table row of this machine's GPU (default: asked).")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Table row of this machine's GPU (default: asked).")] = None,
     device: probing.Device = None,
     *,
     one: SetupOptions,
@@ -167,9 +167,7 @@ def _rank_line(outcome: Measurement) -> list[str]:
 
 def confirm(
     directory: Annotated[Path, typer.Argument(help="What `plan ... --out DIR` wrote.", show_default=False)],
-    target: Annotated[
-        str | None, typer.Option("--target", help="Read the setup back from this target's launch file.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="Read the setup back from this target's launch file.")] = None,
     device: probing.Device = None,
     limit: Limit = 900.0,
     measure_seconds: MeasureSeconds = 60.0,

@@ -53,10 +53,9 @@ def compare(
     ],
     out: Out = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="The GPU that training configs are compared on.", autocompletion=complete_gpu),
+        str | None, typer.Option(help="The GPU that training configs are compared on.", autocompletion=complete_gpu)
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model of configs that name none.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of configs that name none.")] = None,
     as_json: options.Json = False,
 ) -> int:
     """Several plans, or several training configs on one GPU, side by side."""
@@ -84,8 +83,8 @@ def compare(
 class TableOptions:
     """Which cards are shown, and in which order."""
 
-    vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None
-    sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size"
+    vendor: Annotated[str | None, typer.Option(help="Only cards of this maker.")] = None
+    sort: Annotated[str, typer.Option(help="size (smallest that fits first), speed or cost.")] = "size"
     fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
 
     def cards(self) -> list[GpuSpec]:
@@ -110,7 +109,7 @@ def which_gpu(
     *,
     gathering: cluster_options.Gathering,
     seq_len: options.SeqLen = None,
-    global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     space: SpaceOptions,
     headroom: options.Headroom = None,
     table: TableOptions,
@@ -150,12 +149,7 @@ def _coarse() -> dict[str, tuple[Any, ...]]:
 
 
 def _plans(
-    spec: Any,
-    cards: list[Any],
-    wish: Wish,
-    cluster: Callable[[GpuSpec], Cluster | None],
-    *,
-    charts: bool,
+    spec: Any, cards: list[Any], wish: Wish, cluster: Callable[[GpuSpec], Cluster | None], *, charts: bool
 ) -> list[Plan | NoPlan]:
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 

@@ -96,23 +96,15 @@ def takes_flags(*rows: Flag, wished: bool) -> Callable[[type[T]], type[T]]:
 
 
 def given(options: object, rows: Iterable[Flag]) -> dict[Flag, Any]:
-    """The rows of which somebody said something, with what was said."""
-    said = {row: getattr(options, row.key) for row in rows}
-    return {row: value for row, value in said.items() if value is not None and value != []}
-
-
-def checkpointing(options: Any) -> int | None:
-    """The field from its two flags, None where neither was given.
+    """The rows of which somebody said something, with what was said.
 
     Raises:
         UsageError: --no-checkpointing together with --checkpoint-every.
     """
-    every: int | None = options.checkpoint_every
-    if every is not None:
-        if options.checkpointing is False:
-            raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
-        return positive("checkpoint-every", every, maximum=100_000)
-    return None if options.checkpointing is None else int(options.checkpointing)
+    said = {row: getattr(options, row.key) for row in rows}
+    if said.get(CHECKPOINT_EVERY) is not None and said.get(CHECKPOINTING) is False:
+        raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
+    return {row: value for row, value in said.items() if value is not None and value != []}
 
 
 def adapter_kind(flag: str, name: str) -> str:
@@ -128,6 +120,18 @@ def adapter_kind(flag: str, name: str) -> str:
 
 _gpus = partial(positive, maximum=MAX_GPUS)
 
+CHECKPOINTING = Flag(
+    of="checkpointing", kind=bool, help="Gradient checkpointing on or off", read=lambda _, value: int(value)
+)
+CHECKPOINT_EVERY = Flag(
+    of="checkpointing",
+    name="checkpoint_every",
+    kind=int,
+    help="Checkpoint every n-th layer",
+    read=partial(positive, maximum=100_000),
+)
+"""The other flag of the same field; it decides where both are given."""
+
 SPACE = (
     Flag(of="method", help="full, lora or qlora", values=fields.METHODS, many=True),
     Flag(of="lora_rank", name="rank", kind=int, help="LoRA rank, fixed", read=partial(positive, maximum=MAX_RANK)),
@@ -141,8 +145,8 @@ SPACE = (
     Flag(of="precision", values=fields.PRECISIONS, many=True),
     Flag(of="quantization", values=fields.QUANTIZATIONS, many=True),
     Flag(of="attention", values=fields.ATTENTIONS, many=True),
-    Flag(of="checkpointing", kind=bool, help="Gradient checkpointing on or off"),
-    Flag(of="checkpoint_every", kind=int, help="Checkpoint every n-th layer"),
+    CHECKPOINTING,
+    CHECKPOINT_EVERY,
     Flag(of="packing", kind=bool, help="Fill sequences with several samples"),
     Flag(of="loss", values=fields.LOSSES, many=True),
     Flag(of="kernels", values=fields.KERNEL_FAMILIES, many=True),
@@ -157,12 +161,7 @@ ADAPTER = Flag(
 )
 SHARED = (
     Flag(of="parallel", values=PARALLELS, many=True),
-    Flag(
-        of="shard_degree",
-        kind=int,
-        help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all",
-        read=_gpus,
-    ),
+    Flag(of="shard_degree", kind=int, help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all", read=_gpus),
     Flag(of="reshard_after_forward", name="reshard", kind=bool, help="FSDP2 frees gathered weights after the forward"),
     Flag(of="offload", values=fields.OFFLOADS, many=True, help="/".join(fields.OFFLOADS) + " in the host's memory"),
 )
@@ -178,12 +177,7 @@ SPLIT = (
     ),
     Flag(of="expert_degree", kind=int, many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
     Flag(of="pipeline_degree", kind=int, many=True, help="Stages the layers are cut into", read=_gpus),
-    Flag(
-        of="pipeline_schedule",
-        name="schedule",
-        values=fields.PIPELINE_SCHEDULES,
-        help="Pipeline schedule",
-    ),
+    Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="Pipeline schedule"),
 )
 """Over how many of them the model, its sequences and its experts are cut."""
 SPREAD = (*SHARED, *SPLIT)
@@ -194,11 +188,7 @@ AIM = (
         help="dpo, kto: the reference is asked before the first step alone. Default: in every step",
     ),
     Flag(of="hard_negatives", kind=int, help="embedding: texts beside each pair. Default 0"),
-    Flag(
-        of="cached_seqs",
-        kind=int,
-        help="embedding: sequences at once of a cached loss; 0: none. Default: planned",
-    ),
+    Flag(of="cached_seqs", kind=int, help="embedding: sequences at once of a cached loss; 0: none. Default: planned"),
     Flag(
         of="frozen_encoder",
         kind=bool,
@@ -237,11 +227,7 @@ FORMULA_ALONE = (
     Flag(of="adapter_dtype", help="auto, fp32, bf16 or fp16"),
     Flag(of="lora_dropout", kind=float, help="Share of the adapters' inputs that is dropped"),
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
-    Flag(
-        of="expandable_segments",
-        kind=bool,
-        help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise",
-    ),
+    Flag(of="expandable_segments", kind=bool, help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
     Flag(
         of="reentrant_checkpointing",
         name="reentrant",

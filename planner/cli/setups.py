@@ -35,9 +35,6 @@ class SetupOptions:
         """
         said = given(self, self.rows)
         found = {row.of: row.read(row.word, value) for row, value in said.items() if row not in setup_flags.SPREAD}
-        checkpointing = setup_flags.checkpointing(self)
-        found |= {} if checkpointing is None else {"checkpointing": checkpointing}
-        found.pop("checkpoint_every", None)
         found |= self._more()
         if "method" not in found and found.get("quantization", "none") != "none":
             found["method"] = "qlora"

@@ -35,26 +35,22 @@ TIME_LIMIT_S = 1800
 class StandIns:
     """What stands in where the program's data are not at hand."""
 
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
-    ] = None
-    image_size: Annotated[str, typer.Option("--image-size", help="Pixels of stand-in pictures, WIDTHxHEIGHT.")] = (
-        IMAGE_SIZE
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of stand-in texts, where a data set is not at hand.")] = (
+        None
     )
+    image_size: Annotated[str, typer.Option(help="Pixels of stand-in pictures, WIDTHxHEIGHT.")] = IMAGE_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
     """How far a program is followed."""
 
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")] = 2
+    steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 2
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
     every_micro_batch: Annotated[
         bool, typer.Option("--every-micro-batch", help="Run also those that repeat the one before, byte for byte.")
     ] = False
-    time_limit: Annotated[int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")] = (
-        TIME_LIMIT_S
-    )
+    time_limit: Annotated[int, typer.Option(help="Seconds after which the program is stopped.")] = TIME_LIMIT_S
 
     def order(self, command: Sequence[str], card: GpuSpec, data: StandIns, memory_bytes: int) -> "TraceOrder":
         """What is to be run, and how.
@@ -88,7 +84,7 @@ def trace(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
     data: StandIns,
     memory: options.Memory,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for trace.json and timeline.svg.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for trace.json and timeline.svg.")] = None,
     as_json: options.Json = False,
 ) -> int:
     """Run a training program on a phantom GPU: what it needs, where, and whether it fits. Nothing is computed.

@@ -31,17 +31,15 @@ from reports.terminal import render_no_plan, render_plan
 class SearchOptions:
     """What is searched for, how, and how long."""
 
-    goal: Annotated[str, typer.Option("--goal", help="What is best: tokens, cost or memory.")] = "tokens"
-    budget: Annotated[str, typer.Option("--budget", help="Stop after this long: 5m, 90s, 1.5h.")] = "5m"
-    max_probes: Annotated[int, typer.Option("--max-probes", help="Stop after this many probes.")] = DEFAULT_PROBES
-    sampler: Annotated[str, typer.Option("--sampler", help="residual (ours), tpe, gp, random or grid.")] = "residual"
+    goal: Annotated[str, typer.Option(help="What is best: tokens, cost or memory.")] = "tokens"
+    budget: Annotated[str, typer.Option(help="Stop after this long: 5m, 90s, 1.5h.")] = "5m"
+    max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES
+    sampler: Annotated[str, typer.Option(help="residual (ours), tpe, gp, random or grid.")] = "residual"
     storage: Annotated[
-        str | None,
-        typer.Option("--storage", help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://."),
+        str | None, typer.Option(help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://.")
     ] = None
     study: Annotated[
-        str | None,
-        typer.Option("--study", help="Name of the study: workers that share it work together. Default: plan."),
+        str | None, typer.Option(help="Name of the study: workers that share it work together. Default: plan.")
     ] = None
 
     def tuning(self, *, out: Path | None, store: Path | None, device: str | None, dry_run: bool) -> Tuning:
@@ -66,9 +64,9 @@ def tune(
     model: options.Model,
     *,
     wish: WishOptions,
-    gpu: Annotated[str, typer.Option("--gpu", help="Table row of this machine's GPU, or 'local'.")] = "local",
+    gpu: Annotated[str, typer.Option(help="Table row of this machine's GPU, or 'local'.")] = "local",
     how: SearchOptions,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for the study and the plan's files.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the study and the plan's files.")] = None,
     no_dry_run: options.NoDryRun = False,
     device: probing.Device = None,
     store: probing.StorePath = None,

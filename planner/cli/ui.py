@@ -47,15 +47,15 @@ FILE_DATE = (1980, 1, 1, 0, 0, 0)
 
 def ui(
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Offer this model; repeatable. Default: the catalogue.")
+        list[str] | None, typer.Option(help="Offer this model; repeatable. Default: the catalogue.")
     ] = None,
-    gpu: Annotated[list[str] | None, typer.Option("--gpu", help="Offer this GPU; repeatable. Default: all.")] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="Offer this GPU; repeatable. Default: all.")] = None,
     global_batch: options.GlobalBatch = None,
     headroom: options.Headroom = None,
-    port: Annotated[int, typer.Option("--port", help="0: any free one.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
     static: Annotated[
-        Path | None, typer.Option("--static", help="Write the page with its figures to this directory; no server.")
+        Path | None, typer.Option(help="Write the page with its figures to this directory; no server.")
     ] = None,
 ) -> None:
     """A page on this machine: pick model and GPU, move the sliders, see memory and speed, take the launch files.

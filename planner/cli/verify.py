@@ -106,10 +106,7 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
                 command=command,
                 card=card_of(gpu, plan.workload.memory_bytes),
                 options=TraceOptions(
-                    limited=False,
-                    num_steps=2,
-                    num_tokens=setup.seq_len_tokens + 1,
-                    objective=setup.objective,
+                    limited=False, num_steps=2, num_tokens=setup.seq_len_tokens + 1, objective=setup.objective
                 ),
                 environment=environment,
                 folder=folder,

@@ -40,11 +40,9 @@ class WorkOptions:
         int | None,
         typer.Option("--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (100M): the work."),
     ] = None
-    epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", help="Longest time the training may take: 90m, 24h, 3d.")
-    ] = None
-    budget: Annotated[float | None, typer.Option("--budget", help="Most it may cost, in US dollars.")] = None
+    epochs: Annotated[float, typer.Option(help="How often they are trained on.")] = 1.0
+    deadline: Annotated[str | None, typer.Option(help="Longest time the training may take: 90m, 24h, 3d.")] = None
+    budget: Annotated[float | None, typer.Option(help="Most it may cost, in US dollars.")] = None
 
     def limits(self) -> dict[str, Any]:
         """Tokens, seconds and US dollars.
@@ -69,12 +67,10 @@ class ClustersOptions:
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            "--gpu",
-            help="GPU to consider; repeatable. Default: those with a known price.",
-            autocompletion=complete_gpu,
+            help="GPU to consider; repeatable. Default: those with a known price.", autocompletion=complete_gpu
         ),
     ] = None
-    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
+    max_gpus: Annotated[int, typer.Option(help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
     interconnect: cluster_options.Interconnect = None
 
     def numbers(self) -> tuple[int, ...]:
@@ -94,9 +90,7 @@ class CardOptions:
     """What is said of every card."""
 
     headroom: options.Headroom = None
-    price: Annotated[
-        float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
-    ] = None
+    price: Annotated[float | None, typer.Option(help="US dollars per GPU hour, instead of the price table.")] = None
 
 
 EveryBatch = Annotated[
@@ -114,7 +108,7 @@ def which_cluster(
     global_batch: EveryBatch = None,
     space: SpaceOptions,
     card: CardOptions,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the whole answer to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the whole answer to this directory.")] = None,
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:

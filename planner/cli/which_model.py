@@ -31,7 +31,7 @@ def which_model(
     space: SpaceOptions,
     memory: options.Memory,
     every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the whole table to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the whole table to this directory.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.

@@ -38,9 +38,6 @@ class SpaceOptions:
             UsageError: unknown values, or flags that contradict each other.
         """
         fixed = {row.of: row.wished(value) for row, value in given(self, _SPACE).items()}
-        checkpointing = setup_flags.checkpointing(self)
-        fixed |= {} if checkpointing is None else {"checkpointing": (checkpointing,)}
-        fixed.pop("checkpoint_every", None)
         if self.no_extra_packages:
             options.without_packages(fixed)
         return fixed | self._method(fixed)
@@ -80,33 +77,26 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
         ),
     ] = None
     prefer: Annotated[
-        str | None, typer.Option("--prefer", help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
+        str | None, typer.Option(help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
     ] = None
-    min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None
+    min_rank: Annotated[int | None, typer.Option(help="LoRA rank never falls below this.")] = None
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
     dataset_tokens: Annotated[
         int | None,
         typer.Option(
-            "--dataset-tokens",
-            "--tokens",
-            parser=amount,
-            help="Tokens of one epoch (20M): steps, time, cost.",
+            "--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (20M): steps, time, cost."
         ),
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."
-        ),
+        typer.Option(parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."),
     ] = None
-    price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", help="Passes over the data. Default 1, up to 3 for small data.")
-    ] = None
-    lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate for the launch files instead of the rule's.")
-    ] = None
+    price: Annotated[float | None, typer.Option(help="US dollars per GPU hour.")] = None
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default 1, up to 3 for small data.")] = (
+        None
+    )
+    lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
         """With the objective and the fields of the spread.

@@ -80,8 +80,7 @@ def _spec(name: str, answers: list[hub.HubAnswer], note: str = "") -> ModelSpec:
             return spec_from_config(answer.config, model_id=name, source=answer.source + note)
     reasons = "; ".join(dict.fromkeys(answer.reason for answer in answers))
     raise UnknownModelError(
-        f"model {shown(name)} is no local directory and not in the catalogue; {reasons}",
-        hint=_hint(name),
+        f"model {shown(name)} is no local directory and not in the catalogue; {reasons}", hint=_hint(name)
     )
 
 

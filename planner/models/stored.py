@@ -15,10 +15,7 @@ any other configuration handed to `from_pretrained` transformers refuses: a chec
 Source: transformers 5.23 `quantizers/auto.py` merge_quantization_configs, `utils/quantization_config.py`.
 """
 
-PLAIN_COPIES = {
-    "openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16",
-    "openai/gpt-oss-120b": "unsloth/gpt-oss-120b-BF16",
-}
+PLAIN_COPIES = {"openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-120b": "unsloth/gpt-oss-120b-BF16"}
 """Published model -> the same weights unpacked to 16 bits, which can be quantized to be trained.
 
 Source: huggingface.co/unsloth, github.com/unslothai/unsloth/issues/3351 ("a dequantized version of the model").

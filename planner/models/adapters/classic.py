@@ -213,10 +213,7 @@ def opt(fields: Fields) -> ModelSpec:
         rotary=False,
     )
     norms = tuple(layer_norm(name, base.hidden, affine=weight) for name in ("self_attn_layer_norm", "final_layer_norm"))
-    outer = (
-        linear("project_out", "other", base.hidden, narrow),
-        linear("project_in", "other", narrow, base.hidden),
-    )
+    outer = (linear("project_out", "other", base.hidden, narrow), linear("project_in", "other", narrow, base.hidden))
     return base.model(
         "OPTForCausalLM",
         replace(layer, norms=norms),

@@ -130,12 +130,7 @@ FAMILIES: dict[str, Knobs] = {
     ),
     "qwen2": Knobs(built="Qwen2ForCausalLM", kv_heads=32, bias=True, o_bias=False, windows=window_qwen),
     "qwen3": Knobs(
-        built="Qwen3ForCausalLM",
-        kv_heads=32,
-        head_dim=128,
-        bias="attention_bias",
-        qk_norm="head",
-        windows=window_qwen,
+        built="Qwen3ForCausalLM", kv_heads=32, head_dim=128, bias="attention_bias", qk_norm="head", windows=window_qwen
     ),
     "smollm3": Knobs(
         built="SmolLM3ForCausalLM",
@@ -148,19 +143,9 @@ FAMILIES: dict[str, Knobs] = {
     ),
     "granite": Knobs(built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
     "ernie4_5": Knobs(
-        built="Ernie4_5ForCausalLM",
-        tied=True,
-        kv_heads=2,
-        head_dim=128,
-        bias="use_bias",
-        mlp_bias="use_bias",
+        built="Ernie4_5ForCausalLM", tied=True, kv_heads=2, head_dim=128, bias="use_bias", mlp_bias="use_bias"
     ),
-    "olmo": Knobs(
-        built="OlmoForCausalLM",
-        bias="attention_bias",
-        norm_kind="layer",
-        norm_weight=False,
-    ),
+    "olmo": Knobs(built="OlmoForCausalLM", bias="attention_bias", norm_kind="layer", norm_weight=False),
     "olmo2": Knobs(
         built="Olmo2ForCausalLM",
         bias="attention_bias",
@@ -363,10 +348,7 @@ def _mlp(base: Decoder, knobs: Knobs, model_type: str) -> tuple[tuple[LinearSpec
         return plain_mlp(hidden, inner, knobs.mlp_names, bias), plain(inner, activation)
     if knobs.mlp == "gated":
         return gated_mlp(hidden, inner, bias=bias), gated(inner, activation)
-    fused = (
-        linear("mlp.gate_up_proj", "gate_up", hidden, 2 * inner),
-        linear("mlp.down_proj", "down", inner, hidden),
-    )
+    fused = (linear("mlp.gate_up_proj", "gate_up", hidden, 2 * inner), linear("mlp.down_proj", "down", inner, hidden))
     return fused, gated(inner, activation)
 
 

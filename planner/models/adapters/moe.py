@@ -26,11 +26,7 @@ class Mixture(Decoder):
         )
 
     def experts(
-        self,
-        num: str,
-        active: str = "num_experts_per_tok",
-        inner: str = "moe_intermediate_size",
-        **defaults: int,
+        self, num: str, active: str = "num_experts_per_tok", inner: str = "moe_intermediate_size", **defaults: int
     ) -> Experts:
         """The experts by the names of their fields, `default_num`, `default_active`, `default_inner` where absent.
         transformers 5 saves the number of some types as `num_local_experts`."""

@@ -95,10 +95,7 @@ def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str
 
 def plain_mlp(hidden: int, intermediate: int, names: tuple[str, str], bias: bool) -> tuple[LinearSpec, ...]:
     """up and down."""
-    return (
-        linear(names[0], "up", hidden, intermediate, bias),
-        linear(names[1], "down", intermediate, hidden, bias),
-    )
+    return (linear(names[0], "up", hidden, intermediate, bias), linear(names[1], "down", intermediate, hidden, bias))
 
 
 class Experts(NamedTuple):

@@ -242,9 +242,6 @@ def embedder(width: int, text: int) -> LayerSpec:
     return LayerSpec(
         kind="projector",
         linears=(linear("embedding_projection", "other", width, text),),
-        norms=(
-            norm("soft_embedding_norm", width),
-            norm("embedding_post_projection_norm", text, weight=False),
-        ),
+        norms=(norm("soft_embedding_norm", width), norm("embedding_post_projection_norm", text, weight=False)),
         path="model.embed_vision",
     )
