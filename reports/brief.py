@@ -22,6 +22,7 @@ from reports.text import (
     memory_sentence,
     nearest_sentence,
     nothing_sentence,
+    sentence_style,
     speed_sentence,
     spread_sentence,
     verdict_sentence,
@@ -133,7 +134,7 @@ def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: S
     if command:
         page.command(command)
     for sentence in launches:
-        page.line(clean(sentence), style="bold red" if "PREDICTED" in sentence else "")
+        page.line(clean(sentence), style=sentence_style(sentence))
     if isinstance(answer, Plan):
         verdict = " ".join(one for one in (memory_sentence(answer.chosen), speed_sentence(answer.chosen)) if one)
     else:

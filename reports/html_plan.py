@@ -28,7 +28,7 @@ from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_co
 from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
 from reports.text import (
     REMEDY_HEADER,
-    cut_words,
+    behind_the_branch,
     dollars,
     epoch_s,
     failure_words,
@@ -215,10 +215,7 @@ def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
     nodes = []
     for answer in walk:
         node = _bytes(answer)
-        cuts = [
-            {"branch": clean(cut.branch), "words": cut_words(cut, answer).removeprefix(clean(cut.branch))}
-            for cut in answer.cuts
-        ]
+        cuts = [{"branch": clean(cut.branch), "words": behind_the_branch(cut, answer)} for cut in answer.cuts]
         words = {"question": clean(answer.question), "choice": clean(answer.choice), "reason": clean(answer.reason)}
         nodes.append({**words, **node, "cuts": cuts})
     return nodes

@@ -28,7 +28,7 @@ def method_words(setup: TrainSetup, *, short: bool = False) -> str:
 def adapter_words(setup: TrainSetup, *, short: bool = False) -> str:
     """Another adapter than LoRA: "DoRA rank 16 on all linear layers"."""
     row = setup.kind
-    name = row.title.partition(" (")[0] + (f" {row.size} {setup.lora_rank}" if row.size else "")
+    name = row.title + (f" {row.size} {setup.lora_rank}" if row.size else "")
     name += " beside a quantized base" if setup.quantized else ""
     return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
 

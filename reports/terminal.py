@@ -36,6 +36,7 @@ from reports.text import (
     rank_peaks_rows,
     rate,
     remedy_rows,
+    sentence_style,
     sides_words,
     space_sentence,
     speed_band,
@@ -141,7 +142,7 @@ def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Co
 def _launches(page: Page, sentences: Sequence[str]) -> None:
     """What to know of the launch files, a part of the verdict."""
     for sentence in sentences:
-        page.line(clean(sentence), style="bold red" if "PREDICTED" in sentence else "")
+        page.line(clean(sentence), style=sentence_style(sentence))
 
 
 def render_estimate(

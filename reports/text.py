@@ -5,6 +5,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from planner.notes import Place, place_of
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.samples.useful import useful_tokens_per_s
@@ -118,6 +119,11 @@ FIT_COLOURS: Mapping[Verdict, str] = {"fits": "green", "tight": "yellow", "over"
 def verdict_style(candidate: Candidate) -> str:
     """The colour of a verdict: what only may fit is no green."""
     return f"bold {FIT_COLOURS[candidate.verdict]}"
+
+
+def sentence_style(sentence: str) -> str:
+    """The colour of a sentence on the launch files: what may go wrong stands out."""
+    return "bold red" if place_of(sentence) is Place.RISK else ""
 
 
 def fit_word(candidate: Candidate) -> str:
@@ -281,7 +287,12 @@ def remedy_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
 
 def cut_words(cut: Cut, answer: Answer) -> str:
     """A branch given up, without repeating what its question already says."""
-    words = f"{clean(cut.branch)}, {cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
+    return f"{clean(cut.branch)}{behind_the_branch(cut, answer)}"
+
+
+def behind_the_branch(cut: Cut, answer: Answer) -> str:
+    """What `cut_words` says behind the branch's name."""
+    words = f", {cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
     if cut.reason != answer.reason:
         words += f": {clean(cut.reason)}"
     needs = needs_words(cut.needed_bytes, cut.budget_bytes)

@@ -30,7 +30,7 @@ class Adapter:
 
     Attributes:
         name: as `TrainSetup.adapter` says it.
-        title: its name for people.
+        title: its name for people; what: how it works, beside the name.
         form: what is trained.
         size: what `lora_rank` counts, "" where the kind has no size (`lora_rank` is then 0).
         usual_size: peft's default, or its documentation's example where it has none; LoRA's is the planner's own.
@@ -53,6 +53,7 @@ class Adapter:
 
     name: str
     title: str
+    what: str = ""
     form: Form
     size: str = ""
     usual_size: int = 0
@@ -155,7 +156,8 @@ _ROWS = (
     ),
     Adapter(
         name="pissa",
-        title="PiSSA (LoRA from the base's principal singular vectors)",
+        title="PiSSA",
+        what="LoRA from the base's principal singular vectors",
         shapes=_lora,
         start_only=True,
         quantizations=("none",),
@@ -170,7 +172,8 @@ _ROWS = (
     ),
     Adapter(
         name="loftq",
-        title="LoftQ (LoRA that starts from what quantization lost)",
+        title="LoftQ",
+        what="LoRA that starts from what quantization lost",
         shapes=_lora,
         start_only=True,
         quantizations=("nf4", "nf4-double"),
@@ -182,7 +185,8 @@ _ROWS = (
     ),
     Adapter(
         name="dora",
-        title="DoRA (direction by LoRA, magnitude as a vector)",
+        title="DoRA",
+        what="direction by LoRA, magnitude as a vector",
         shapes=_dora,
         config="LoraConfig",
         arguments={"use_dora": True},
@@ -196,7 +200,8 @@ _ROWS = (
     ),
     Adapter(
         name="adalora",
-        title="AdaLoRA (rank moved between matrices while training)",
+        title="AdaLoRA",
+        what="rank moved between matrices while training",
         shapes=_adalora,
         config="AdaLoraConfig",
         arguments={"total_step": 1000},
@@ -208,7 +213,8 @@ _ROWS = (
     ),
     Adapter(
         name="vera",
-        title="VeRA (vectors around two frozen random matrices that all layers share)",
+        title="VeRA",
+        what="vectors around two frozen random matrices that all layers share",
         form="shared",
         size="rank",
         usual_size=256,
@@ -220,7 +226,8 @@ _ROWS = (
     ),
     Adapter(
         name="oft",
-        title="OFT (block-wise rotations of each matrix's input)",
+        title="OFT",
+        what="block-wise rotations of each matrix's input",
         form="rotations",
         size="block size",
         usual_size=32,
@@ -235,7 +242,8 @@ _ROWS = (
     ),
     Adapter(
         name="ia3",
-        title="IA3 (a vector that scales keys, values and the MLP's inner layer)",
+        title="IA3",
+        what="a vector that scales keys, values and the MLP's inner layer",
         form="scales",
         shapes=_ia3,
         config="IA3Config",
@@ -244,7 +252,8 @@ _ROWS = (
     ),
     Adapter(
         name="prompt",
-        title="prompt tuning (virtual tokens before the sequence)",
+        title="prompt tuning",
+        what="virtual tokens before the sequence",
         form="prompt",
         size="virtual tokens",
         usual_size=20,
@@ -256,7 +265,8 @@ _ROWS = (
     ),
     Adapter(
         name="p-tuning",
-        title="P-tuning (virtual tokens from a small network)",
+        title="P-tuning",
+        what="virtual tokens from a small network",
         form="prompt",
         size="virtual tokens",
         usual_size=20,
@@ -266,7 +276,8 @@ _ROWS = (
     ),
     Adapter(
         name="prefix",
-        title="prefix tuning (virtual keys and values in every layer)",
+        title="prefix tuning",
+        what="virtual keys and values in every layer",
         form="prefix",
         size="virtual tokens",
         usual_size=20,
@@ -280,7 +291,8 @@ _ROWS = (
     ),
     Adapter(
         name="ln-tuning",
-        title="LN-tuning (the norms alone)",
+        title="LN-tuning",
+        what="the norms alone",
         form="norms",
         config="LNTuningConfig",
         quality="multi-modal chat models of 13B: more than 20 % above LoRA on average over five tasks, 17.6 % less "
@@ -289,7 +301,8 @@ _ROWS = (
     ),
     Adapter(
         name="trainable-tokens",
-        title="trainable tokens (rows of the embedding)",
+        title="trainable tokens",
+        what="rows of the embedding",
         form="rows",
         size="trained tokens",
         usual_size=16,

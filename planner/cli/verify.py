@@ -10,6 +10,7 @@ from planner.choices.stacks import TARGET_ROWS
 from planner.cli.trace import traced
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
+from planner.notes import Note, Place, found, place_of
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Plan
 from planner.planning.expressed import as_run
@@ -52,16 +53,18 @@ def trace_files(
     return {one.target: _traced(plan, one, folder) for one in launches if one.target in targets and one.files}
 
 
-def with_trace(plan: Plan, found: Mapping[str, Prediction | ProbeFailure]) -> Plan:
+def with_trace(plan: Plan, traces: Mapping[str, Prediction | ProbeFailure]) -> Plan:
     """The plan whose chosen setup carries the trace of the launch file that runs just that setup, its own stack's
     first."""
     setup, model = plan.chosen.setup, plan.workload.model
-    same = sorted((name for name in found if as_run(name, setup, model) == setup), key=lambda name: name != setup.stack)
+    same = sorted(
+        (name for name in traces if as_run(name, setup, model) == setup), key=lambda name: name != setup.stack
+    )
     if not same:
         return plan
-    chosen = replace(plan.chosen, trace=found[same[0]])
-    known = {id(plan.chosen): chosen}
-    return replace(plan, chosen=chosen, ranked=tuple(known.get(id(one), one) for one in plan.ranked))
+    chosen = replace(plan.chosen, trace=traces[same[0]])
+    ranked = tuple(chosen if one is plan.chosen else one for one in plan.ranked)
+    return replace(plan, chosen=chosen, ranked=ranked)
 
 
 def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) -> None:
@@ -73,24 +76,21 @@ def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) ->
                 (folder / "launch" / file.path).unlink(missing_ok=True)
 
 
-def sentence(target: str, found: Prediction | ProbeFailure, below: Prediction | Measurement) -> str:
+def sentence(target: str, traced: Prediction | ProbeFailure, below: Prediction | Measurement) -> Note:
     """What the trace said of a target's file, beside the rung below it."""
-    if isinstance(found, ProbeFailure):
-        return f"{_MARK}, launch/{target}: not possible: {found.message}"
+    if isinstance(traced, ProbeFailure):
+        return found(f"Traced, launch/{target}: not possible: {traced.message}")
     words = below.rung.value.replace("_", " ")
-    return (
-        f"{_MARK}, launch/{target} as its own tool runs it: {gib(found.peak_device_bytes)} on the device, {words}: "
-        f"{gib(below.peak_device_bytes)} ({gib(found.peak_allocated_bytes)} allocated, "
-        f"{gib(found.peak_reserved_bytes)} reserved)"
+    return found(
+        f"Traced, launch/{target} as its own tool runs it: {gib(traced.peak_device_bytes)} on the device, {words}: "
+        f"{gib(below.peak_device_bytes)} ({gib(traced.peak_allocated_bytes)} allocated, "
+        f"{gib(traced.peak_reserved_bytes)} reserved)"
     )
 
 
 def sentences(launches: Sequence[Launch]) -> tuple[str, ...]:
     """What the traces said, one sentence each."""
-    return tuple(note for launch in launches for note in launch.notes if note.startswith(_MARK))
-
-
-_MARK = "Traced"
+    return tuple(note for launch in launches for note in launch.notes if place_of(note) is Place.FOUND)
 
 
 def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailure:
@@ -101,7 +101,7 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
     setup, gpu = plan.chosen.setup, plan.workload.gpu
     say(f"tracing launch/{launch.target}: {shlex.join(command)}")
     try:
-        found = traced(
+        seen = traced(
             TraceOrder(
                 command=command,
                 card=card_of(gpu, plan.workload.memory_bytes),
@@ -112,20 +112,20 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
                 folder=folder,
             )
         )
-        if not found.num_steps:
+        if not seen.num_steps:
             raise EnvironmentProblem("it ended without an optimizer step")
     except (PlannerError, ValueError) as error:
         return ProbeFailure(rung=Rung.TRACE, kind=FailureKind.UNSUPPORTED, message=str(error))
     return Prediction(
         rung=Rung.TRACE,
-        peak_allocated_bytes=found.peak_allocated_bytes,
-        peak_reserved_bytes=found.peak_reserved_bytes,
-        peak_device_bytes=found.peak_device_bytes,
-        peak_phase=found.peak_phase,
-        phase_peaks_bytes=found.phase_peaks_bytes,
+        peak_allocated_bytes=seen.peak_allocated_bytes,
+        peak_reserved_bytes=seen.peak_reserved_bytes,
+        peak_device_bytes=seen.peak_device_bytes,
+        peak_phase=seen.peak_phase,
+        phase_peaks_bytes=seen.phase_peaks_bytes,
         terms=(),
         memory_band_fraction=BAND_FRACTION,
-        notes=found.notes,
+        notes=seen.notes,
     )
 
 

@@ -15,6 +15,7 @@ from planner.app.progress import say
 from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.notes import Note, Place, risk
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -75,12 +76,18 @@ def write_out(
 def launch_sentences(launches: "Sequence[Launch]", *, named: bool) -> tuple[str, ...]:
     """Files that are predicted to run out of memory, written or not; where targets were named also why one has none."""
     forced = [
-        f"launch/{launch.target}, written with --force: {'; '.join(launch.about)}."
+        risk(f"launch/{launch.target}, written with --force: {'; '.join(launch.about)}.")
         for launch in launches
         if launch.files and len(launch.about) > 1
     ]
     refused = [launch for launch in launches if launch.refused and (named or launch.about)]
-    return (*forced, *(f"Not written for {launch.target}: {launch.refused}." for launch in refused))
+    said = (Note(f"Not written for {one.target}: {one.refused}.", _place(one)) for one in refused)
+    return (*forced, *said)
+
+
+def _place(launch: "Launch") -> Place:
+    """Of why there are no files: what is predicted of a run must be known first."""
+    return Place.RISK if launch.about else Place.PLAIN
 
 
 def next_command(launches: "Sequence[Launch]", folder: Path) -> str:

@@ -129,7 +129,7 @@ def adapter_refusal(setup: TrainSetup, tool: str) -> str:
         return "AdaLoRA has to be told of every optimizer step (update_and_allocate), which no trainer here does"
     if tool == "hf":  # whose script takes peft's own classes, where the others take adapters by name
         return ""
-    return f"{TARGET_ROWS[tool].title}'s file has no {row.title.partition(' (')[0]}; use the hf target"
+    return f"{TARGET_ROWS[tool].title}'s file has no {row.title}; use the hf target"
 
 
 def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:

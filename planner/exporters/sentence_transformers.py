@@ -27,7 +27,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the program cannot run this setup, "" when it can."""
     if setup.method != "full" and setup.kind.form not in MIXED_IN:
-        return f"{setup.kind.title} is no adapter that add_adapter puts into a model"
+        return f"{setup.kind.title} ({setup.kind.what}) is no adapter that add_adapter puts into a model"
     if setup.kbit_fp32_cast:
         return "peft's k-bit preparation is for language models"
     return family_refusal(setup, TARGET) or setup.scaler_refusal or model_refusal(setup, model, "hf")

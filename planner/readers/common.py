@@ -192,7 +192,7 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
         if settings.model is not None:
             trained_parameters(settings.model, setup)
     except SetupError as error:
-        settings.approximate(f"{ADAPTERS[kind].title.partition(' (')[0]} is counted as LoRA: {error.message}")
+        settings.approximate(f"{ADAPTERS[kind].title} is counted as LoRA: {error.message}")
         return fields
     return found
 

@@ -248,7 +248,7 @@ class ThroughputProfile:
         """What of the setup no measured run has been compared with."""
         notes = []
         if self._setup.method != "full" and not self._setup.kind.like_lora:
-            name = self._setup.kind.title.partition(" (")[0]
+            name = self._setup.kind.title
             notes.append(
                 f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
                 "wider by all of it."
