@@ -1,6 +1,7 @@
-"""Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte.
+"""Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte; then honest wishes.
 
-    python tools/fuzz.py                    the whole corpus (7,500 inputs, seeds 0 to 7,499)
+    python tools/fuzz.py                    the whole corpus (7,500 inputs and 500 wishes, seeds 0 to 7,999)
+    python tools/fuzz.py --from 7500        the wishes: plans of any model on any card, options that contradict or not
     python tools/fuzz.py --first 200        a part (the default tests run one: tests/cli/test_fuzz.py)
     python tools/fuzz.py --seed 4711        one input, its files kept, everything shown
 
@@ -35,7 +36,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-NUM_INPUTS = 7_500
+NUM_HOSTILE = 7_500
+NUM_INPUTS = NUM_HOSTILE + 500
 LIMIT_S = 10
 """CPU seconds; of the wall, thirty times as many: a busy machine is no hang."""
 MAX_BYTES = 1 << 30
@@ -767,6 +769,48 @@ def page_case(folder: Path, dice: random.Random) -> Case:
     return Case("page", ["GET"], call=call)
 
 
+def wish_case(folder: Path, dice: random.Random) -> Case:
+    """What a user may ask for: the plan keeps to its budget and its wish, and has a launch file or says why not."""
+    from planner.choices.adapters import ADAPTERS
+    from planner.choices.objectives import OBJECTIVES
+    from planner.choices.optimizers import OPTIMIZERS
+    from planner.models import catalogue
+
+    cards = ("t4", "rtx-3060", "v100-32gb", "rtx-3090", GPU, "l40s", "a100-80gb", "h100-sxm", "h200", "mi300x")
+    words = [dice.choice(sorted(catalogue.names())), "--gpu", dice.choice(cards), "--no-dry-run", "--out", "out"]
+    several = dice.choice((1, 1, 1, 2, 4, 8))
+    asked = {"gpus": several, "seq-len": dice.choice((128, 512, 2048, 8192, 32768))}
+    for chance, option, values in (
+        (0.4, "global-batch", (1, 2, 3, 8, 32, 100, 512)), (0.4, "method", ("full", "lora", "qlora")),
+        (0.4, "objective", tuple(OBJECTIVES)), (0.2, "optimizer", tuple(OPTIMIZERS)), (0.2, "adapter", tuple(ADAPTERS)),
+        (0.2, "target", ("hf", "trl", "axolotl", "llamafactory", "unsloth", "torchtitan")),
+        (0.1, "precision", ("bf16-pure", "bf16-mixed", "bf16-autocast", "fp16-autocast")),
+        (0.1, "loss", ("full", "chunked", "liger")), (0.1, "quantization", ("nf4", "nf4-double", "int8")),
+        (0.3 * (several > 1), dice.choice(("tensor", "context", "expert", "pipeline")) + "-degree", (2,)),
+        (0.1, "prefer", ("speed",)),
+    ):  # fmt: skip
+        if dice.random() < chance:
+            asked[option] = dice.choice(values)
+    words += [word for option, value in asked.items() for word in (f"--{option}", str(value))]
+    return Case("wish", words, call=lambda: _keep_promises(words, asked))
+
+
+def _keep_promises(words: list[str], asked: dict[str, Any]) -> None:
+    from planner.cli.app import run
+    from planner.interchange import setup_from_dict
+
+    if run(words):
+        return
+    plan = json.loads(Path("out/plan.json").read_text())
+    chosen, setup = plan["chosen"], setup_from_dict(plan["chosen"]["setup"])
+    assert chosen["formula"]["peak_device_bytes"] <= chosen["budget_bytes"], "over its budget"
+    for option, value in asked.items():
+        kept = "num_gpus" if option == "gpus" else option.replace("-", "_")
+        assert getattr(setup, kept, value) == value, f"--{option} {value}: {getattr(setup, kept)}"
+    said = any("no launch file can be written" in note for note in plan["notes"])
+    assert any(Path("out/launch").glob("*/*")) != said, "no launch file, and nothing said" if not said else "both"
+
+
 def _grid_name() -> str:
     from reports.ui import grid_name
 
@@ -784,6 +828,8 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
 def case_of(number: int, folder: Path) -> Case:
     """Input `number`; its files lie in `folder`."""
     dice = random.Random(number)
+    if number >= NUM_HOSTILE:
+        return wish_case(folder, dice)
     (maker,) = dice.choices([maker for maker, _ in MAKERS], [weight for _, weight in MAKERS])
     return maker(folder, dice)
 
