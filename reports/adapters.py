@@ -7,13 +7,15 @@ from rich.console import Console
 
 from planner.choices.adapters import REFUSED
 from planner.decision.kinds import KindChoice
+from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import count, gib
 from planner.workload import Workload
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
-from reports.page import Page
+from reports.page import Page, Sheet
 from reports.plain import clean
+from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_words
 
 NOTHING_CITED = "nothing is cited here"
@@ -21,41 +23,50 @@ HEADER = ("adapter", "size", "trained", "memory", "tokens/s", "band", "merges")
 RIGHT = ("size", "trained", "memory", "tokens/s", "band")
 
 
-def title(wish: Workload) -> str:
+@dataclass(frozen=True)
+class AdaptersSheet(Sheet):
+    """The kinds, each in the place of `lora`, and what was published of their quality, as Markdown with the sources."""
+
+    rows: Sequence[KindChoice]
+    workload: Workload
+    lora: TrainSetup
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_title(self.workload), style="bold")
+        page.line(self._instead())
+        page.line()
+        page.whole(HEADER, map(_cells, self.rows), right=RIGHT, fixed=("adapter",))
+        for sentence in _sentences(self.rows):
+            page.line(sentence, style="dim")
+        page.head("What was published of their quality")
+        for row in self.rows:
+            page.line(f"{row.kind.name}: {row.kind.quality or NOTHING_CITED}")
+
+    def markdown(self) -> str:
+        quality = [(row.kind.name, row.kind.quality or NOTHING_CITED, row.kind.source) for row in self.rows]
+        return document(
+            _title(self.workload),
+            escape(self._instead()),
+            markdown_table(HEADER, map(_cells, self.rows), RIGHT),
+            bullets(_sentences(self.rows)),
+            markdown_table(("adapter", "published quality", "source"), quality),
+        )
+
+    def document(self) -> list[dict[str, Any]]:
+        return [_as_json(row, self.workload) for row in self.rows]
+
+    def _instead(self) -> str:
+        return f"Each in the place of LoRA in what is planned: {setup_words(self.lora)}."
+
+
+def _title(wish: Workload) -> str:
     """The first line: model, card and length."""
     return f"Adapters for {clean(wish.model.model_id)} on {clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
 
 
-def render_adapters(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup, console: Console) -> None:
-    """The table, and one line per kind on its published quality."""
-    page = Page(console)
-    page.line(title(wish), style="bold")
-    page.line(f"Each in the place of LoRA in what is planned: {setup_words(lora)}.")
-    page.line()
-    page.whole(HEADER, [_cells(row, wish) for row in rows], right=RIGHT, fixed=("adapter",))
-    for sentence in _sentences(rows):
-        page.line(sentence, style="dim")
-    page.head("What was published of their quality")
-    for row in rows:
-        page.line(f"{row.kind.name}: {row.kind.quality or NOTHING_CITED}")
-
-
-def adapters_markdown(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup) -> str:
-    """The same as Markdown, with the sources."""
-    quality = [(row.kind.name, row.kind.quality or NOTHING_CITED, row.kind.source) for row in rows]
-    return document(
-        title(wish),
-        f"Each in the place of LoRA in what is planned: {escape(setup_words(lora))}.",
-        markdown_table(HEADER, [_cells(row, wish) for row in rows], RIGHT),
-        bullets(_sentences(rows)),
-        markdown_table(("adapter", "published quality", "source"), quality),
-    )
-
-
-def adapters_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
+def _as_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
     """One kind as data: parameters, bytes, tokens/s."""
-    from reports.plan_json import candidate_to_dict
-
     one = row.candidate
     return {
         "adapter": row.kind.name,
@@ -73,7 +84,7 @@ def adapters_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
     }
 
 
-def _cells(row: KindChoice, wish: Workload) -> tuple[str, ...]:
+def _cells(row: KindChoice) -> tuple[str, ...]:
     one = row.candidate
     if one is None:
         return row.kind.name, "", "", "refused", "", "", ""

@@ -1,6 +1,8 @@
 """Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -69,3 +71,19 @@ class Page:
 
     def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
         table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)
+
+
+class Sheet(ABC):
+    """An answer that is a table, with what to make of it."""
+
+    @abstractmethod
+    def render(self, console: Console) -> None:
+        """On a terminal."""
+
+    @abstractmethod
+    def markdown(self) -> str:
+        """As Markdown, whole."""
+
+    @abstractmethod
+    def document(self) -> Any:
+        """As JSON values."""

@@ -6,43 +6,51 @@ from typing import Any
 from rich.console import Console
 
 from planner.app.targets import TargetChoice, as_fast, tokens_per_s
+from planner.records import dataclass
 from planner.units import gib
 from planner.workload import Workload
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
-from reports.page import Page
+from reports.page import Page, Sheet
 from reports.plain import clean
+from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_words
 
 HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
 RIGHT = ("tokens/s", "band", "memory")
 
 
-def title(wish: Workload) -> str:
+@dataclass(frozen=True)
+class TargetsSheet(Sheet):
+    """The targets, fastest first, and what to make of them."""
+
+    rows: Sequence[TargetChoice]
+    workload: Workload
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_title(self.workload), style="bold")
+        page.line()
+        page.whole(HEADER, _table(self.rows), right=RIGHT, fixed=("target", "tokens/s", "memory"))
+        for sentence in sentences(self.rows):
+            page.line(sentence)
+
+    def markdown(self) -> str:
+        table = markdown_table(HEADER, _table(self.rows), RIGHT)
+        return document(_title(self.workload), table, bullets(sentences(self.rows)))
+
+    def document(self) -> list[dict[str, Any]]:
+        return [_as_json(row, self.workload) for row in self.rows]
+
+
+def _title(wish: Workload) -> str:
     """The first line: model, card and length."""
     cards = f"{wish.num_gpus} x " if wish.num_gpus > 1 else ""
     return f"Targets for {clean(wish.model.model_id)} on {cards}{clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
 
 
-def render_targets(rows: Sequence[TargetChoice], wish: Workload, console: Console) -> None:
-    """The table, fastest first, and what to make of it."""
-    page = Page(console)
-    page.line(title(wish), style="bold")
-    page.line()
-    page.whole(HEADER, _table(rows), right=RIGHT, fixed=("target", "tokens/s", "memory"))
-    for sentence in sentences(rows):
-        page.line(sentence)
-
-
-def targets_markdown(rows: Sequence[TargetChoice], wish: Workload) -> str:
-    """The same as Markdown."""
-    return document(title(wish), markdown_table(HEADER, _table(rows), RIGHT), bullets(sentences(rows)))
-
-
-def targets_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
+def _as_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
     """One target as data; `candidate` as in plan.json."""
-    from reports.plan_json import candidate_to_dict
-
     one = row.candidate
     return {
         "target": row.target,

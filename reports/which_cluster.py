@@ -9,10 +9,11 @@ from planner.decision.clusters import ClusterOption, cheapest, fastest, nearest,
 from planner.decision.node import Node
 from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
+from planner.records import dataclass
 from planner.units import count, gib, seconds
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
-from reports.page import Page
+from reports.page import Page, Sheet
 from reports.plain import clean, plural
 from reports.setup_text import spread_words
 from reports.text import dollars, speed_marks
@@ -44,44 +45,64 @@ def recommended_node(options: Sequence[ClusterOption]) -> Node | None:
     return next((node for node in Node if any(one.node == node and one.meets for one in options)), None)
 
 
-def render_which_cluster(
-    model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any], console: Console
-) -> None:
-    """The answer on the terminal: per method what to take, then every cluster that keeps the limits, cheapest first."""
-    page = Page(console)
-    page.line(_title(model, limits), style="bold")
-    node = recommended_node(options)
-    if node is None:
-        page.line("No cluster keeps the limits.", style="bold red")
-        page.line(_nearest_words(options))
+@dataclass(frozen=True)
+class ClustersSheet(Sheet):
+    """Per method what to take, then every cluster that keeps the limits, cheapest first."""
+
+    model: ModelSpec
+    options: Sequence[ClusterOption]
+    limits: Mapping[str, Any]
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_title(self.model, self.limits), style="bold")
+        node = recommended_node(self.options)
+        if node is None:
+            page.line("No cluster keeps the limits.", style="bold red")
+            page.line(_nearest_words(self.options))
+            _assumptions(page)
+            return
+        for head, lines in _by_method(self.options):
+            page.line()
+            page.line(head, style="bold")
+            for words in lines:
+                page.line(words, indent=2)
+        kept = self._kept(node)
+        _show_table(page, kept, node)
         _assumptions(page)
-        return
-    for head, lines in _by_method(options):
-        page.line()
-        page.line(head, style="bold")
-        for words in lines:
-            page.line(words, indent=2)
-    kept = [one for one in options if one.node == node and one.meets]
-    _show_table(page, kept, node)
-    _assumptions(page)
-    best = cheapest(kept) or smallest(kept)
-    if best is not None:
-        page.head("Next")
-        page.command(next_command(model, best, limits))
+        best = cheapest(kept) or smallest(kept)
+        if best is not None:
+            page.head("Next")
+            page.command(next_command(self.model, best, self.limits))
 
+    def markdown(self) -> str:
+        blocks: list[str] = []
+        node = recommended_node(self.options)
+        if node is None:
+            blocks.append(f"No cluster keeps the limits. {escape(_nearest_words(self.options))}")
+        else:
+            for head, lines in _by_method(self.options):
+                blocks += [f"## {escape(head)}", bullets(lines)]
+            blocks += [f"## {_table_title(node)}", markdown_table(*_table(self._kept(node), wide=True))]
+        return document(_title(self.model, self.limits), *blocks, "## Assumed", bullets(ASSUMPTIONS))
 
-def which_cluster_markdown(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any]) -> str:
-    """The same as Markdown, with every cluster that keeps the limits."""
-    blocks: list[str] = []
-    node = recommended_node(options)
-    if node is None:
-        blocks.append(f"No cluster keeps the limits. {escape(_nearest_words(options))}")
-    else:
-        for head, lines in _by_method(options):
-            blocks += [f"## {escape(head)}", bullets(lines)]
-        kept = [one for one in options if one.node == node and one.meets]
-        blocks += [f"## {_table_title(node)}", markdown_table(*_table(kept, wide=True))]
-    return document(_title(model, limits), *blocks, "## Assumed", bullets(ASSUMPTIONS))
+    def document(self) -> dict[str, Any]:
+        by_node = {node: [one for one in self.options if one.node == node] for node in Node}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "which_cluster",
+            "model": self.model.model_id,
+            **self.limits,
+            "recommended_method": recommended_node(self.options),
+            "picks": {
+                node: {name: _as_json(one) for name, one in picks(found).items()} for node, found in by_node.items()
+            },
+            "options": list(map(_as_json, self.options)),
+            "assumptions": list(ASSUMPTIONS),
+        }
+
+    def _kept(self, node: Node) -> list[ClusterOption]:
+        return [one for one in self.options if one.node == node and one.meets]
 
 
 def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
@@ -173,24 +194,7 @@ def _assumptions(page: Page) -> None:
         page.line(f"· {words}", indent=2)
 
 
-def as_document(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as one JSON document: every option, and the picks of every method."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "which_cluster",
-        "model": model.model_id,
-        **limits,
-        "recommended_method": recommended_node(options),
-        "picks": {
-            node: {name: _as_dict(one) for name, one in picks([o for o in options if o.node == node]).items()}
-            for node in Node
-        },
-        "options": [_as_dict(one) for one in options],
-        "assumptions": list(ASSUMPTIONS),
-    }
-
-
-def _as_dict(one: ClusterOption) -> dict[str, Any]:
+def _as_json(one: ClusterOption) -> dict[str, Any]:
     formula = one.candidate.formula
     return {
         "gpu": one.cluster.gpu.key,

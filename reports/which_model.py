@@ -12,8 +12,9 @@ from planner.units import count
 from planner.workload import Workload
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
-from reports.page import Page
+from reports.page import Page, Sheet
 from reports.plain import clean, plural
+from reports.plan_json import candidate_to_dict
 from reports.text import memory_marks, speed_marks
 from reports.which_gpu import METHOD_SHORT
 
@@ -37,7 +38,36 @@ class ModelChoice:
         return isinstance(self.answer, Plan)
 
 
-def which_model_title(wish: Workload) -> str:
+@dataclass(frozen=True)
+class ModelsSheet(Sheet):
+    """The models, largest first; on a terminal those that fit, with `every` the others too."""
+
+    rows: Sequence[ModelChoice]
+    workload: Workload
+    every: bool = False
+
+    def render(self, console: Console) -> None:
+        page, wish = Page(console), self.workload
+        page.line(_title(wish), style="bold")
+        for sentence in _sentences(self.rows):
+            page.line(sentence)
+        page.line()
+        header, cells, right = _table(self.rows if self.every else [one for one in self.rows if one.fits])
+        page.whole(header, cells, right=right, fixed=("plan",))
+        page.line(
+            "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: "
+            f"what plan MODEL --gpu {wish.gpu.key} takes at {wish.seq_len_tokens:,} tokens{_marks(self.rows)}.",
+            style="dim",
+        )
+
+    def markdown(self) -> str:
+        return document(_title(self.workload), bullets(_sentences(self.rows)), markdown_table(*_table(self.rows)))
+
+    def document(self) -> list[dict[str, Any]]:
+        return list(map(_as_json, self.rows))
+
+
+def _title(wish: Workload) -> str:
     """The first line: the card and what a step must look like."""
     return (
         f"What {clean(wish.gpu.name)} can fine-tune · {wish.seq_len_tokens:,} tokens · "
@@ -45,7 +75,7 @@ def which_model_title(wish: Workload) -> str:
     )
 
 
-def which_model_sentences(rows: Sequence[ModelChoice]) -> list[str]:
+def _sentences(rows: Sequence[ModelChoice]) -> list[str]:
     """What to take away: how many, and the largest model of each method."""
     sentences = [f"{sum(one.fits for one in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
     for method in METHOD_SHORT:
@@ -61,31 +91,8 @@ def which_model_sentences(rows: Sequence[ModelChoice]) -> list[str]:
     return sentences
 
 
-def render_which_model(rows: Sequence[ModelChoice], wish: Workload, console: Console, *, every: bool = False) -> None:
-    """The models that fit, largest first; with `every` the others too."""
-    page = Page(console)
-    page.line(which_model_title(wish), style="bold")
-    for sentence in which_model_sentences(rows):
-        page.line(sentence)
-    page.line()
-    header, cells, right = _table(rows if every else [one for one in rows if one.fits])
-    page.whole(header, cells, right=right, fixed=("plan",))
-    page.line(
-        "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: what "
-        f"plan MODEL --gpu {wish.gpu.key} takes at {wish.seq_len_tokens:,} tokens{_marks(rows)}.",
-        style="dim",
-    )
-
-
-def which_model_markdown(rows: Sequence[ModelChoice], wish: Workload) -> str:
-    """All models as Markdown."""
-    return document(which_model_title(wish), bullets(which_model_sentences(rows)), markdown_table(*_table(rows)))
-
-
-def which_model_json(one: ModelChoice) -> dict[str, Any]:
+def _as_json(one: ModelChoice) -> dict[str, Any]:
     """One model as data: tokens, bytes, tokens/s."""
-    from reports.plan_json import candidate_to_dict
-
     answer = one.answer
     chosen = answer.chosen if isinstance(answer, Plan) else None
     return {

@@ -53,7 +53,6 @@ def accuracy(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
-
     quantities = _quantities(rung, what)
     rows = _rows(group, newest)
     if rivals:
@@ -170,7 +169,6 @@ def _inline(row: MeasuredRow) -> ModelSpec:
 
 def _write(directory: Path, rung: str, tables: Sequence[AccuracyTable], command: str) -> None:
     """The rung's page, and per quantity a CSV of all cases and a scatter plot."""
-
     name = rung.replace("_", "-")
     text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=command)
     write_text(directory / f"{name}.md", text)

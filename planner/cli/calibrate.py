@@ -39,7 +39,6 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Fit the constants to measurements, report held-out errors, write a calibration file."""
-
     if measurements is None and not measure and microbench is None:
         raise UsageError(
             "nothing to calibrate from",
@@ -60,7 +59,6 @@ def _calibrated(
     start: Calibration, measurements: Path | None, measure: bool, microbench: Path | None, device: str, gpu: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The answer as JSON, and its lines for a person: the card's own figures first, then the fit."""
-
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
     if measure or microbench is not None:

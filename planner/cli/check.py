@@ -50,7 +50,6 @@ class AskedOptions:
         Raises:
             UsageError: one that makes no sense.
         """
-
         num_gpus = positive("gpus", gpus) or 1
         return Asked.of(**vars(self), model=model, num_gpus=num_gpus)
 
@@ -132,7 +131,6 @@ def _fixed(
     file: Path, target: Path, result: CheckResult, spec: ModelSpec, predict: Predict, asked: Asked
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
-
     config, found = result.config, improve(result, spec, predict)
     text, refused = None, ""
     try:
@@ -164,7 +162,6 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
 
 def _many(place: Path, gpu: str, asked: Asked, limits: options.Memory, answer: AnswerOptions) -> int:
     """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
-
     find_gpu(gpu)  # an unknown card is said once
     found = check_folder.findings(place, gpu, asked, limits)
     if answer.annotations == "sarif":
@@ -182,7 +179,6 @@ def compare_configs(
     files: Sequence[Path], gpu: str, *, model: str | None = None, memory_gib: float | None = None, as_json: bool = False
 ) -> int:
     """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
-
     results = [checked(file, gpu, Asked(model=model), memory_gib=memory_gib)[0] for file in files]
     if as_json:
         print_json([as_document(result, None) for result in results])
@@ -241,7 +237,6 @@ def _term_words(term: MemoryTerm) -> str:
 
 def text_lines(result: CheckResult, fixed: dict[str, Any] | None) -> list[str]:
     """The answer for people."""
-
     config, prediction = result.config, result.prediction
     rung = prediction.rung.value.replace("_", " ")
     lines = [*_setup_lines(result), "", f"{summary(result)} [{rung}]"]
@@ -286,7 +281,6 @@ def _setup_lines(result: CheckResult) -> list[str]:
 
 def _change_lines(result: CheckResult, rung: str) -> list[str]:
     """The single changes worth making."""
-
     what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
     lines = ["", f"{what} [{'formula corrected by the dry run' if rung == 'dry run' else 'formula'}]"]
     for one in result.changes[:SHOWN_CHANGES]:

@@ -44,7 +44,6 @@ class Finding:
 
 def candidates(folder: Path) -> Iterator[Path]:
     """Files of a folder that may hold a training, sorted; hidden folders and installed packages are left out."""
-
     seen = 0
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in SKIPPED_FOLDERS)
@@ -58,7 +57,6 @@ def candidates(folder: Path) -> Iterator[Path]:
 
 def finding(path: Path, gpu: str, asked: Asked, limits: Memory) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
-
     try:
         result, _, _ = checked(path, gpu, asked, **vars(limits))
     except NotATraining:

@@ -18,7 +18,7 @@ from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
-from reports.adapters import adapters_json, adapters_markdown, render_adapters
+from reports.adapters import AdaptersSheet
 
 
 @takes_options
@@ -38,7 +38,6 @@ def compare_adapters(
 
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
-
     card, fixed = find_gpu(gpu), space.fixed()
     _check_compared(fixed)
     asked = Wish(
@@ -51,18 +50,11 @@ def compare_adapters(
     wish = asked.workload(lookup.model(model), card)
     lora = _planned(wish, f"plan {model} --gpu {gpu}")
     rows = compare_kinds(wish, lora)
-    show_table(
-        out,
-        as_json,
-        markdown=lambda: adapters_markdown(rows, wish, lora),
-        document=lambda: [adapters_json(row, wish) for row in rows],
-        render=lambda page: render_adapters(rows, wish, lora, page),
-    )
+    show_table(out, as_json, AdaptersSheet(rows, wish, lora))
 
 
 def _planned(wish: Workload, command: str) -> TrainSetup:
     """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
-
     plan = plan_workload(wish)
     if isinstance(plan, NoPlan):
         typer.echo(f"no LoRA of {wish.model.model_id} fits on {wish.gpu.name}: {command} says why", err=True)

@@ -12,7 +12,7 @@ from planner.cli.flags import takes_options
 from planner.cli.output import show_table
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
-from reports.targets import render_targets, targets_json, targets_markdown
+from reports.targets import TargetsSheet
 
 
 @takes_options
@@ -29,15 +29,8 @@ def compare_targets(
 
     Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
-
     asked = workload_for(model, gpu, wish, lookup=lookup)
     rows = compare(asked)
-    show_table(
-        out,
-        as_json,
-        markdown=lambda: targets_markdown(rows, asked),
-        document=lambda: [targets_json(row, asked) for row in rows],
-        render=lambda page: render_targets(rows, asked, page),
-    )
+    show_table(out, as_json, TargetsSheet(rows, asked))
     if rows[0].candidate is None:
         raise typer.Exit(EXIT_NOTHING_FITS)

@@ -145,7 +145,6 @@ def _show(
     over: "OverLengths | None",
 ) -> None:
     """The estimate for a person, with what alone would be enough where it does not fit."""
-
     notes: tuple[str, ...] = ()
     if cluster is not None:
         from planner.planning.answer import cluster_notes
@@ -178,7 +177,6 @@ def candidate_of(
     Raises:
         UsageError: no engine runs it, or sizes that make no sense.
     """
-
     memory, reserve = limits.of(card)
     cluster_options.check_vendor(card, setup.num_gpus)
     refused = why_not_run(spec, setup)
@@ -207,7 +205,6 @@ def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
 
 def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> None:
     """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
-
     for number, line in _lines(path):
         try:
             model, gpu, setup = parse_line(line)

@@ -22,7 +22,6 @@ def init() -> int:
 
     Enter takes the answer in brackets.
     """
-
     model = _ask("Which model? (hub id, folder with config.json, or part of a catalogue name)", "", _model)
     gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
     data = _ask("Which data set? (a .jsonl or .parquet file; Enter: none yet)", "", _data)

@@ -12,7 +12,6 @@ from reports.lists import ModelRow, render_gpus, render_models
 
 def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
     """The GPU table."""
-
     rows = all_gpus()
     if as_json:
         print_json([to_jsonable(row) for row in rows])
@@ -26,7 +25,6 @@ def models(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
-
     rows = []
     for name in catalogue.names():
         if match.lower() not in name.lower():

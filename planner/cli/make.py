@@ -71,7 +71,6 @@ class RungOptions:
 
     def answer(self, asked: Workload, *, local: bool) -> Plan | NoPlan:
         """The plan from the formula, the dry run, earlier measurements and, where the GPU is here, probes."""
-
         plan = answered(asked, dry_run=not self.no_dry_run, history=not self.no_history)
         if isinstance(plan, Plan) and local and not self.no_probe:
             from planner.app.tuning import climb_probe
@@ -93,7 +92,6 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     check_launch_words(files.target, files.dataset, files.out)
     if files.verify:
@@ -125,7 +123,6 @@ def _check_verified(files: FileOptions, targets: Sequence[str], gpus: int | None
 
 def _end(written: "_Written", files: FileOptions) -> None:
     """The exit code, and what went wrong with the files."""
-
     if written.problem is not None:
         raise written.problem
     missing = [launch.target for launch in written.launches if launch.refused]
@@ -152,7 +149,6 @@ class _Written:
 
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
-
     timeline = chosen_timeline(written.plan)
     write = partial(
         write_out, folder=folder, targets=files.target, dataset=files.dataset, command=command, timeline=timeline,

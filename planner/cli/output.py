@@ -2,12 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from planner.app.progress import printable
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
+
+if TYPE_CHECKING:
+    from reports.page import Sheet
 
 _UNDECODABLE = "surrogateescape"
 """File names that Python could not decode are written as the bytes they were."""
@@ -73,22 +76,15 @@ def write_text(path: Path, text: str, *, inside: Path | None = None, executable:
         ) from error
 
 
-def show_table(
-    out: Path | None,
-    as_json: bool,
-    *,
-    markdown: Callable[[], str],
-    document: Callable[[], Any],
-    render: Callable[[Any], None],
-) -> None:
-    """A command's table: report.md where a folder is named, then JSON or `render` on a console."""
+def show_table(out: Path | None, as_json: bool, sheet: "Sheet") -> None:
+    """A command's table: report.md where a folder is named, then JSON, or on a console."""
     if out is not None:
-        write_text(out / "report.md", markdown())
+        write_text(out / "report.md", sheet.markdown())
         print(f"wrote {out / 'report.md'}", file=sys.stderr)
     if as_json:
-        print_json(document())
+        print_json(sheet.document())
     else:
-        render(console())
+        sheet.render(console())
 
 
 def console(*, stderr: bool = False, width: int | None = None, file: TextIO | None = None) -> Any:

@@ -205,7 +205,6 @@ def _plan_in(directory: Path) -> Plan:
     Raises:
         UsageError: it is a refusal.
     """
-
     plan = plan_from_dict(read_plan_json(directory))
     if isinstance(plan, NoPlan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
@@ -226,7 +225,6 @@ def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:
 
 def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
     """The setup that a target's emitted file really says."""
-
     folder = directory / "launch" / target
     files = [one for one in sorted(folder.glob("*")) if one.suffix in (".yaml", ".yml", ".json", ".py")]
     if not files:

@@ -40,7 +40,6 @@ Out = Annotated[Path | None, typer.Option("--out", help="Directory for report.md
 
 def report(plans: Directories, out: Out = None) -> None:
     """Write report.html and report.md anew from plan.json; several directories give one report that compares them."""
-
     entries = _entries(plans)
     folder = out or (plans[0] if plans[0].is_dir() else plans[0].parent) if len(plans) == 1 else out or Path()
     _write(folder, report_files(entries, html=False))
@@ -93,7 +92,6 @@ class TableOptions:
         Raises:
             UsageError: no such order, or no such maker.
         """
-
         if self.sort not in SORTS:
             raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
         cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
@@ -122,7 +120,6 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-
     cards, fixed, spec = table.cards(), space.fixed(), lookup.model(model)
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         fixed = {**_coarse(), **fixed}
@@ -159,7 +156,6 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-
     answers: list[Plan | NoPlan] = []
     problem: UsageError | None = None
     left_out = []
@@ -211,7 +207,6 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
 
 def _write_html(folder: Path, entries: list[Entry]) -> None:
     """report.html, or a word on stderr where jinja2 is missing: report.md is there in any case."""
-
     try:
         page = report_html(entries)
     except EnvironmentProblem as error:

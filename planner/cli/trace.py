@@ -150,7 +150,6 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
         EnvironmentProblem: the program cannot be followed.
         UsageError: the program's own error.
     """
-
     memory, reserve = memory_and_reserve
     found, needs = _run(order)
     return document(

@@ -121,13 +121,11 @@ class Shelf:
 
     def grid(self, model: ModelSpec, gpu: GpuSpec) -> Grid:
         """The figures of one pair."""
-
         wish = Wish(global_batch=self._global_batch, headroom_gib=self._headroom_gib).workload(model, gpu)
         return grid_of(wish)
 
     def named(self, name: str) -> Grid | None:
         """The figures of the pair with this name, None where it is not on offer."""
-
         for model, gpu in self.pairs():
             if grid_name(model.model_id, gpu.key) == name:
                 return self.grid(model, gpu)
@@ -135,7 +133,6 @@ class Shelf:
 
     def page(self, *, writes: bool) -> str:
         """The page with everything on offer."""
-
         return page(self.models, self.gpus, writes=writes, first=self.first())
 
 
@@ -152,7 +149,6 @@ def launch_zip(grid: Grid, at: int) -> bytes:
     Raises:
         UsageError: a cell that cannot run or does not fit.
     """
-
     cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
     if cell is None or not cell.fits:
         raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
@@ -281,7 +277,6 @@ class Handler(BaseHTTPRequestHandler):
 
 def _write(shelf: Shelf, folder: Path) -> None:
     """The page and every grid as files that need no server."""
-
     pairs = shelf.pairs()
     print(f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of model and GPU", file=sys.stderr)
     for model, gpu in steps(pairs, "writing", console(stderr=True)):

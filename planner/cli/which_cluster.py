@@ -27,7 +27,7 @@ from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data
 from reports.progress import steps
-from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
+from reports.which_cluster import ClustersSheet
 
 DEFAULT_MAX_GPUS = 64
 
@@ -79,7 +79,6 @@ class ClustersOptions:
         Raises:
             UsageError: a number or links that cannot be meant.
         """
-
         for part in self.interconnect.lower().split("+") if self.interconnect is not None else ():
             known_link(part.strip())
         return counts(positive("max-gpus", self.max_gpus, maximum=MAX_GPUS) or 1)
@@ -116,7 +115,6 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-
     asked, fixed = work.limits(), space.fixed()
     numbers = clusters.numbers()
     cards, spec = _cards(clusters.gpu), lookup.model(model)
@@ -126,14 +124,7 @@ def which_cluster(
         fixed=fixed, seq_len=seq_len, global_batch=batch, headroom_gib=card.headroom, data=data, price=card.price
     )
     found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
-    shown = (spec, found, {**asked, "global_batch_seqs": batch})
-    show_table(
-        out,
-        as_json,
-        markdown=lambda: which_cluster_markdown(*shown),
-        document=lambda: as_document(*shown),
-        render=lambda page: render_which_cluster(*shown, page),
-    )
+    show_table(out, as_json, ClustersSheet(spec, found, {**asked, "global_batch_seqs": batch}))
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -166,7 +157,6 @@ def _options(
     Raises:
         UsageError: on every card.
     """
-
     found: list[ClusterOption] = []
     problem: UsageError | None = None
     for card in steps(cards, "planning", console(stderr=True)):
@@ -189,7 +179,6 @@ def _options(
 
 def _links(interconnect: str | None, number: int) -> str | None:
     """The links that a cluster of this size has: none between nodes where there is one node."""
-
     if interconnect is None or number > GPUS_PER_NODE:
         return interconnect
     network = {key for key, link in links().items() if link.kind == "network"}

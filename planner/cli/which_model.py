@@ -18,7 +18,7 @@ from planner.planning.answer import plan_workload
 from planner.wish import Wish
 from planner.workload import Workload
 from reports.progress import steps
-from reports.which_model import ModelChoice, render_which_model, which_model_json, which_model_markdown
+from reports.which_model import ModelChoice, ModelsSheet
 
 
 @takes_options
@@ -38,7 +38,6 @@ def which_model(
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one model.
     """
-
     asked = Wish(
         fixed=space.fixed(),
         seq_len=seq_len,
@@ -47,13 +46,7 @@ def which_model(
         headroom_gib=memory.headroom,
     )
     rows, wish = _rows(asked, find_gpu(gpu), match)
-    show_table(
-        out,
-        as_json,
-        markdown=lambda: which_model_markdown(rows, wish),
-        document=lambda: [which_model_json(one) for one in rows],
-        render=lambda page: render_which_model(rows, wish, page, every=every),
-    )
+    show_table(out, as_json, ModelsSheet(rows, wish, every))
     if not any(one.fits for one in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -65,7 +58,6 @@ def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Wo
     Raises:
         UsageError: there is none.
     """
-
     names = [name for name in catalogue.names() if match.lower() in name.lower()]
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
