@@ -71,9 +71,8 @@ def accuracy(
 
 
 def _tables(rows: Sequence[MeasuredRow], rung: str, quantities: Sequence[Quantity]) -> list[AccuracyTable]:
-
-    predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
-    return [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
+    ask = _remembered(predict if rung == "formula" else dry_run_setup())
+    return [accuracy_table(rows, ask, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
 
 
 def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
@@ -93,7 +92,6 @@ def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
 
 
 def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Path | None) -> None:
-
     table = markdown(compare(rows, rivals, _lookup))
     if out is not None:
         write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
@@ -101,7 +99,6 @@ def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Pa
 
 
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
-
     rows = load_rows()
     if group is not None:
         known = sorted({row.group for row in rows})
@@ -109,11 +106,6 @@ def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
             raise UsageError(f"no recorded measurements of {group!r}", hint=f"sources: {', '.join(known)}")
         rows = tuple(row for row in rows if row.group == group)
     return newest_versions(rows) if newest else rows
-
-
-def _formula() -> Predict:
-
-    return predict
 
 
 def dry_run_setup() -> Predict:
@@ -142,7 +134,6 @@ def _remembered(predict: Predict) -> Predict:
 
 @cache
 def _model(name: str) -> ModelSpec:
-
     spec = catalogue.load(name)
     assert spec is not None, name  # the recorded rows name catalogue entries only; a test checks
     return spec
@@ -150,7 +141,6 @@ def _model(name: str) -> ModelSpec:
 
 @cache
 def _cards() -> dict[str, GpuSpec]:
-
     return {card.key: card for card in all_gpus()}
 
 
@@ -162,7 +152,6 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
 
 
 def _inline(row: MeasuredRow) -> ModelSpec:
-
     assert row.config is not None
     return spec_from_config(row.config, model_id=row.model_name, source=row.source)
 

@@ -80,7 +80,6 @@ def _calibrated(
 def _with_figures(
     start: Calibration, file: Path | None, device: str, gpu: str | None
 ) -> tuple[Calibration, dict[str, Any], str]:
-
     values = _read_json(file) if file is not None else _measure(device)
     bench = microbench_from_dict(values)
     try:
@@ -110,7 +109,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _fit(file: Path, start: Calibration) -> tuple[FitReport, dict[str, int]]:
-
     text = read_text(file, max_bytes=MAX_POINTS_BYTES, hint="give a file of JSON lines")
 
     def find_model(name: str) -> ModelSpec:

@@ -1,5 +1,6 @@
 """`plan campaign`: measure a list of setups within a time budget."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +9,7 @@ import typer
 from planner.app import machine
 from planner.app.progress import ProgressLine
 from planner.cli import options, probing
-from planner.cli.output import console, print_json
+from planner.cli.output import tell
 from planner.errors import EXIT_ENVIRONMENT
 from planner.interchange import to_jsonable
 from planner.models.adapters import spec_from_config
@@ -83,10 +84,8 @@ def _measure(
 
 def _tell(report: "CampaignReport", plan: "CampaignSpec", store: Path, *, as_json: bool) -> int:
     """Shows what came of it; the exit code."""
-    if as_json:
-        print_json(_summary(report) | {"campaign": plan.name, "store": str(store)})
-    else:
-        console().print(_sentence(report), markup=False, soft_wrap=True)
+    document = _summary(report) | {"campaign": plan.name, "store": str(store)}
+    tell(document, [_sentence(report)], as_json=as_json)
     return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
 
 
@@ -117,13 +116,13 @@ class _Resolver:
             self(chain)  # a wrong name shows before the first probe, not after an hour
 
     def __call__(self, chain: "Chain") -> ModelSpec:
-
         if chain.model not in self._known:
-            if chain.config is not None:
-                spec = spec_from_config(chain.config, model_id=chain.model, source="campaign")
-            else:
-                spec = resolve_model(chain.model)
-            self._known[chain.model] = spec
+            given = chain.config
+            self._known[chain.model] = (
+                resolve_model(chain.model)
+                if given is None
+                else spec_from_config(given, model_id=chain.model, source="campaign")
+            )
         return self._known[chain.model]
 
 
@@ -140,28 +139,17 @@ def step_line(step: "Step") -> str:
 
 
 def _list(plan: "CampaignSpec", *, as_json: bool) -> int:
-    if as_json:
-        chains: list[dict[str, Any]] = [
-            {
-                "block": chain.block,
-                "model": chain.model,
-                "setup": to_jsonable(chain.setup),
-                "micro_batches": list(chain.micro_batches),
-                "depths": list(chain.depths),
-            }
-            for chain in plan.chains
-        ]
-        print_json({"campaign": plan.name, "impossible": plan.impossible, "chains": chains})
-        return 0
-    blocks: dict[str, int] = {}
-    for chain in plan.chains:
-        blocks[chain.block] = blocks.get(chain.block, 0) + 1
-    out = console()
-    out.print(
-        f"{plan.name}: {len(plan.chains)} chains, {plan.impossible} combinations cannot exist",
-        markup=False,
-        soft_wrap=True,
-    )
-    for name, num in blocks.items():
-        out.print(f"  {name}: {num} chains", markup=False, soft_wrap=True)
+    chains = [
+        {
+            "block": chain.block,
+            "model": chain.model,
+            "setup": to_jsonable(chain.setup),
+            "micro_batches": list(chain.micro_batches),
+            "depths": list(chain.depths),
+        }
+        for chain in plan.chains
+    ]
+    lines = [f"{plan.name}: {len(plan.chains)} chains, {plan.impossible} combinations cannot exist"]
+    lines += [f"  {name}: {num} chains" for name, num in Counter(chain.block for chain in plan.chains).items()]
+    tell({"campaign": plan.name, "impossible": plan.impossible, "chains": chains}, lines, as_json=as_json)
     return 0

@@ -11,7 +11,7 @@ from planner.check import CheckResult, improve, summary
 from planner.cli import check_folder, cluster_options, options
 from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, print_lines, write_text
+from planner.cli.output import console, print_json, print_lines, tell, write_text
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.memory.types import MemoryTerm
@@ -120,10 +120,7 @@ def check(
     )
     target = fix.target(file)
     fixed = _fixed(file, target, result, spec, predict, wish) if target else None
-    if answer.as_json:
-        print_json(as_document(result, fixed))
-    else:
-        print_lines(text_lines(result, fixed))
+    tell(as_document(result, fixed), text_lines(result, fixed), as_json=answer.as_json)
     return result.exit_code
 
 

@@ -45,7 +45,6 @@ def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
 
 
 def _model(answer: str) -> str:
-
     if not answer:
         raise UsageError("a plan needs a model", hint="for example Qwen/Qwen3-4B; `plan models` lists the catalogue")
     try:
@@ -59,7 +58,6 @@ def _model(answer: str) -> str:
 
 
 def _default_gpu() -> str:
-
     try:
         local_gpu()
     except PlannerError:
@@ -68,18 +66,15 @@ def _default_gpu() -> str:
 
 
 def _gpu(answer: str) -> str:
-
     find_gpu(answer)
     return answer
 
 
 def _data(answer: str) -> str:
-
     if answer and not Path(answer).expanduser().exists():
         raise UsageError(f"no file at {answer}", hint="a path that exists, or Enter for none")
     return str(Path(answer).expanduser()) if answer else ""
 
 
 def _method(answer: str) -> str:
-
     return choices("method", [answer], METHODS)[0]

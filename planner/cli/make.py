@@ -175,7 +175,6 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
 
 
 def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
-
     if as_json:
         from reports.plan_json import plan_to_dict
 

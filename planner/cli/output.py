@@ -104,6 +104,14 @@ def console(*, stderr: bool = False, width: int | None = None, file: TextIO | No
     return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False, width=width, file=file)
 
 
+def tell(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """An answer as JSON, or as lines for people."""
+    if as_json:
+        print_json(document)
+    else:
+        print_lines(lines)
+
+
 def print_lines(lines: Iterable[str]) -> None:
     """Lines for people on stdout, whatever a config puts into them and whatever the output can hold."""
     from reports.plain import clean, to_ascii

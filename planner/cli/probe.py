@@ -10,7 +10,7 @@ from planner.app import machine
 from planner.app.progress import ProgressLine
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json
+from planner.cli.output import tell
 from planner.cli.setups import SetupOptions
 from planner.codec import Outcome
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
@@ -92,12 +92,8 @@ def probe(
 
 def _tell_outcome(model: str, setup: TrainSetup, outcome: Outcome, *, from_store: bool, as_json: bool) -> int:
     """Shows what was measured; the exit code."""
-    if as_json:
-        document = {"setup": {"model": model, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
-        print_json({**document, "from_store": from_store})
-    else:
-        for text in outcome_lines(outcome, from_store=from_store):
-            console().print(text, markup=False, soft_wrap=True)
+    document = {"setup": {"model": model, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
+    tell({**document, "from_store": from_store}, outcome_lines(outcome, from_store=from_store), as_json=as_json)
     return exit_code(outcome)
 
 
@@ -213,11 +209,7 @@ def _plan_in(directory: Path) -> Plan:
 
 def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:
     """Says whether the plan held; the exit code."""
-    if as_json:
-        print_json(to_jsonable(confirmation))
-    else:
-        for text in _confirmation_lines(confirmation):
-            console().print(text, markup=False, soft_wrap=True)
+    tell(to_jsonable(confirmation), _confirmation_lines(confirmation), as_json=as_json)
     if isinstance(confirmation.outcome, ProbeFailure):
         return exit_code(confirmation.outcome)
     return 0 if confirmation.kept else EXIT_NOTHING_FITS

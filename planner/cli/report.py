@@ -176,7 +176,6 @@ def _plans(
 
 
 def _choice_json(one: Any) -> dict[str, Any]:
-
     answer = one.answer
     chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
     return {
@@ -195,7 +194,6 @@ def _choice_json(one: Any) -> dict[str, Any]:
 
 
 def _entries(plans: list[Path]) -> list[Entry]:
-
     return [entry_of(read_plan_json(path), name=path.resolve().name if path.is_dir() else path.stem) for path in plans]
 
 

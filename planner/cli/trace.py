@@ -12,7 +12,7 @@ import typer
 from planner.app.progress import say
 from planner.cli import options
 from planner.cli.flags import takes_options
-from planner.cli.output import print_json, print_lines, write_text
+from planner.cli.output import tell, write_text
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
@@ -102,10 +102,7 @@ def trace(
     if out is not None:
         write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
         write_text(out / "timeline.svg", svg(answer))
-    if as_json:
-        print_json(answer)
-    else:
-        print_lines(text_lines(answer))
+    tell(answer, text_lines(answer), as_json=as_json)
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
 
 

@@ -110,7 +110,6 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
 
 
 def _show(plan: Plan | NoPlan, *, as_json: bool) -> None:
-
     if as_json:
         print_json(plan_to_dict(plan))
     elif isinstance(plan, NoPlan):

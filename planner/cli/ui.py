@@ -100,7 +100,6 @@ class Shelf:
         headroom_gib: float | None = None,
         all_gpus: bool = True,
     ) -> None:
-
         if models:
             self.models = [resolve_model(name) for name in models]
         else:
@@ -259,7 +258,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _content(self, path: str) -> tuple[str, bytes] | None:
-
         shelf = self.server.shelf
         if path == "/":
             return "text/html; charset=utf-8", shelf.page(writes=True).encode()
