@@ -25,26 +25,9 @@ APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has othe
 log = logging.getLogger(__name__)
 
 
-def dry_run(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    setup: TrainSetup,
-    *,
-    full_depth: bool = False,
-    moe: str = "balanced",
-    use_cache: bool = True,
-    planned: bool = False,
-) -> Prediction | ProbeFailure:
-    """The memory prediction of one setup, or why it could not be traced. See `dry_run_report`."""
-    outcome = dry_run_report(
-        model,
-        gpu,
-        setup,
-        full_depth=full_depth,
-        moe=moe,
-        use_cache=use_cache,
-        planned=planned,
-    )
+def dry_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, **options: Any) -> Prediction | ProbeFailure:
+    """The memory prediction of one setup, or why it could not be traced. `options` are those of `dry_run_report`."""
+    outcome = dry_run_report(model, gpu, setup, **options)
     return outcome if isinstance(outcome, ProbeFailure) else outcome.prediction
 
 
@@ -139,13 +122,7 @@ def report_for_config(
             # torch is imported here, not before: a cached answer needs none of it.
             from probes.dryrun.engine import run_engine
 
-            report = run_engine(
-                raw_config,
-                capability,
-                setup,
-                full_depth=full_depth,
-                limit_bytes=limit_bytes,
-            )
+            report = run_engine(raw_config, capability, setup, full_depth=full_depth, limit_bytes=limit_bytes)
     except Exception as error:  # whatever the libraries stumble over: the formula's answer stands
         log.debug("dry run failed", exc_info=True)
         return _unsupported(f"{raw_config.get('model_type')}: {type(error).__name__}: {error}")

@@ -4,7 +4,6 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from planner.evidence.bands import DRY_RUN_BAND
@@ -42,14 +41,13 @@ def run_engine(
     limit_bytes: int | None = None,
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
-    run = partial(
-        _run,
-        raw_config,
-        capability,
-        setup,
-        full_depth=full_depth,
-        limit_bytes=limit_bytes,
-    )
+
+    def report(plan: DepthPlan, world: World | None) -> DryRunReport:
+        return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
+
+    def run(world: World | None = None) -> DryRunReport:
+        return report(_plan(raw_config, setup, full_depth), world)
+
     if setup.num_gpus == 1:
         return standing_in_for(run)
     load_real()
@@ -57,14 +55,11 @@ def run_engine(
     if setup.pipeline_degree > 1:
         from probes.dryrun.stages import run_stages
 
-        def report(plan: DepthPlan, world: World) -> DryRunReport:
-            return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
-
         return run_stages(raw_config, setup, report, full_depth=full_depth)
     from probes.dryrun.rank import fake_job
 
     with fake_job(setup) as world:
-        return run(world=world)
+        return run(world)
 
 
 def load_for_one_gpu() -> None:
@@ -87,23 +82,15 @@ def standing_in_for(run: Callable[[], T]) -> T:
     return run()
 
 
-def _run(
-    raw_config: Mapping[str, Any],
-    capability: tuple[int, int],
-    setup: TrainSetup,
-    *,
-    world: World | None = None,
-    full_depth: bool,
-    limit_bytes: int | None,
-) -> DryRunReport:
+def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) -> DepthPlan:
+    """Which layers are run, of a model whose every rank holds all of them."""
     config = load_config(raw_config)
     unlike = deep_layers(setup, config)
     # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together, and so
     # is the group in which FSDP2 gathers a reference
     one_group = setup.parallel == "fsdp2" and setup.copies_reference
     whole = full_depth or setup.trained_layers > 0 or setup.kind.form == "prefix" or one_group
-    plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
-    return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
+    return plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:

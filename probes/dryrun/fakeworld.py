@@ -6,12 +6,13 @@ of one dry run.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
+from probes.patching import nothing, replaced
 from probes.stack.notices import errors_only
 
 
@@ -44,39 +45,21 @@ class _Stream(torch.cpu.Stream):  # type: ignore[misc]
         return torch.cpu.Event()
 
 
-class _Handle:
-    """What `torch.cuda` is to CUDA tensors: streams and events, which do nothing here."""
-
-    Stream = _Stream
-    Event = torch.cpu.Event
-    stream = staticmethod(torch.cpu.stream)
-    current_stream = staticmethod(torch.cpu.current_stream)
-
-    @staticmethod
-    def current_device() -> None:
-        """meta has no indices."""
-
-    @staticmethod
-    def get_rng_state(device: Any = None) -> None:
-        """Nothing draws random numbers on meta."""
-
-    @staticmethod
-    def set_rng_state(state: None, device: Any = None) -> None:
-        """See `get_rng_state`."""
-
-    @staticmethod
-    def device_count() -> int:
-        """Of one process."""
-        return 1
-
-    @staticmethod
-    def is_initialized() -> bool:
-        """Always."""
-        return True
+_HANDLE = SimpleNamespace(
+    Stream=_Stream,
+    Event=torch.cpu.Event,
+    stream=torch.cpu.stream,
+    current_stream=torch.cpu.current_stream,
+    current_device=nothing,  # meta has no indices
+    get_rng_state=nothing,  # nothing draws random numbers on meta
+    set_rng_state=nothing,
+    device_count=lambda: 1,
+    is_initialized=lambda: True,
+)
+"""What `torch.cuda` is to CUDA tensors: streams and events, which do nothing here."""
 
 
-@contextmanager
-def _on_meta() -> Iterator[None]:
+def _on_meta() -> AbstractContextManager[None]:
     import torch.nn.parallel.distributed as ddp
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
@@ -84,19 +67,20 @@ def _on_meta() -> Iterator[None]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
-        self.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+        self.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "meta", _Handle, create=True))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Handle.current_stream))
-        stack.enter_context(mock.patch.object(groups.FSDPParamGroup, "_validate_no_meta_params", return_value=None))
+    replacements = [
+        (torch, "meta", _HANDLE),
+        (torch.accelerator, "current_stream", torch.cpu.current_stream),
+        (groups.FSDPParamGroup, "_validate_no_meta_params", nothing),
         # compares the ranks' shapes by values, which meta tensors have not
-        stack.enter_context(mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=True))
-        stack.enter_context(mock.patch.object(ddp.DistributedDataParallel, "__init__", init))
-        yield
+        (ddp, "_verify_param_shape_across_processes", nothing),
+        (ddp.DistributedDataParallel, "__init__", init),
+    ]
+    return replaced(replacements, create=True)
 
 
-def _done(buffer: torch.Tensor) -> Any:
+def done(buffer: torch.Tensor) -> Any:
     """The end of DDP's all-reduce of one bucket in place; the fake group's own gives DDP no result to read."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)

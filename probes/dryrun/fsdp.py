@@ -13,7 +13,7 @@ from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load_all
-from probes.dryrun.tracker import Tracker, local
+from probes.dryrun.tracker import Tracker
 from probes.stack.parallelize import Spread, data_mesh, share_reference, spread_model
 
 
@@ -34,14 +34,12 @@ class FsdpWorld:
         receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
         weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
         device = next(model.parameters()).device
-        with tracker.resizing(), tracker.following_fsdp(), untracked_trials():
+        with tracker.following_shards():
             spread = spread_model(model, setup, device=device)
             if reference is not None:
                 share_reference(reference, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
-                tracker.host_phases = frozenset({"step"})  # CPUOffloadPolicy: the optimizer steps on the host
-                for one in (*model.parameters(), *(() if reference is None else reference.parameters())):
-                    tracker.keep_on_host(local(one))
+                tracker.keep_all_on_host((*model.parameters(), *(() if reference is None else reference.parameters())))
             owners = load_all(tracker, model, reference)
             weight = max(model.parameters(), key=lambda one: one.numel() * one.element_size())
             largest = weight.numel() * weight.element_size()

@@ -4,17 +4,17 @@ transformers' own attention functions run unchanged; only `torch.nn.functional.s
 choice depends on the device) and the flash-attention package (absent here) are stood in for.
 """
 
+import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import field
 from typing import Any
-from unittest import mock
 
 import torch
 
 from planner.records import dataclass
+from probes.patching import Replacement, replaced
 from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled, without_casts
 
 FLASH_NAME = "planner_fa2"
@@ -276,25 +276,19 @@ def _legacy_flash(log: KernelLog) -> Any:
     return forward
 
 
-@contextmanager
-def kernels_of(log: KernelLog, config: Any) -> Iterator[None]:
+def kernels_of(log: KernelLog, config: Any) -> AbstractContextManager[None]:
     """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run, for the model
     class of `config`."""
-    import importlib.util
-
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
     ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, _no_mask)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log)))
-        name = type(config).__module__.replace(".configuration_", ".modeling_")
-        modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None
-        for attribute, classes in list(vars(modeling).items()) if modeling is not None else []:
-            if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
-                stack.enter_context(mock.patch.dict(classes, {FLASH_NAME: classes["flash_attention_2"]}))
-                stack.enter_context(
-                    mock.patch.object(modeling, "_flash_attention_forward", _legacy_flash(log), create=True)
-                )
-        yield
+    replacements: list[Replacement] = [(torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log))]
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    for attribute, classes in vars(modeling).items() if modeling is not None else ():
+        if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
+            replacements.append((modeling, attribute, {**classes, FLASH_NAME: classes["flash_attention_2"]}))
+            replacements.append((modeling, "_flash_attention_forward", _legacy_flash(log)))
+    return replaced(replacements, create=True)

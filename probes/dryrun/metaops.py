@@ -1,13 +1,14 @@
 """Operators that have no meta form, or another one than a GPU has: grouped products, int8 layers, dropout."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
 from probes.dryrun.fastmeta import register_in_place
+from probes.patching import replaced
 
 
 class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
@@ -119,19 +120,15 @@ def fused_dropout(device: str) -> Iterator[None]:
 @contextmanager
 def meta_operators() -> Iterator[None]:
     """Stand-ins for what meta tensors cannot run, installed for the length of one dry run."""
-    with ExitStack() as stack:
-        try:
-            import transformers.integrations.moe as moe
+    import bitsandbytes as bnb
+    import transformers.integrations.moe as moe
 
-            stack.enter_context(mock.patch.object(moe, "_grouped_mm", grouped_mm))
-        except (ImportError, AttributeError):  # an older transformers without grouped experts
-            pass
-        import bitsandbytes as bnb
-
-        register_in_place(
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default,
-            torch.ops.bitsandbytes.optimizer_update_32bit.default,
-        )
-        stack.enter_context(quick_checks())
-        stack.enter_context(mock.patch.object(bnb, "matmul", int8_matmul))
+    in_place_updates()
+    with quick_checks(), replaced([(moe, "_grouped_mm", grouped_mm), (bnb, "matmul", int8_matmul)], create=True):
         yield
+
+
+def in_place_updates() -> None:
+    """Tells that bitsandbytes' optimizers change their arguments in place."""
+    operators = torch.ops.bitsandbytes
+    register_in_place(operators.optimizer_update_8bit_blockwise.default, operators.optimizer_update_32bit.default)

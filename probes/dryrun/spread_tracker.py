@@ -1,8 +1,8 @@
 """A rank's storages followed: through DTensors, through storages that are resized, and not into the host's memory."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from probes.allocator.events import Free
 from probes.dryrun.tracker import Tracker, local
+from probes.patching import Replacement, nothing, replaced
 
 GATHERED = "gathered weights"
 GATHERING = "all-gather buffer"
@@ -117,37 +118,39 @@ class SpreadTracker(Tracker):
             yield
 
     @contextmanager
-    def following_fsdp(self) -> Iterator[None]:
-        """Within it, FSDP2's communication buffers carry their names, its hooks run without the compiler's wrapper
-        (which only costs time), and shards in the host's memory are copied to the device before they are gathered."""
+    def following_shards(self) -> Iterator[None]:
+        """Within it, storages that are resized are followed, FSDP2's communication buffers carry their names, its hooks
+        run without the compiler's wrapper (which only costs time), shards in the host's memory are copied to the device
+        before they are gathered, and what DTensor tries out counts nothing."""
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-        gather, reduce = groups.foreach_all_gather, groups.foreach_reduce
+        def named(label: str, function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self.labelled(label):
+                    return function(*args, **kwargs)
 
-        def named_gather(*args: Any, **kwargs: Any) -> Any:
-            with self.labelled(GATHERING):
-                return gather(*args, **kwargs)
+            return call
 
-        def named_reduce(*args: Any, **kwargs: Any) -> Any:
-            with self.labelled(SCATTERING):
-                return reduce(*args, **kwargs)
-
-        replacements: list[tuple[Any, str, Any]] = [
-            (groups, "foreach_all_gather", named_gather),
-            (groups, "foreach_reduce", named_reduce),
-            (groups.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),  # meta is not the host
+        replacements: list[Replacement] = [
+            (groups, "foreach_all_gather", named(GATHERING, groups.foreach_all_gather)),
+            (groups, "foreach_reduce", named(SCATTERING, groups.foreach_reduce)),
+            (groups.FSDPParamGroup, "_validate_cpu_offload_params", nothing),  # meta is not the host
             (FSDPParam, "all_gather_inputs", property(_copied_to_device(FSDPParam.all_gather_inputs.fget))),
         ]
         for owner in (FSDPState, groups.FSDPParamGroup):
             for name, function in list(vars(owner).items()):
                 if hasattr(function, "__wrapped__") and name.strip("_") in _HOOKS:
                     replacements.append((owner, name, function.__wrapped__))
-        with ExitStack() as stack:
-            for owner, name, value in replacements:
-                stack.enter_context(mock.patch.object(owner, name, value))
+        with self.resizing(), replaced(replacements), untracked_trials():
             yield
+
+    def keep_all_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
+        """FSDP2's CPUOffloadPolicy: the parameters lie in the host's memory, where the optimizer steps."""
+        self.host_phases = frozenset({"step"})
+        for one in parameters:
+            self.keep_on_host(local(one))
 
 
 def _copied_to_device(inputs: Any) -> Any:

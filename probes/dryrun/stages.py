@@ -5,10 +5,9 @@ tensors that nobody fills. Stages between the second and the last hold no more t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -19,8 +18,9 @@ from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import splice
-from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
+from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Trace, load
+from probes.patching import Replacement, nothing, replaced
 from probes.stack import load_config
 from probes.stack.configs import num_layers, truncated_config
 from probes.stack.parallelize import Spread
@@ -88,11 +88,7 @@ class PipelineWorld:
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`."""
         device = next(model.parameters()).device
-        with ExitStack() as stack:
-            stack.enter_context(_static_shapes(tracker))
-            if setup.data_degree > 1:
-                for one in (tracker.resizing(), tracker.following_fsdp(), untracked_trials()):
-                    stack.enter_context(one)
+        with _static_shapes(tracker), tracker.following_shards() if setup.data_degree > 1 else nullcontext():
             spread = pipeline_spread(model, setup, self._stage, device=device)
             yield spread, load(tracker, model)
 
@@ -114,8 +110,7 @@ class _Sent:
         """It has arrived."""
 
 
-@contextmanager
-def _static_shapes(tracker: SpreadTracker) -> Iterator[None]:
+def _static_shapes(tracker: SpreadTracker) -> AbstractContextManager[None]:
     """Within it, stages take the shapes that they were given without asking their neighbours, and their receive buffers
     carry their name."""
     from torch.distributed.pipelining import schedules
@@ -134,10 +129,11 @@ def _static_shapes(tracker: SpreadTracker) -> Iterator[None]:
     def under_way(ops: list[Any], desc: str | None = None) -> list[Any]:
         return [_Sent(op.tensor) for op in ops]
 
-    with ExitStack() as stack:
-        if tracker.device_type == "meta":
-            stack.enter_context(mock.patch.object(schedules, "_batch_p2p", under_way))
-        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
-        stack.enter_context(mock.patch.object(schedules.PipelineScheduleSingle, "_initialize_stage", initialize))
-        stack.enter_context(mock.patch.object(PipelineStage, "_post_metadata_inference_cleanup", return_value=None))
-        yield
+    replacements: list[Replacement] = [
+        (schedules._PipelineSchedule, "_warmup_p2p", agreed),
+        (schedules.PipelineScheduleSingle, "_initialize_stage", initialize),
+        (PipelineStage, "_post_metadata_inference_cleanup", nothing),
+    ]
+    if tracker.device_type == "meta":
+        replacements.append((schedules, "_batch_p2p", under_way))
+    return replaced(replacements)

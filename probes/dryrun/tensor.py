@@ -50,12 +50,10 @@ class TensorWorld:
         device = next(model.parameters()).device
         forget_meshes()
         dispatch = balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
-        with _strides_without_tensors(), dispatch, tracker.resizing(), tracker.following_fsdp(), untracked_trials():
+        with _strides_without_tensors(), dispatch, tracker.following_shards():
             spread = spread_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
-                tracker.host_phases = frozenset({"step"})
-                for one in model.parameters():
-                    tracker.keep_on_host(local(one))
+                tracker.keep_all_on_host(model.parameters())
             yield spread, load(tracker, model)
 
     def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:

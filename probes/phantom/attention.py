@@ -1,19 +1,17 @@
 """Attention as the card runs it: SDPA's kernel is chosen for the card, flash attention stands in by its shapes."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch
 
 from probes.dryrun.kernels import sdpa_of
+from probes.patching import replaced
 from probes.phantom.mode import Phantom
 
 
-@contextmanager
-def chosen(phantom: Phantom) -> Iterator[None]:
+def chosen(phantom: Phantom) -> AbstractContextManager[None]:
     """Within it SDPA on the phantom GPU runs the kernel that the card would choose."""
     functional = torch.nn.functional
     true = functional.scaled_dot_product_attention
@@ -25,6 +23,4 @@ def chosen(phantom: Phantom) -> Iterator[None]:
             return true(query, *args, **kwargs)
         return on_card(query, *args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention))
-        yield
+    return replaced([(functional, "scaled_dot_product_attention", scaled_dot_product_attention)])

@@ -8,12 +8,13 @@ Host claims stand for large CPU tensors of weights, which nobody needs to fill; 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
+
+from probes.patching import Replacement, replaced
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -74,8 +75,7 @@ def says_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
     return getattr(tensor, "_says_pinned", False)
 
 
-@contextmanager
-def lying(claims: Claims) -> Iterator[None]:
+def lying(claims: Claims) -> AbstractContextManager[None]:
     """Within it tensors answer their claims wherever Python asks for a device."""
 
     def told(true: Any, answer: Any) -> property:
@@ -91,14 +91,13 @@ def lying(claims: Claims) -> Iterator[None]:
         return -1 if device.type == "cpu" else device.index or 0
 
     base = torch._C.TensorBase
-    with ExitStack() as stack:
-        for name, answer in (
-            ("device", lambda device: device),
-            ("is_cuda", lambda device: device.type == "cuda"),
-            ("is_meta", lambda device: device.type == "meta"),
-            ("is_cpu", lambda device: device.type == "cpu"),
-        ):
-            true = getattr(base, name).__get__
-            stack.enter_context(mock.patch.object(torch.Tensor, name, told(true, answer)))
-        stack.enter_context(mock.patch.object(torch.Tensor, "get_device", get_device))
-        yield
+    answers: dict[str, Callable[[torch.device], Any]] = {
+        "device": lambda device: device,
+        "is_cuda": lambda device: device.type == "cuda",
+        "is_meta": lambda device: device.type == "meta",
+        "is_cpu": lambda device: device.type == "cpu",
+    }
+    own: list[Replacement] = [
+        (torch.Tensor, name, told(getattr(base, name).__get__, answer)) for name, answer in answers.items()
+    ]
+    return replaced([*own, (torch.Tensor, "get_device", get_device)])

@@ -1,12 +1,11 @@
 """`torch.compile` and `torch.jit.script` on the phantom GPU: the program runs eagerly, and it is said."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 
+from probes.patching import replaced
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import from_library
 
@@ -16,8 +15,7 @@ EAGER = (
 )
 
 
-@contextmanager
-def eager(phantom: Phantom) -> Iterator[None]:
+def eager(phantom: Phantom) -> AbstractContextManager[None]:
     """Within it nothing is compiled."""
 
     def compile_nothing(model: Any = None, **options: Any) -> Any:
@@ -35,11 +33,13 @@ def eager(phantom: Phantom) -> Iterator[None]:
             phantom.note(EAGER)
         return one
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.jit, "script", script_nothing))
-        stack.enter_context(mock.patch.object(torch, "compile", compile_nothing))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "compile", compile_module))
-        yield
+    return replaced(
+        [
+            (torch.jit, "script", script_nothing),
+            (torch, "compile", compile_nothing),
+            (torch.nn.Module, "compile", compile_module),
+        ]
+    )
 
 
 def _of_a_library(model: Any) -> bool:

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 
 from probes.allocator import CachingAllocator
+from probes.patching import Replacement, nothing, replaced
 from probes.phantom.card import Card
 from probes.phantom.claims import CPU
 from probes.phantom.mode import Phantom
@@ -80,10 +80,6 @@ def _refused_class(what: str) -> type:
     return type("Refused", (), {"__init__": _refuse(what)})
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function object of its own: PyTorch's compiler keeps rules by object and refuses one with two names."""
 
@@ -122,13 +118,13 @@ def _of_process() -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "_is_compiled": lambda: True,
-        "_lazy_init": _nothing,
-        "init": _nothing,
+        "_lazy_init": nothing,
+        "init": nothing,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "device_count": _num_local,
         "current_device": _zero,
-        "set_device": _nothing,
+        "set_device": nothing,
         "_exchange_device": _zero,
         "_maybe_exchange_device": _zero,
         "device": Device,
@@ -168,7 +164,7 @@ def _of_memory(phantom: Phantom) -> dict[str, Any]:
     return {
         "mem_get_info": memory_info,
         "cudart": lambda: SimpleNamespace(
-            cudaMemGetInfo=memory_info, cudaProfilerStart=_nothing, cudaProfilerStop=_nothing
+            cudaMemGetInfo=memory_info, cudaProfilerStart=nothing, cudaProfilerStop=nothing
         ),
         "memory_allocated": lambda device=None: allocator.allocated_bytes,
         "memory_reserved": lambda device=None: allocator.reserved_bytes,
@@ -182,10 +178,10 @@ def _of_memory(phantom: Phantom) -> dict[str, Any]:
         "reset_peak_memory_stats": reset_peaks,
         "reset_max_memory_allocated": reset_peaks,
         "reset_max_memory_cached": reset_peaks,
-        "reset_accumulated_memory_stats": _nothing,
+        "reset_accumulated_memory_stats": nothing,
         "set_per_process_memory_fraction": _refuse("torch.cuda.set_per_process_memory_fraction"),
         "empty_cache": memory.empty_cache,
-        "ipc_collect": _nothing,
+        "ipc_collect": nothing,
     }
 
 
@@ -224,7 +220,7 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
         return stream or _current
 
     return {
-        "synchronize": _nothing,
+        "synchronize": nothing,
         "current_stream": lambda device=None: _current,
         "default_stream": lambda device=None: _current,
         "set_stream": entered,
@@ -233,21 +229,21 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
-        "_sleep": _nothing,
+        "_sleep": nothing,
     }
 
 
 def _of_generators() -> dict[str, Any]:
     return {
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
-        "seed": _nothing,
-        "seed_all": _nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "seed": nothing,
+        "seed_all": nothing,
         "initial_seed": _zero,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        "set_rng_state": _nothing,
-        "set_rng_state_all": _nothing,
+        "set_rng_state": nothing,
+        "set_rng_state_all": nothing,
     }
 
 
@@ -308,10 +304,10 @@ def _of_accelerator(functions: dict[str, Any]) -> dict[str, Any]:
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": _zero,
         "current_device_idx": _zero,
-        "set_device_index": _nothing,
-        "set_device_idx": _nothing,
-        "synchronize": _nothing,
-        "set_stream": _nothing,
+        "set_device_index": nothing,
+        "set_device_idx": nothing,
+        "synchronize": nothing,
+        "set_stream": nothing,
         "get_memory_info": functions["mem_get_info"],
         "device_index": Device,
     }
@@ -324,8 +320,7 @@ _C_ZERO = (
 )  # fmt: skip
 
 
-def _answers(phantom: Phantom) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name, and what stands in its place."""
+def _answers(phantom: Phantom) -> Iterator[Replacement]:
     functions = _functions(phantom)
     for name, value in functions.items():
         yield torch.cuda, name, value
@@ -333,8 +328,8 @@ def _answers(phantom: Phantom) -> Iterator[tuple[Any, str, Any]]:
             if hasattr(module, name):
                 yield module, name, value
     yield torch.cuda, "default_generators", (torch.default_generator,)
-    yield torch.cuda.memory, "_record_memory_history", _nothing
-    yield torch.cuda.memory, "_dump_snapshot", _nothing
+    yield torch.cuda.memory, "_record_memory_history", nothing
+    yield torch.cuda.memory, "_dump_snapshot", nothing
     yield torch.cuda.nccl, "version", lambda: NCCL_VERSION
     yield torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(_RANGES, _zero))
     yield torch.version, "cuda", CUDA_VERSION
@@ -353,11 +348,12 @@ def _answers(phantom: Phantom) -> Iterator[tuple[Any, str, Any]]:
         yield torch._C, name, lambda check=None: torch.device("cuda")
 
 
-@contextmanager
-def answered(phantom: Phantom) -> Iterator[None]:
+def answered(phantom: Phantom) -> AbstractContextManager[None]:
     """Within it `torch.cuda` answers for the card."""
-    with ExitStack() as stack:
-        for owner, name, value in _answers(phantom):
-            own = _own(value) if callable(value) and not isinstance(value, type) else value
-            stack.enter_context(mock.patch.object(owner, name, own, create=True))
-        yield
+    return replaced(
+        (
+            (owner, name, _own(value) if callable(value) and not isinstance(value, type) else value)
+            for owner, name, value in _answers(phantom)
+        ),
+        create=True,
+    )

@@ -9,6 +9,9 @@ from unittest import mock
 
 import torch
 
+from probes.dryrun.metaops import grouped_mm, in_place_updates, int8_matmul
+from probes.dryrun.workspaces import temporaries
+from probes.patching import nothing
 from probes.phantom.generation import shortened
 from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
@@ -71,21 +74,12 @@ def _generate(phantom: Phantom, module: Any, patch: Patch) -> None:
 
 
 def _grouped_experts(phantom: Phantom, module: Any, patch: Patch) -> None:
-    from probes.dryrun.metaops import grouped_mm
-
     patch(module, "_grouped_mm", grouped_mm)
 
 
 def _kernels_do_nothing(phantom: Phantom, module: Any, patch: Patch) -> None:
     """bitsandbytes' Python runs, its launches count."""
-    from probes.dryrun.fastmeta import register_in_place
-    from probes.dryrun.metaops import int8_matmul
-    from probes.dryrun.workspaces import temporaries
-
-    register_in_place(
-        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default,
-        torch.ops.bitsandbytes.optimizer_update_32bit.default,
-    )
+    in_place_updates()
     patch(module, "matmul", int8_matmul)
     patch(module.optim.GlobalOptimManager, "_instance", None)  # it knows parameters by their index and number
     patch(module.functional, "lib", _Kernels(phantom))
@@ -135,9 +129,6 @@ def _paged(phantom: Phantom) -> dict[str, Any]:
         made: Any = phantom.unfilled(shape, dtype)
         made.is_paged = True
         return cast(torch.Tensor, made)
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
 
     return {"get_paged": get_paged, "fill": nothing, "prefetch_tensor": nothing}
 

@@ -1,7 +1,7 @@
 """Tensor methods whose C++ looks at the true device: moves, host views, addresses, copies."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -10,6 +10,7 @@ import torch
 import torch.utils._device as device_context
 from torch.overrides import _get_current_function_mode_stack
 
+from probes.patching import Replacement, replaced
 from probes.phantom.claims import CPU, CUDA, META, pinned, says_pinned
 from probes.phantom.mode import Phantom
 
@@ -224,7 +225,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
     makers = _Makers(phantom, methods)
     # PyTorch keeps those of its first call; `with torch.device` changes ours too.
     constructors = device_context._device_constructors()
-    patches: list[tuple[Any, str, Any]] = [
+    patches: list[Replacement] = [
         *((torch.Tensor, name, method) for name, method in methods.patches().items()),
         (torch.Tensor, "data", property(_base.data.__get__, methods.set_data)),
         (torch.UntypedStorage, "data_ptr", _method(methods.storage_address)),
@@ -234,12 +235,10 @@ def answering(phantom: Phantom) -> Iterator[None]:
         (torch, "save", _saving(phantom)),
         (torch._C, "_group_tensors_by_device_and_dtype", _grouping()),
     ]
-    with ExitStack() as stack:
-        for owner, name, value in patches:
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with replaced(patches):
         constructors = constructors | {getattr(torch, name) for name in _FACTORIES}
-        stack.enter_context(mock.patch.object(device_context, "_device_constructors", return_value=constructors))
-        yield
+        with mock.patch.object(device_context, "_device_constructors", return_value=constructors):
+            yield
 
 
 def _saving(phantom: Phantom) -> Callable[..., None]:

@@ -5,15 +5,14 @@ import sys
 import sysconfig
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
 from planner.records import dataclass
+from probes.patching import replaced
 
 _HERE = str(Path(__file__).parent.parent.parent)
 _LIBRARIES = tuple(
@@ -164,8 +163,7 @@ class Origins:
             self._parameters.setdefault(id(parameter), ".".join(filter(None, (prefix, path))))
         return self._names[id(module)][1]
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[None]:
         """Within it the running module and the optimizer's step are known."""
         call = torch.nn.Module._call_impl
         stack = self._modules
@@ -182,9 +180,7 @@ class Origins:
                 del stack[depth:]
                 self._runs()
 
-        with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(torch.nn.Module, "_call_impl", _call_impl))
-            yield
+        return replaced([(torch.nn.Module, "_call_impl", _call_impl)])
 
 
 _is_library: dict[str, bool] = {}

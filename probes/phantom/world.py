@@ -6,16 +6,16 @@ DistributedDataParallel runs as it is, with its buckets, and FSDP2 with its shar
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import distributed
 
 from planner.memory.workspace import group_bytes
 from planner.units import gib
+from probes.dryrun.fakeworld import done
+from probes.patching import Replacement, nothing, replaced
 from probes.phantom.cuda import Refused
 from probes.phantom.mode import Phantom
 
@@ -24,13 +24,11 @@ from probes.phantom.mode import Phantom
 def fake_world(phantom: Phantom) -> Iterator[None]:
     """Within it process groups are fake, of whatever size the program asks for."""
     c10d = distributed.distributed_c10d
-    with ExitStack() as stack:
-        for name, function in _of_groups(phantom).items():
-            for owner in (distributed, c10d, distributed.device_mesh):
-                if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, function))
-        for (owner, name), value in _of_ddp(phantom).items():
-            stack.enter_context(mock.patch.object(owner, name, value))
+    owners = (distributed, c10d, distributed.device_mesh)
+    groups = (
+        (owner, name, one) for name, one in _of_groups(phantom).items() for owner in owners if hasattr(owner, name)
+    )
+    with replaced((*groups, *_of_ddp(phantom))):
         yield
         if distributed.is_initialized() and distributed.get_backend() == "fake":
             distributed.destroy_process_group()
@@ -52,9 +50,9 @@ def _of_groups(phantom: Phantom) -> dict[str, Callable[..., Any]]:
         "init_process_group": _beginning(phantom),
         "new_group": new_group,
         "is_nccl_available": lambda: True,
-        "barrier": _nothing,
-        "monitored_barrier": _nothing,
-        "broadcast_object_list": _nothing,
+        "barrier": nothing,
+        "monitored_barrier": nothing,
+        "broadcast_object_list": nothing,
         "all_gather_object": lambda object_list, obj, group=None: fill(object_list, obj),
         "gather_object": lambda obj, object_gather_list=None, *args, **kwargs: fill(object_gather_list, obj),
         "scatter_object_list": lambda output, given=None, *args, **kwargs: fill(output, (given or [None])[0]),
@@ -94,7 +92,7 @@ def _beginning(phantom: Phantom) -> Callable[..., None]:
     return init_process_group
 
 
-def _of_ddp(phantom: Phantom) -> dict[tuple[Any, str], Any]:
+def _of_ddp(phantom: Phantom) -> list[Replacement]:
     """What DistributedDataParallel needs beyond the fake group."""
     from torch.nn.parallel import distributed as ddp
 
@@ -103,7 +101,7 @@ def _of_ddp(phantom: Phantom) -> dict[tuple[Any, str], Any]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         true_init(self, *args, **kwargs)
-        true_hook(self, None, lambda state, bucket: _done(bucket.buffer()))
+        true_hook(self, None, lambda state, bucket: done(bucket.buffer()))
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> None:
         raise Refused("a communication hook of DistributedDataParallel cannot be followed")
@@ -118,22 +116,11 @@ def _of_ddp(phantom: Phantom) -> dict[tuple[Any, str], Any]:
 
         return call
 
-    return {
-        (wrapper, "_ddp_init_helper"): with_buckets("_ddp_init_helper"),
-        (wrapper, "_pre_forward"): with_buckets("_pre_forward"),
-        (wrapper, "__init__"): init,
-        (wrapper, "register_comm_hook"): hook,
+    return [
+        (wrapper, "_ddp_init_helper", with_buckets("_ddp_init_helper")),
+        (wrapper, "_pre_forward", with_buckets("_pre_forward")),
+        (wrapper, "__init__", init),
+        (wrapper, "register_comm_hook", hook),
         # compares the ranks' shapes by values
-        (ddp, "_verify_param_shape_across_processes"): _nothing,
-    }
-
-
-def _done(buffer: torch.Tensor) -> Any:
-    """The end of an all-reduce of one bucket in place; the fake group's own gives no result to read."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+        (ddp, "_verify_param_shape_across_processes", nothing),
+    ]

@@ -9,12 +9,13 @@ Source: PyTorch 2.13, aten/src/ATen/autocast_mode.h (AT_FORALL_*) and autocast_m
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any
-from unittest import mock
 
 import torch
+
+from probes.patching import replaced
 
 _KEY_NAME = "AutocastIPU"
 
@@ -241,22 +242,15 @@ class _Autocast:
         return call
 
 
-@contextmanager
-def emulation_installed() -> Iterator[None]:
+def emulation_installed() -> AbstractContextManager[None]:
     """Makes libraries that ask or set autocast (by any device type) see the emulation. For CPU and meta runs only."""
     _register()
-
-    def is_enabled(device_type: str = "cuda") -> bool:
-        return _State.enabled
-
-    def get_dtype(device_type: str = "cuda") -> torch.dtype:
-        return _State.dtype
-
-    with (
-        mock.patch.object(torch, "is_autocast_enabled", is_enabled),
-        mock.patch.object(torch, "get_autocast_dtype", get_dtype),
-        mock.patch.object(torch, "autocast", _Autocast),
-        mock.patch.object(torch.amp, "autocast", _Autocast),
-        mock.patch.object(torch.amp, "is_autocast_available", return_value=True),
-    ):
-        yield
+    return replaced(
+        [
+            (torch, "is_autocast_enabled", lambda device_type="cuda": _State.enabled),
+            (torch, "get_autocast_dtype", lambda device_type="cuda": _State.dtype),
+            (torch, "autocast", _Autocast),
+            (torch.amp, "autocast", _Autocast),
+            (torch.amp, "is_autocast_available", lambda device_type="cuda": True),
+        ]
+    )

@@ -2,10 +2,9 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,6 +13,7 @@ from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
 from planner.models.towers import tower_of
 from planner.setup import TrainSetup
+from probes.patching import Replacement, nothing, replaced
 
 _ON_DEVICE = (
     "get_vision_position_ids",
@@ -124,33 +124,31 @@ def seeing(model: Any, setup: TrainSetup) -> Iterator[None]:
         return
     tower = tower_for(setup, model.config)
     rows = setup.micro_batch_seqs * setup.images.num * tower.tokens
-    with ExitStack() as stack:
-        module = importlib.import_module(type(model).__module__)
-        for name in _ON_DEVICE:
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, _moved(getattr(module, name), device)))
-        if device.type == "meta":
-            for one, name, function in _without_values(model, module, tower, rows):
-                stack.enter_context(mock.patch.object(one, name, function))
+    module = importlib.import_module(type(model).__module__)
+    known = [name for name in _ON_DEVICE if hasattr(module, name)]
+    replacements = [(module, name, _moved(getattr(module, name), device)) for name in known]
+    if device.type == "meta":
+        replacements += _without_values(model, module, tower, rows)
+    with replaced(replacements):
         yield
 
 
-def _without_values(model: Any, module: Any, tower: Tower, rows: int) -> Iterator[tuple[Any, str, Any]]:
-    """(object, name, function) of what looks at values that meta tensors have not."""
+def _without_values(model: Any, module: Any, tower: Tower, rows: int) -> Iterator[Replacement]:
+    """In the place of what looks at values that meta tensors have not."""
     for one in model.modules():
         if hasattr(one, "_deepstack_process"):
             yield one, "_deepstack_process", _deepstack(rows)
         if tower.masked_pixels and hasattr(one, "connector"):
             yield one, "get_image_features", partial(_idefics_features, one)
     if tower.masked_pixels:
-        yield module, "create_bidirectional_mask", lambda **_: None  # what a mask of ones becomes
+        yield module, "create_bidirectional_mask", nothing  # what a mask of ones becomes
     if tower.joined:
         yield module, "torch", _HostNumbers()
     if tower.positions:
         yield from _padded_frames(model, module, tower)
 
 
-def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[tuple[Any, str, Any]]:
+def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[Replacement]:
     """What Gemma 4's tower and model ask of the padding's values: which averages are whole, how many of each picture,
     and the picture's places in the sequence, which they count by copying them."""
     inner = next(one for one in model.modules() if hasattr(one, "embed_vision"))
@@ -176,7 +174,7 @@ def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[tuple[Any,
     yield pooler, "forward", pooled
     yield inner, "get_image_features", features
     yield module, "create_bidirectional_mask", mask
-    yield module, "torch_compilable_check", lambda *_: None
+    yield module, "torch_compilable_check", nothing
     yield torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True
 
 

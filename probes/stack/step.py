@@ -3,16 +3,16 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from planner.records import dataclass
 from planner.setup import TrainSetup
+from probes.patching import Replacement, nothing, replaced
 from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
@@ -368,8 +368,7 @@ def norm_of(parameters: list[Any]) -> torch.Tensor:
     return whole
 
 
-@contextmanager
-def multi_tensor_on_meta() -> Iterator[None]:
+def multi_tensor_on_meta() -> AbstractContextManager[None]:
     """Lets multi-tensor and fused kernels run on meta, where PyTorch lists no support for them, as they do on CUDA;
     paged optimizer states are made outside any tracking, as they live in unified memory that PyTorch does not count.
     """
@@ -387,10 +386,7 @@ def multi_tensor_on_meta() -> Iterator[None]:
         buffer.is_paged = True
         return buffer
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    replacements: list[tuple[Any, str, Any]] = [
+    replacements: list[Replacement] = [
         (module, name, supported)
         for module in (base, foreach_utils)
         for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices")
@@ -401,8 +397,4 @@ def multi_tensor_on_meta() -> Iterator[None]:
         (bnb_functional, "prefetch_tensor", nothing),
         (bnb_functional, "is_on_gpu", nothing),
     ]
-    with ExitStack() as stack:
-        for module, name, value in replacements:
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, value))
-        yield
+    return replaced(one for one in replacements if hasattr(one[0], one[1]))

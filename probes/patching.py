@@ -1,0 +1,22 @@
+"""Putting something in the place of a library's own for a while."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+Replacement = tuple[Any, str, Any]
+"""Owner, name, and what stands in its place."""
+
+
+@contextmanager
+def replaced(replacements: Iterable[Replacement], *, create: bool = False) -> Iterator[None]:
+    """Within it all of them hold; with `create` also those that the owner had not."""
+    with ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.enter_context(mock.patch.object(owner, name, value, create=create))
+        yield
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for what need not be done."""
