@@ -34,8 +34,7 @@ class RankedSampler:
 
     def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
         """The best-ranked open candidate; beyond those that fit by formula, the smallest."""
-        open_ = belief.open.copy()
-        open_[list(running)] = False
+        open_ = belief.free(running)
         if not open_.any():
             return None
         fits = open_ & (belief.log_memory <= belief.log_budget)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import optuna
 from optuna.storages import BaseStorage
@@ -41,32 +40,6 @@ class Pulse:
 PULSE = Pulse()
 
 
-class Liveness(Protocol):
-    """Tells which running trials have lost their worker, and keeps this worker's own trial alive."""
-
-    worker: str
-
-    def join(self, study_id: int) -> None:
-        """This worker works on that study."""
-        ...
-
-    def announce(self, trial_id: int) -> None:
-        """This worker is about to take that waiting trial: from here on others see it alive."""
-        ...
-
-    def keep_alive(self, trial_id: int) -> contextlib.AbstractContextManager[None]:
-        """While inside, others see that this trial is being worked on."""
-        ...
-
-    def is_lost(self, trial: FrozenTrial) -> bool:
-        """Whether the worker of this running trial is gone."""
-        ...
-
-    def close(self) -> None:
-        """This worker leaves."""
-        ...
-
-
 def worker_name() -> str:
     """A name that no other worker has: host, process id and a random part."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -77,49 +50,42 @@ def _unsigned_and_old(trial: FrozenTrial) -> bool:
     return start is None or time.time() - start.timestamp() > UNNAMED_GRACE_S
 
 
-class NoLiveness:
-    """One process, memory only: nobody can be lost."""
+class Liveness:
+    """Tells which running trials have lost their worker, and keeps this worker's own trial alive. As it is: of one
+    process, in memory, where nobody can be lost."""
 
     def __init__(self) -> None:
         self.worker = worker_name()
 
     def join(self, study_id: int) -> None:
-        pass
+        """This worker works on that study."""
 
     def announce(self, trial_id: int) -> None:
-        pass
+        """This worker is about to take that waiting trial: from here on others see it alive."""
 
     @contextlib.contextmanager
     def keep_alive(self, trial_id: int) -> Iterator[None]:
+        """While inside, others see that this trial is being worked on."""
         yield
 
     def is_lost(self, trial: FrozenTrial) -> bool:
+        """Whether the worker of this running trial is gone."""
         return False
 
     def close(self) -> None:
-        pass
+        """This worker leaves."""
 
 
-class LockLiveness:
+class LockLiveness(Liveness):
     """Every worker holds an exclusive lock on a file of its own; kill -9 releases it at once, no clock involved."""
 
     def __init__(self, directory: Path) -> None:
-        self.worker = worker_name()
+        super().__init__()
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"{self.worker}.lock"
         self._file = open_lock(self._path)
         lock(self._file.fileno())
-
-    def join(self, study_id: int) -> None:
-        pass
-
-    def announce(self, trial_id: int) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def keep_alive(self, trial_id: int) -> Iterator[None]:
-        yield  # the lock is held as long as the process lives
 
     def is_lost(self, trial: FrozenTrial) -> bool:
         marks = marks_of(trial)
@@ -147,13 +113,13 @@ class LockLiveness:
         self._path.unlink(missing_ok=True)
 
 
-class _BeatLiveness:
+class _BeatLiveness(Liveness):
     """A thread that beats while a trial runs."""
 
     interval_s: float
 
     def __init__(self) -> None:
-        self.worker = worker_name()
+        super().__init__()
         self._study_id = -1
         self._stale_since: dict[int, float] = {}
 
@@ -200,9 +166,6 @@ class _BeatLiveness:
         finally:
             stop.set()
             thread.join()
-
-    def close(self) -> None:
-        pass
 
 
 class DatabaseLiveness(_BeatLiveness):

@@ -33,8 +33,7 @@ class OptunaSampler:
 
     def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.open.copy()
-        open_[list(running)] = False
+        open_ = belief.free(running)
         if not open_.any():
             return None
         problem = belief.problem
@@ -65,8 +64,7 @@ class RandomSampler:
 
     def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.open.copy()
-        open_[list(running)] = False
+        open_ = belief.free(running)
         if not open_.any():
             return None
         random = np.random.default_rng([seed, len(belief.results), len(running)])
@@ -80,8 +78,7 @@ class GridSampler:
 
     def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.open.copy()
-        open_[list(running)] = False
+        open_ = belief.free(running)
         if not open_.any():
             return None
         num = belief.num

@@ -146,17 +146,17 @@ def with_evidence(candidate: Candidate, evidence: Evidence | None) -> Candidate:
     return replace(candidate, probe=evidence)
 
 
-def memory_excess(problem: Problem, candidate: Candidate, evidence: Evidence | None) -> float:
+def memory_excess(problem: Problem, candidate: Candidate | None, evidence: Evidence) -> float:
     """The memory constraint as Optuna wants it: at most 0 when it fits; share of the budget that is missing.
 
-    Out of memory without a figure counts as what the formula expected, at least one percent.
+    Out of memory without a figure counts as what the formula expected (of a candidate of this search), at least one
+    percent.
     """
-    if isinstance(evidence, ProbeFailure):
-        if evidence.kind is not FailureKind.OUT_OF_MEMORY:
-            return 0.0
-        return max(0.01, candidate.formula.peak_device_bytes / problem.budget_bytes - 1.0)
-    known = evidence or candidate.memory_evidence
-    return known.peak_device_bytes / problem.budget_bytes - 1.0
+    if not isinstance(evidence, ProbeFailure):
+        return evidence.peak_device_bytes / problem.budget_bytes - 1.0
+    if evidence.kind is not FailureKind.OUT_OF_MEMORY or candidate is None:
+        return 0.0
+    return max(0.01, candidate.formula.peak_device_bytes / problem.budget_bytes - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

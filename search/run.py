@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.dimensions import key_of
-from search.liveness import PULSE, Liveness, Pulse
+from search.liveness import PULSE, Pulse
 from search.optuna_samplers import make_sampler
 from search.pareto import pareto_set
 from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
@@ -109,19 +110,23 @@ def search(
         UsageError: the study holds another objective, or an argument makes no sense.
         EnvironmentProblem: the storage does not answer.
     """
-    worker = _Worker(problem, strategy, Belief(problem, elsewhere), budget or Budget())
+    worker = _Worker(problem, strategy, Belief(problem, elsewhere), budget or Budget(), evaluate, check)
+    with _study(problem, storage, study_name, pulse) as study:
+        worker.begin(study, plan)
+        for record in worker.trials(study):
+            if on_trial is not None:
+                on_trial(record, worker.belief)
+        return worker.result(study)
+
+
+@contextmanager
+def _study(problem: Problem, storage: str | Path | None, name: str, pulse: Pulse) -> Iterator[Study]:
+    """The study of that name, as long as this worker works on it."""
     opened, liveness = open_storage(storage, pulse)
     try:
-        study = Study(problem, opened, liveness, study_name)
+        study = Study(problem, opened, liveness, name)
         study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
-        worker.begin(study, plan)
-        for number in worker.trials(study, liveness, evaluate, check):
-            if on_trial is not None:
-                worker.catch_up(study)
-                # none where others gave the trial up for lost meanwhile: its measurement is in the store
-                for record in [r for r in study.records() if r.number == number]:
-                    on_trial(record, worker.belief)
-        return worker.result(study)
+        yield study
     finally:
         liveness.close()
         close_storage(opened)
@@ -130,8 +135,16 @@ def search(
 class _Worker:
     """The state of one call of `search`."""
 
-    def __init__(self, problem: Problem, strategy: Strategy, belief: Belief, budget: Budget) -> None:
-        self._problem = problem
+    def __init__(
+        self,
+        problem: Problem,
+        strategy: Strategy,
+        belief: Belief,
+        budget: Budget,
+        evaluate: Evaluate,
+        check: Check | None,
+    ) -> None:
+        self._problem, self._evaluate, self._check = problem, evaluate, check
         self._strategy = strategy
         self._sampler = make_sampler(strategy.sampler) if isinstance(strategy.sampler, str) else strategy.sampler
         self.belief = belief
@@ -164,8 +177,9 @@ class _Worker:
                 study.enqueue(problem.candidates[index], origin)
         study.exclude(self._excluded)
 
-    def trials(self, study: Study, liveness: Liveness, evaluate: Evaluate, check: Check | None) -> Iterator[int]:
-        """Claims and works one trial after another; the number of each, until there is a reason to stop."""
+    def trials(self, study: Study) -> Iterator[TrialRecord]:
+        """Claims and works one trial after another, until there is a reason to stop; each as it ended, but those that
+        others gave up for lost meanwhile: their measurement is in the store."""
         while not self._reason:
             study.rescue()
             claimed = self.next(study)
@@ -175,9 +189,10 @@ class _Worker:
                 time.sleep(POLL_S)
             else:
                 number, setup = claimed
-                with liveness.keep_alive(study.trial_id(number)):
-                    self.work(study, number, setup, evaluate, check)
-                yield number
+                with study.liveness.keep_alive(study.trial_id(number)):
+                    self.work(study, number, setup)
+                self.catch_up(study)
+                yield from (record for record in study.records() if record.number == number)
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
@@ -245,22 +260,21 @@ class _Worker:
             self._converged = (state, converged(self._problem, self.belief, margin=self._strategy.margin))
         return self._converged[1]
 
-    def work(self, study: Study, number: int, setup: TrainSetup, evaluate: Evaluate, check: Check | None) -> None:
+    def work(self, study: Study, number: int, setup: TrainSetup) -> None:
         """Dry-runs and probes one claimed candidate and records what came back."""
         started = time.monotonic()
         candidate = self._problem.candidates[self._problem.index[key_of(setup)]]
-        if check is not None:
-            prediction = check(setup)
-            if isinstance(prediction, Prediction):
-                reason = self._problem.too_large(replace(candidate, dry_run=prediction))
-                if reason:
-                    study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=reason)
-                    return
-            elif prediction is not None and prediction.kind is FailureKind.UNSUPPORTED:
-                study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=prediction.message)
-                return
+        prediction = None if self._check is None else self._check(setup)
+        reason = ""
+        if isinstance(prediction, Prediction):
+            reason = self._problem.too_large(replace(candidate, dry_run=prediction))
+        elif prediction is not None and prediction.kind is FailureKind.UNSUPPORTED:
+            reason = prediction.message
+        if prediction is not None and reason:
+            study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=reason)
+            return
         try:
-            evidence = evaluate(setup)
+            evidence = self._evaluate(setup)
         except EnvironmentProblem:
             study.set_aside(number)
             raise

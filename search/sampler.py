@@ -100,9 +100,11 @@ class Belief:
         if isinstance(evidence, (Prediction, Measurement)):
             self.memory.observe(index, log(evidence.peak_device_bytes) - self.log_memory[index], DRY_RUN_NOISE_SD)
 
-    def close(self, index: int) -> None:
-        """Someone else is at it."""
-        self.open[index] = False
+    def free(self, running: Sequence[int]) -> NDArray[np.bool_]:
+        """Which candidates are open and not being probed now."""
+        free = self.open.copy()
+        free[list(running)] = False
+        return free
 
     def _tell_failure(self, index: int, failure: ProbeFailure) -> None:
         if failure.kind is not FailureKind.OUT_OF_MEMORY:
@@ -173,13 +175,8 @@ class ResidualSampler:
 
     def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate to probe, None when none is left. `seed` is not used: the choice is certain."""
-        open_ = belief.open.copy()
-        open_[list(running)] = False
-        if not open_.any():
-            return None
-        view = pretend_running(belief, running)
-        utility = acquisition(view, open_)
-        return int(np.argmax(utility))
+        free = belief.free(running)
+        return int(np.argmax(acquisition(pretend_running(belief, running), free))) if free.any() else None
 
 
 def pretend_running(belief: Belief, running: Sequence[int]) -> Belief:

@@ -26,7 +26,6 @@ from search.liveness import (
     DatabaseLiveness,
     Liveness,
     LockLiveness,
-    NoLiveness,
     Pulse,
 )
 from search.outage import first_line, make_patient
@@ -45,7 +44,7 @@ def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseS
         EnvironmentProblem: the database does not answer or its driver is missing.
     """
     if target is None:
-        return optuna.storages.InMemoryStorage(), NoLiveness()
+        return optuna.storages.InMemoryStorage(), Liveness()
     text = str(target)
     if "://" not in text:
         return open_journal(Path(target))

@@ -57,7 +57,7 @@ class Study:
     def __init__(self, problem: Problem, storage: BaseStorage, liveness: Liveness, name: str) -> None:
         self._problem = problem
         self._storage = storage
-        self._liveness = liveness
+        self.liveness = liveness
         direction: Literal["minimize", "maximize"] = (
             "minimize" if problem.objective in ("cost", "memory") else "maximize"
         )
@@ -143,17 +143,17 @@ class Study:
         The first worker does it for all. It may die over it: `by_now` records what is missing, whoever began.
         """
         first = self.study.user_attrs.get("excluding")
-        if first not in (None, self._liveness.worker) and not by_now:
+        if first not in (None, self.liveness.worker) and not by_now:
             return 0
         if first is None:
-            self.study.set_user_attr("excluding", self._liveness.worker)
+            self.study.set_user_attr("excluding", self.liveness.worker)
         known = {marks_of(trial).key for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
             if key_of(candidate.setup) in known:
                 continue
             new += 1
-            excess = memory_excess(self._problem, candidate, None)
+            excess = memory_excess(self._problem, candidate, candidate.memory_evidence)
             constraints = {"memory": max(excess, 0.0), "wishes": 0.0}
             if self._problem.broken_wish(candidate.setup):
                 constraints["wishes"] = 1.0
@@ -231,10 +231,10 @@ class Study:
 
     def _take(self, trial: FrozenTrial) -> bool:
         """WAITING -> RUNNING by this worker and no other; its death between any two of the writes is noticed."""
-        trial_id, worker = trial._trial_id, self._liveness.worker
+        trial_id, worker = trial._trial_id, self.liveness.worker
         try:
             self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, True)
-            self._liveness.announce(trial_id)
+            self.liveness.announce(trial_id)
             if not self._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING):
                 self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, False)
                 return False
@@ -292,7 +292,7 @@ class Study:
         if first:
             self._taken_before = {trial.number for trial in running}
         for trial in running:
-            if not self._liveness.is_lost(trial):
+            if not self.liveness.is_lost(trial):
                 continue
             record = record_of(trial)
             if record is not None and record.evidence is not None:  # the probe was finished, only not said so

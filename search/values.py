@@ -32,11 +32,11 @@ _MAX = 1 << 40
 _OTHER_TARGETS = "listed"
 
 
+_SWITCH = CategoricalDistribution((False, True))
 SPACE: dict[str, BaseDistribution] = {
     "method": CategoricalDistribution(METHODS),
     "precision": CategoricalDistribution(PRECISIONS),
     "quantization": CategoricalDistribution(QUANTIZATIONS),
-    "kbit_fp32_cast": CategoricalDistribution((False, True)),
     "lora_rank": IntDistribution(0, _MAX),
     "lora_targets": CategoricalDistribution((*TARGET_SETS, _OTHER_TARGETS)),
     "lora_dropout": optuna.distributions.FloatDistribution(0.0, 1.0),
@@ -45,21 +45,16 @@ SPACE: dict[str, BaseDistribution] = {
     "attention": CategoricalDistribution(ATTENTIONS),
     "checkpointing": IntDistribution(0, _MAX),
     "loss": CategoricalDistribution(LOSSES),
-    "micro_batch_seqs": IntDistribution(1, _MAX),
-    "packing": CategoricalDistribution((False, True)),
-    "compile": CategoricalDistribution((False, True)),
+    **dict.fromkeys(
+        ("micro_batch_seqs", "num_gpus", "tensor_degree", "context_degree", "expert_degree", "pipeline_degree"),
+        IntDistribution(1, _MAX),
+    ),
+    **dict.fromkeys(("kbit_fp32_cast", "packing", "compile", "reshard_after_forward"), _SWITCH),
+    **dict.fromkeys(("activation_offload", "selective_checkpointing"), _SWITCH),
     "kernels": CategoricalDistribution(KERNEL_FAMILIES),
-    "activation_offload": CategoricalDistribution((False, True)),
-    "selective_checkpointing": CategoricalDistribution((False, True)),
-    "num_gpus": IntDistribution(1, _MAX),
     "parallel": CategoricalDistribution(PARALLELS),
-    "tensor_degree": IntDistribution(1, _MAX),
-    "context_degree": IntDistribution(1, _MAX),
-    "expert_degree": IntDistribution(1, _MAX),
-    "pipeline_degree": IntDistribution(1, _MAX),
     "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
     "shard_degree": IntDistribution(0, _MAX),
-    "reshard_after_forward": CategoricalDistribution((False, True)),
     "offload": CategoricalDistribution(OFFLOADS),
 }
 """Wide, and the same for every study: a later search with other candidates may join."""
@@ -75,11 +70,7 @@ def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]
 
 def predicted_values(candidate: Candidate) -> dict[str, Any]:
     """The formula's figures as attributes of a trial."""
-    formula = candidate.formula
-    return {
-        "predicted_tokens_per_s": formula.tokens_per_s,
-        "predicted_peak_device_bytes": formula.peak_device_bytes,
-    }
+    return {f"predicted_{name}": getattr(candidate.formula, name) for name in ("tokens_per_s", "peak_device_bytes")}
 
 
 def constraint_values(
@@ -88,10 +79,7 @@ def constraint_values(
     """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, wishes where violated."""
     failed = isinstance(evidence, ProbeFailure)
     out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
-    if candidate is not None:
-        memory = memory_excess(problem, candidate, evidence)
-    else:
-        memory = 0.0 if isinstance(evidence, ProbeFailure) else evidence.peak_device_bytes / problem.budget_bytes - 1.0
+    memory = memory_excess(problem, candidate, evidence)
     wishes = 1.0 if problem.broken_wish(setup) else 0.0
     if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
         wishes = 1.0

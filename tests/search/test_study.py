@@ -18,14 +18,14 @@ from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
 from search.journal import JOURNAL_NAME, FlockLock, repair_journal
-from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLiveness, Pulse
+from search.liveness import AttributeLiveness, Liveness, LockLiveness, Pulse
 from search.storage import close_storage, open_storage
 from search.study import MAX_RETRIES, Study
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
 from search.values import SPACE, constraint_values
 
 
-class Lost(NoLiveness):
+class Lost(Liveness):
     """Every other worker's trial counts as lost."""
 
     def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
@@ -272,17 +272,17 @@ def test_of_two_that_want_a_trial_the_slower_withdraws(tmp_path: Path, monkeypat
     one, two, watcher = study_in(tmp_path), study_in(tmp_path), study_in(tmp_path)
     one.enqueue(problem().candidates[0], "plan")
     (trial,) = watcher.study.get_trials()
-    announce = two._liveness.announce
+    announce = two.liveness.announce
 
     def overtaken(trial_id: int) -> None:
         announce(trial_id)
-        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one._liveness.worker, True)
+        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one.liveness.worker, True)
         assert one._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
         assert watcher.rescue() == 0
-        one._liveness._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
+        one.liveness._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
         assert watcher.rescue() == 0  # it may be the other who has it
 
-    monkeypatch.setattr(two._liveness, "announce", overtaken)
+    monkeypatch.setattr(two.liveness, "announce", overtaken)
     assert two.claim() is None
     assert watcher.rescue() == 1
     claimed = watcher.claim()
@@ -314,7 +314,7 @@ def test_a_lost_trial_that_its_rescuer_did_not_add_again_is_added_by_the_next() 
     other = Study(problem(), storage, Lost(), "plan")
     assert other.rescue() == 0
     assert other.claim() is not None
-    assert Study(problem(), storage, NoLiveness(), "plan").rescue() == 0
+    assert Study(problem(), storage, Liveness(), "plan").rescue() == 0
     assert len(other.study.get_trials()) == 2  # once, not again
 
 
@@ -388,7 +388,7 @@ def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
 
 def test_attribute_heartbeat_beats_and_goes_stale() -> None:
     storage, _ = open_storage(None)
-    study = Study(problem(), storage, NoLiveness(), "plan")
+    study = Study(problem(), storage, Liveness(), "plan")
     study.enqueue(problem().candidates[0], "plan")
     claimed = study.claim()
     assert claimed is not None
@@ -415,7 +415,7 @@ def test_a_trial_is_announced_before_it_is_taken() -> None:
     study = Study(problem(), storage, AttributeLiveness(storage), "plan")
     study.enqueue(problem().candidates[0], "plan")
     (trial,) = study.study.trials
-    study._liveness.announce(trial._trial_id)
+    study.liveness.announce(trial._trial_id)
     (trial,) = study.study.trials
     assert trial.state is TrialState.WAITING
     assert ALIVE_ATTR in trial.user_attrs

@@ -13,7 +13,7 @@ from planner.interchange import setup_to_dict
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.journal import JOURNAL_NAME, repair_journal
-from search.liveness import AttributeLiveness, LockLiveness, NoLiveness
+from search.liveness import AttributeLiveness, Liveness, LockLiveness
 from search.run import search
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
@@ -94,7 +94,7 @@ def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) 
 def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="plan", direction="maximize")
-    Study(problem(subject="llama"), storage, NoLiveness(), "plan")
+    Study(problem(subject="llama"), storage, Liveness(), "plan")
 
 
 def test_a_journal_beyond_every_study_is_refused_unread(tmp_path: Path) -> None:
