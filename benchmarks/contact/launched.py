@@ -40,7 +40,7 @@ def begin() -> None:
         return
     from probes.phantom.imports import Watcher
 
-    watcher = Watcher(("torch", "transformers.trainer"))
+    watcher = Watcher()
     watcher.add({"torch": [_record_from_the_start], "transformers.trainer": [_add_callback]}, {})
     watcher.watch()
 

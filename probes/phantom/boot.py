@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from probes.phantom.imports import WATCHED, Watcher, is_another_rank
+from probes.phantom.imports import Watcher, is_another_rank
 
 VARIABLE = "FINETUNE_PLANNER_TRACE"
 FAILED_EXIT = 97
@@ -36,7 +36,7 @@ def begin() -> None:
         order = json.loads(text)
         if not order["network"]:
             _cut_network()
-        watcher = Watcher(WATCHED)
+        watcher = Watcher()
         watcher.add({"torch": [lambda module: _guarded(order, watcher)]}, {})
         # what a library is told must be there before the program binds the library's functions
         watcher.first = lambda: importlib.import_module("torch")

@@ -116,21 +116,12 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
 
 def _of_process() -> dict[str, Any]:
     return {
-        "is_available": lambda: True,
-        "_is_compiled": lambda: True,
-        "_lazy_init": nothing,
-        "init": nothing,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
+        **dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), lambda: True),
+        **dict.fromkeys(("_is_in_bad_fork", "can_device_access_peer"), lambda *args: False),
+        **dict.fromkeys(("init", "_lazy_init", "set_device"), nothing),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device", "utilization"), _zero),
+        **dict.fromkeys(("device", "device_of"), Device),
         "device_count": _num_local,
-        "current_device": _zero,
-        "set_device": nothing,
-        "_exchange_device": _zero,
-        "_maybe_exchange_device": _zero,
-        "device": Device,
-        "device_of": Device,
-        "utilization": _zero,
-        "can_device_access_peer": lambda *args: False,
     }
 
 
@@ -167,21 +158,20 @@ def _of_memory(phantom: Phantom) -> dict[str, Any]:
             cudaMemGetInfo=memory_info, cudaProfilerStart=nothing, cudaProfilerStop=nothing
         ),
         "memory_allocated": lambda device=None: allocator.allocated_bytes,
-        "memory_reserved": lambda device=None: allocator.reserved_bytes,
-        "memory_cached": lambda device=None: allocator.reserved_bytes,
         "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,
-        "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,
-        "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,
+        **dict.fromkeys(("memory_reserved", "memory_cached"), lambda device=None: allocator.reserved_bytes),
+        **dict.fromkeys(
+            ("max_memory_reserved", "max_memory_cached"), lambda device=None: allocator.peak_reserved_bytes
+        ),
         "memory_stats": lambda device=None: _statistics(allocator),
         "memory_summary": lambda device=None, abbreviated=False: "(phantom GPU)",
         "memory_snapshot": lambda *args, **kwargs: [],
-        "reset_peak_memory_stats": reset_peaks,
-        "reset_max_memory_allocated": reset_peaks,
-        "reset_max_memory_cached": reset_peaks,
-        "reset_accumulated_memory_stats": nothing,
+        **dict.fromkeys(
+            ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), reset_peaks
+        ),
+        **dict.fromkeys(("reset_accumulated_memory_stats", "ipc_collect"), nothing),
         "set_per_process_memory_fraction": _refuse("torch.cuda.set_per_process_memory_fraction"),
         "empty_cache": memory.empty_cache,
-        "ipc_collect": nothing,
     }
 
 
@@ -220,30 +210,22 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
         return stream or _current
 
     return {
-        "synchronize": nothing,
-        "current_stream": lambda device=None: _current,
-        "default_stream": lambda device=None: _current,
-        "set_stream": entered,
-        "stream": entered,
-        "StreamContext": Stream,
-        "Stream": Stream,
+        **dict.fromkeys(("synchronize", "_sleep"), nothing),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: _current),
+        **dict.fromkeys(("stream", "set_stream"), entered),
+        **dict.fromkeys(("Stream", "StreamContext"), Stream),
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
-        "_sleep": nothing,
     }
 
 
 def _of_generators() -> dict[str, Any]:
     return {
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
         "initial_seed": _zero,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        "set_rng_state": nothing,
-        "set_rng_state_all": nothing,
     }
 
 
@@ -302,12 +284,8 @@ def _of_accelerator(functions: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: functions[name] for name in same},
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": _zero,
-        "current_device_idx": _zero,
-        "set_device_index": nothing,
-        "set_device_idx": nothing,
-        "synchronize": nothing,
-        "set_stream": nothing,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), _zero),
+        **dict.fromkeys(("set_device_index", "set_device_idx", "set_stream", "synchronize"), nothing),
         "get_memory_info": functions["mem_get_info"],
         "device_index": Device,
     }

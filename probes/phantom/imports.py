@@ -4,7 +4,7 @@ import importlib.abc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 Hook = Callable[[ModuleType], None]
 Patch = Callable[[Any, str, Any], None]
 """Owner, name, and what stands in its place until the end."""
-Around = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 def is_another_rank() -> bool:
@@ -47,17 +47,16 @@ class Watcher(importlib.abc.MetaPathFinder):
 
     Attributes:
         absent: what is told of each (optional package, library) where a library looked for a package in vain.
-        first: what is done before the first of them is imported.
+        first: what is done before the first part of `LIBRARIES` is imported.
         hooks: module -> what is done once it is imported.
         around: module -> the context in which it is imported.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self) -> None:
         self.absent: Callable[[str, str], None] = lambda package, library: None
         self.first: Callable[[], Any] | None = None
         self.hooks: dict[str, list[Hook]] = {}
-        self.around: dict[str, Around] = {}
-        self._names = frozenset(names)
+        self.around: dict[str, Context] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """See `importlib.abc.MetaPathFinder`."""
@@ -66,11 +65,11 @@ class Watcher(importlib.abc.MetaPathFinder):
             if library and not any(one.find_spec(name, path) for one in sys.meta_path if not isinstance(one, Watcher)):
                 self.absent(name, library)
             return None
-        if name not in self._names:
-            return None
-        if self.first is not None and name != "torch":
+        if self.first is not None and name.partition(".")[0] in LIBRARIES:
             first, self.first = self.first, None
             first()
+        if name not in self.hooks and name not in self.around:
+            return None
         for finder in sys.meta_path:
             if finder is not self and not isinstance(finder, Watcher):
                 spec = finder.find_spec(name, path, None)
@@ -80,9 +79,8 @@ class Watcher(importlib.abc.MetaPathFinder):
                     return spec
         return None
 
-    def add(self, hooks: dict[str, list[Hook]], around: dict[str, Around]) -> None:
+    def add(self, hooks: dict[str, list[Hook]], around: dict[str, Context]) -> None:
         """From now on each hook runs once its module is imported; at once where it is imported already."""
-        assert self._names >= {*hooks, *around}, {*hooks, *around} - self._names
         self.around.update(around)
         for name, each in hooks.items():
             self.hooks.setdefault(name, []).extend(each)
@@ -100,6 +98,13 @@ class Watcher(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
 
 
+LIBRARIES = frozenset(
+    (
+        "bitsandbytes", "datasets", "deepspeed", "evaluate", "flash_attn", "flash_attn_interface", "safetensors",
+        "tiktoken", "transformers", "trl", "triton", "xformers",
+    )
+)  # fmt: skip
+"""Those to parts of which something is done."""
 OPTIONAL = frozenset({"triton", "fla", "causal_conv1d", "mamba_ssm"})
 """Packages for GPUs with which libraries take another path, that needs another amount of memory."""
 _INDIFFERENT = frozenset({"torch", "bitsandbytes"})
@@ -118,43 +123,3 @@ def _who_asks() -> str:
             return "" if library in _INDIFFERENT else library
         frame = frame.f_back
     return ""
-
-
-WATCHED = (
-    "torch",
-    "torch.utils.data",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.tensor.parallel",
-    "torch.nn.attention.flex_attention",
-    "deepspeed",
-    "flash_attn.flash_attn_interface",
-    "flash_attn.cute.interface",
-    "flash_attn_interface",
-    "xformers.ops.fmha",
-    "transformers.distributed.expert_parallel",
-    "transformers.integrations.moe",
-    "transformers.modeling_utils",
-    "transformers.trainer",
-    "transformers.configuration_utils",
-    "transformers.generation.utils",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.auto.processing_auto",
-    "transformers.models.whisper.feature_extraction_whisper",
-    "transformers.models.whisper.processing_whisper",
-    "transformers.models.whisper.tokenization_whisper",
-    "bitsandbytes",
-    "datasets",
-    "evaluate",
-    "safetensors.torch",
-    "tiktoken",
-    "trl.kernels",
-    "trl.kernels.chunked_logprob",
-    "trl.kernels.chunked_divergence",
-    "trl.kernels.logprob_entropy",
-    "trl.trainer.utils",
-    "triton.runtime.jit",
-    "triton.runtime.autotuner",
-    "triton.runtime.driver",
-)
-"""Every module that something is done to."""

@@ -24,7 +24,7 @@ from probes.phantom import (
 )
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import lying
-from probes.phantom.imports import WATCHED, Hook, Watcher
+from probes.phantom.imports import Hook, Watcher
 from probes.phantom.mode import Phantom
 from probes.stack.autocast import emulation_installed
 
@@ -86,7 +86,7 @@ def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
         for name, hook in found.items():
             hooks.setdefault(name, []).append(hook)
     if watcher is None:
-        watcher = Watcher(WATCHED)
+        watcher = Watcher()
         watcher.watch()
         stack.callback(watcher.stop)
     watcher.absent = lambda package, library: phantom.note(

@@ -2,17 +2,16 @@
 
 from typing import Any
 
+from probes.patching import nothing
 from probes.phantom.claims import CUDA
 
 
 class Stream:
     """A stream on which everything has happened."""
 
-    cuda_stream = 0
-    stream_id = 0
-    device_index = 0
+    cuda_stream = stream_id = device_index = priority = 0
     device_type = 1
-    priority = 0
+    synchronize = wait_event = wait_stream = nothing
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = CUDA
@@ -35,34 +34,18 @@ class Stream:
         """No graph is recorded."""
         return False
 
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """There is nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """There is nothing to wait for."""
-
 
 class Event:
     """An event that has happened; between two of them no time passes."""
 
+    record = wait = synchronize = nothing
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CUDA
-
-    def record(self, stream: Any = None) -> None:
-        """It has happened."""
-
-    def wait(self, stream: Any = None) -> None:
-        """There is nothing to wait for."""
 
     def query(self) -> bool:
         """It has happened."""
         return True
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
 
     def elapsed_time(self, end: Any) -> float:
         """A millisecond, as divisions by it are common."""

@@ -8,85 +8,57 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
+from probes.patching import replaced
 from probes.phantom.card import Card
 from probes.phantom.cuda import properties
-from probes.phantom.imports import Around, Hook
+from probes.phantom.imports import Context, Hook
 from probes.phantom.mode import Phantom
 
 
-class _Driver:
+def _driver(card: Card) -> SimpleNamespace:
     """What Triton's runtime asks of the driver."""
-
-    def __init__(self, card: Card) -> None:
-        described = properties(card)
-        self._card = card
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {
-                "multiprocessor_count": described.multi_processor_count,
-                "max_shared_mem": described.shared_memory_per_block_optin,
-                "max_num_regs": described.regs_per_multiprocessor,
-                "warpSize": 32,
-                "sm_clock_rate": 1_500_000,
-                "mem_clock_rate": 10_000_000,
-                "mem_bus_width": 384,
-            }
-        )
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_target(self) -> Any:
-        """Backend, architecture and warp size."""
-        major, minor = self._card.capability
-        return SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)
-
-    def get_active_torch_device(self) -> Any:
-        """The phantom GPU."""
-        import torch
-
-        return torch.device("cuda", 0)
-
-    def get_device_interface(self) -> Any:
-        """`torch.cuda`."""
-        import torch
-
-        return torch.cuda
-
-    def is_active(self) -> bool:
-        """It is."""
-        return True
+    described = properties(card)
+    major, minor = card.capability
+    told = {
+        "multiprocessor_count": described.multi_processor_count,
+        "max_shared_mem": described.shared_memory_per_block_optin,
+        "max_num_regs": described.regs_per_multiprocessor,
+        "warpSize": 32,
+        "sm_clock_rate": 1_500_000,
+        "mem_clock_rate": 10_000_000,
+        "mem_bus_width": 384,
+    }
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda device: told),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_current_target=lambda: SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32),
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_interface=lambda: torch.cuda,
+        is_active=lambda: True,
+    )
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     """What is done to Triton once it is imported."""
 
-    def launch_nothing(name: str) -> Hook:
-        def hook(module: ModuleType) -> None:
-            def run(self: Any, *args: Any, **kwargs: Any) -> None:
-                phantom.kernels[getattr(self, "__name__", None) or _name(self)] += 1
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        phantom.kernels[getattr(self, "__name__", None) or _name(self)] += 1
 
-            cls = getattr(module, name)
-            stack.enter_context(mock.patch.object(cls, "run", run))
+    def launching_nothing(*classes: str) -> Hook:
+        return lambda module: stack.enter_context(replaced((getattr(module, name), "run", run) for name in classes))
 
-        return hook
+    def driver(module: ModuleType) -> None:
+        active = _driver(phantom.card)
+        stack.enter_context(replaced([(module, "driver", SimpleNamespace(active=active, default=active))]))
 
-    def jit(module: ModuleType) -> None:
-        launch_nothing("JITFunction")(module)
-
-    def autotuner(module: ModuleType) -> None:
-        launch_nothing("Autotuner")(module)
-        launch_nothing("Heuristics")(module)
-
-    def driver(module: Any) -> None:
-        active = _Driver(phantom.card)
-        stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active, default=active)))
-
-    return {"triton.runtime.jit": jit, "triton.runtime.autotuner": autotuner, "triton.runtime.driver": driver}
+    return {
+        "triton.runtime.jit": launching_nothing("JITFunction"),
+        "triton.runtime.autotuner": launching_nothing("Autotuner", "Heuristics"),
+        "triton.runtime.driver": driver,
+    }
 
 
 def _name(kernel: Any) -> str:
@@ -105,7 +77,7 @@ _TRL = (
 )
 
 
-def around(phantom: Phantom) -> dict[str, Around]:
+def around(phantom: Phantom) -> dict[str, Context]:
     """TRL's modules that take another, larger path without Triton, imported as if it were there where it is not.
 
     Only theirs: what else looks for Triton in this process is told the truth.
@@ -123,17 +95,13 @@ def around(phantom: Phantom) -> dict[str, Around]:
         modules = {"triton": triton, "triton.language": language}
         sys.modules.update(modules)
         try:
-            with mock.patch.object(transformers.utils, "is_triton_available", _yes):
+            with mock.patch.object(transformers.utils, "is_triton_available", return_value=True):
                 yield
         finally:
             for name in modules:
                 sys.modules.pop(name, None)
 
     return dict.fromkeys(_TRL, with_triton)
-
-
-def _yes(*args: Any, **kwargs: Any) -> bool:
-    return True
 
 
 class _Language(ModuleType):
