@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,55 +39,66 @@ class KernelLog:
             self.reasons.setdefault(kernel, reason)
 
 
-def choose_sdpa_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    capability: tuple[int, int],
-    *,
-    grouped: bool = True,
-) -> tuple[str, str]:
-    """("flash", "efficient" or "math", why the faster ones were refused). `grouped`: `enable_gqa`, without which no
-    fused kernel takes fewer heads of keys than of queries (timm's multi-query attention).
+class Attention(NamedTuple):
+    """A call of `scaled_dot_product_attention`: its arguments by their names there.
+
+    Shapes: query [seqs, heads, tokens, head size], key and value with their own heads.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def under_autocast(self) -> "Attention":
+        """In the types that autocast casts its arguments to, where it is on."""
+        if not emulated_autocast_enabled():
+            return self
+        dtype = emulated_autocast_dtype()
+        query, key, value = (cached_cast(one, dtype) for one in self[:3])
+        mask = self.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = cached_cast(mask, dtype)
+        return self._replace(query=query, key=key, value=value, attn_mask=mask)
+
+
+def choose_sdpa_kernel(call: Attention, capability: tuple[int, int]) -> tuple[str, str]:
+    """("flash", "efficient" or "math", why the faster ones were refused). Without `enable_gqa` no fused kernel takes
+    fewer heads of keys than of queries (timm's multi-query attention).
 
     Source: PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: `can_use_flash_attention`,
     `can_use_mem_efficient_attention`, order flash, efficient, math. cuDNN's kernel, which newer builds prefer on Hopper
     and data-centre Blackwell, keeps the same tensors as flash.
     """
-    flash = _flash_refusal(query, key, value, mask, dropout, capability)
-    if not grouped and query.shape[1] != key.shape[1]:
-        flash = f"{query.shape[1]} heads of queries, {key.shape[1]} of keys"
+    flash = _flash_refusal(call, capability)
+    if not call.enable_gqa and call.query.shape[1] != call.key.shape[1]:
+        flash = f"{call.query.shape[1]} heads of queries, {call.key.shape[1]} of keys"
     if not flash:
         return "flash", ""
-    efficient = _efficient_refusal(query, key, value, capability)
+    efficient = _efficient_refusal(call.query, call.key, call.value, capability)
     if not efficient:
         return "efficient", f"no flash kernel: {flash}"
     return "math", f"no flash kernel: {flash}; no memory-efficient kernel: {efficient}"
 
 
-def _flash_refusal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    capability: tuple[int, int],
-) -> str:
-    head = query.shape[-1]
+def _flash_refusal(call: Attention, capability: tuple[int, int]) -> str:
+    head = call.query.shape[-1]
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"data type {str(query.dtype).removeprefix('torch.')}"
-    if mask is not None:
+    if call.query.dtype not in (torch.float16, torch.bfloat16):
+        return f"data type {str(call.query.dtype).removeprefix('torch.')}"
+    if call.attn_mask is not None:
         return "an attention mask is given"
-    if not head == key.shape[-1] == value.shape[-1]:
-        return f"head sizes differ ({head}, {key.shape[-1]}, {value.shape[-1]})"
+    if not head == call.key.shape[-1] == call.value.shape[-1]:
+        return f"head sizes differ ({head}, {call.key.shape[-1]}, {call.value.shape[-1]})"
     if head > 256:
         return f"head size {head} is above 256"
     ada = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-    if ada and (192 < head <= 224 or (head > 224 and dropout > 0)):
+    if ada and (192 < head <= 224 or (head > 224 and call.dropout_p > 0)):
         return f"no backward for head size {head} on compute capability {capability[0]}.{capability[1]}"
     return ""
 
@@ -110,56 +121,34 @@ def _efficient_refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def sdpa_of(log: KernelLog) -> Any:
     """`scaled_dot_product_attention` as the GPU of `log.capability` runs it."""
 
-    def scaled_dot_product_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if emulated_autocast_enabled():
-            dtype = emulated_autocast_dtype()
-            query, key, value = (cached_cast(one, dtype) for one in (query, key, value))
-            if attn_mask is not None and attn_mask.is_floating_point():
-                attn_mask = cached_cast(attn_mask, dtype)
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call = Attention(*args, **kwargs).under_autocast()
         with without_casts():
-            return _chosen(log, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attended(call, log)
 
     return scaled_dot_product_attention
 
 
-def _chosen(
-    log: KernelLog,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
     """Attention by the kernel that PyTorch chooses for these arguments."""
-    kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability, grouped=enable_gqa)
+    query, key, value, mask, dropout, causal, scale, grouped = call
+    kernel, reason = choose_sdpa_kernel(call, log.capability)
     log.note(kernel, reason)
     if log.ring is not None:
         return _over_the_ring(log.ring, kernel, query, key, value, scale)
-    mask = _additive(attn_mask, query.dtype)
+    mask = _additive(mask, query.dtype)
     if kernel == "flash":
-        return _flash_padded(query, key, value, dropout_p, is_causal, scale)
+        return _flash_padded(query, key, value, dropout, causal, scale)
     if kernel == "efficient":
         if mask is not None:
             mask = _expanded(mask, query, key)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            query, key, value, mask, torch.is_grad_enabled(), dropout, causal, scale=scale
         )[0]
     rows, columns = query.shape[-2], key.shape[-2]
     log.math_matrix_bytes = max(log.math_matrix_bytes, query.shape[0] * query.shape[1] * rows * columns * 4)
     return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=grouped
     )[0]
 
 

@@ -259,14 +259,12 @@ def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
     return call
 
 
-def _allow_in_graph(fn: Any) -> Any:
-    _FINDER.marks[fn] = lambda compiler, one: compiler.allow_in_graph(one)
-    return fn
+def _marking(name: str) -> Callable[..., Any]:
+    def mark(fn: Any) -> Any:
+        _FINDER.marks[fn] = lambda compiler, one: getattr(compiler, name)(one)
+        return fn
 
-
-def _assume_constant_result(fn: Any) -> Any:
-    _FINDER.marks[fn] = lambda compiler, one: compiler.assume_constant_result(one)
-    return fn
+    return mark
 
 
 class _Config:
@@ -280,8 +278,7 @@ class _Config:
 
 _MARKS = {
     "disable": _disable,
-    "allow_in_graph": _allow_in_graph,
-    "assume_constant_result": _assume_constant_result,
+    **{name: _marking(name) for name in ("allow_in_graph", "assume_constant_result")},
     "config": _Config(),
     "graph_break": lambda msg="": None,
 }
@@ -291,25 +288,10 @@ _MARKS = {
 # torch/fx/experimental/symbolic_shapes.py.
 
 
-def _as_it_is(name: str, *types: type) -> Callable[..., Any]:
-    def ask(one: Any) -> Any:
-        return one if type(one) in types else getattr(_FINDER.load(SHAPES), name)(one)
-
-    return ask
-
-
-def _always(name: str, answer: bool) -> Callable[..., Any]:
-    def ask(one: Any) -> Any:
-        return answer if type(one) in (int, bool, float) else getattr(_FINDER.load(SHAPES), name)(one)
-
-    return ask
-
-
-def _reduced(name: str, joined: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def ask(*all_: Any) -> Any:
-        if any(type(one) is not bool for one in all_):
-            return getattr(_FINDER.load(SHAPES), name)(*all_)
-        return functools.reduce(joined, all_)
+def _of_plain(name: str, types: set[type], answer: Callable[..., Any] = lambda one: one) -> Callable[..., Any]:
+    def ask(*args: Any) -> Any:
+        plain = all(type(one) in types for one in args)
+        return answer(*args) if plain else getattr(_FINDER.load(SHAPES), name)(*args)
 
     return ask
 
@@ -331,20 +313,17 @@ def _free_symbols(name: str) -> Callable[..., Any]:
     return ask
 
 
+_CONDITIONS = (
+    "expect_true", "guard_bool", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true",
+)  # fmt: skip
 _ANSWERS = {
-    "expect_true": _as_it_is("expect_true", bool),
-    "free_symbols": _free_symbols("free_symbols"),
-    "free_unbacked_symbols": _free_symbols("free_unbacked_symbols"),
-    "guard_bool": _as_it_is("guard_bool", bool),
-    "guard_int": _as_it_is("guard_int", int),
-    "guard_or_false": _as_it_is("guard_or_false", bool),
-    "guard_or_true": _as_it_is("guard_or_true", bool),
-    "guard_size_oblivious": _as_it_is("guard_size_oblivious", bool),
-    "guarding_hint_or_throw": _as_it_is("guarding_hint_or_throw", int, bool),
-    "has_guarding_hint": _always("has_guarding_hint", True),
-    "is_nested_int": _always("is_nested_int", False),
-    "statically_known_true": _as_it_is("statically_known_true", bool),
-    "sym_and": _reduced("sym_and", operator.and_),
-    "sym_or": _reduced("sym_or", operator.or_),
+    **{name: _of_plain(name, {bool}) for name in _CONDITIONS},
+    **{name: _free_symbols(name) for name in ("free_symbols", "free_unbacked_symbols")},
+    "guard_int": _of_plain("guard_int", {int}),
+    "guarding_hint_or_throw": _of_plain("guarding_hint_or_throw", {int, bool}),
+    "has_guarding_hint": _of_plain("has_guarding_hint", {int, bool, float}, lambda one: True),
+    "is_nested_int": _of_plain("is_nested_int", {int, bool, float}, lambda one: False),
+    "sym_and": _of_plain("sym_and", {bool}, lambda *all_: functools.reduce(operator.and_, all_)),
+    "sym_or": _of_plain("sym_or", {bool}, lambda *all_: functools.reduce(operator.or_, all_)),
     "sym_eq": _equal,
 }

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probes.gpu.child import StatusPipe
-from probes.gpu.device import take_turns
+from probes.gpu.device import turns
 from probes.gpu.worker import EXIT_RANK_FAILED, begin, leave
 
 STATUS_FD = 0
@@ -27,29 +27,21 @@ HOST = "127.0.0.1"
 
 def main(argv: Sequence[str]) -> int:
     """Runs one job; 0 when every rank ended well."""
-    mine, _, worker = (list(part) for part in _split(argv))
-    errand = begin(mine, __doc__)
+    at = list(argv).index("--")
+    errand = begin(argv[:at], __doc__)
     request = errand.request
     if errand.status_fd is not None:
         os.dup2(errand.status_fd, STATUS_FD, inheritable=True)
         os.close(errand.status_fd)
     status = StatusPipe(STATUS_FD if errand.status_fd is not None else None)
     status.progress(f"starting {request.num_ranks} ranks")
-    turns = take_turns(request.devices, status.waiting)
-    command = [*worker, *errand.arguments, "--parent", str(os.getpid())]
+    command = [*argv[at + 1 :], *errand.arguments, "--parent", str(os.getpid())]
     command += ["--status-fd", str(STATUS_FD)] if errand.status_fd is not None else []
-    try:
-        return run_ranks(request.num_ranks, command, status)
-    finally:
-        turns.close()
+    with turns(request.devices, status.waiting):
+        return run_ranks(request.num_ranks, command)
 
 
-def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    at = list(argv).index("--")
-    return argv[:at], argv[at : at + 1], argv[at + 1 :]
-
-
-def run_ranks(num_ranks: int, command: Sequence[str], status: StatusPipe) -> int:
+def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
     """One torchrun job on this machine: a free port, no restart, every rank's output in this process's own.
 
     Nothing is looked up by name: where the name server does not answer, torchrun waits for it at each of four places

@@ -9,7 +9,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from planner.locks import NO_LINK, OPEN_FLAGS, lock
@@ -52,45 +52,38 @@ def take_turn(device: str, waiting: Callable[[bool], None], *, read: ReadStatus 
     ends, so that it does not count against the probe's own time."""
     if device == "cpu":
         return Turn(descriptor=None, before=None)
+    return clean_turn(device, descriptor=_held(_lock_name(device, read), waiting), read=read)
+
+
+@contextlib.contextmanager
+def turns(
+    devices: Sequence[str], waiting: Callable[[bool], None], *, read: ReadStatus = device_status
+) -> Iterator[None]:
+    """Within it all devices of a job are ours: waits for their locks in one order for everybody, so that two jobs never
+    wait for each other. Whether each device is clean its own rank looks (`clean_turn`)."""
+    names = {_lock_name(device, read) for device in devices if device != "cpu"}
+    held = [_held(name, waiting) for name in sorted(names)]
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _lock_name(device: str, read: ReadStatus) -> str:
     status = read(device)
-    descriptor = _open_lock(status.uuid if status is not None else device.replace(":", "-"))
+    return status.uuid if status is not None else device.replace(":", "-")
+
+
+def _held(name: str, waiting: Callable[[bool], None]) -> int | None:
+    """The descriptor of a device's lock, once it is ours; None where there is no place for one."""
+    descriptor = _open_lock(name)
     if descriptor is not None:
         waiting(True)
         lock(descriptor)
         waiting(False)
-    return clean_turn(device, descriptor=descriptor, read=read)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """Several devices that are ours until closed."""
-
-    descriptors: tuple[int, ...]
-
-    def close(self) -> None:
-        """Gives the devices to the next."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
-
-def take_turns(devices: Sequence[str], waiting: Callable[[bool], None], *, read: ReadStatus = device_status) -> Turns:
-    """Waits for the locks of all devices of a job, in one order for everybody, so that two jobs never wait for each
-    other. Whether each device is clean its own rank looks (`clean_turn`)."""
-    names = set()
-    for device in devices:
-        if device != "cpu":
-            status = read(device)
-            names.add(status.uuid if status is not None else device.replace(":", "-"))
-    held = []
-    for name in sorted(names):
-        descriptor = _open_lock(name)
-        if descriptor is None:
-            continue
-        waiting(True)
-        lock(descriptor)
-        waiting(False)
-        held.append(descriptor)
-    return Turns(descriptors=tuple(held))
+    return descriptor
 
 
 def clean_turn(device: str, *, descriptor: int | None = None, read: ReadStatus = device_status) -> Turn:

@@ -32,9 +32,9 @@ class Meter(ABC):
     device: str
     has_nvml: bool = False
 
-    @abstractmethod
-    def following(self) -> Any:
+    def following(self) -> AbstractContextManager[Any]:
         """A context in which allocations are counted."""
+        return nullcontext()
 
     @abstractmethod
     def mark(self, phase: str, layer: int | None = None) -> None:
@@ -156,12 +156,6 @@ class PhaseAccount:
         return dict(self._peaks)
 
 
-def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:
-    """The driver's readings of one GPU as long as `resources` are held; None where it cannot be asked."""
-    module = resources.enter_context(nvml())
-    return NvmlReader(module, device_handle(module, device)) if module is not None else None
-
-
 class CudaMeter(Meter):
     """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
 
@@ -172,19 +166,13 @@ class CudaMeter(Meter):
         self._context: int | None = None
         self._torch_device = torch.device(device)
         self._phase = PHASE_OF_BUILDING
-        self._peaks = dict.fromkeys(PHASES, 0)
         self._flags: set[str] = set()
         self._base_used_bytes = base_used_bytes
-        self._nvml = nvml_reader(resources, device)
+        module = resources.enter_context(nvml())
+        self._nvml = None if module is None else NvmlReader(module, device_handle(module, device))
         self.has_nvml = self._nvml is not None and base_used_bytes is not None
-        torch.cuda.synchronize(self._torch_device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._torch_device)
+        self.rebase()
         self._retries_before = self._stat("num_alloc_retries")
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        yield
 
     def mark(self, phase: str, layer: int | None = None) -> None:
         """Allocation happens on the host as operators are enqueued, so no synchronisation is needed here."""
@@ -247,8 +235,6 @@ class CudaMeter(Meter):
         if self._stat("num_alloc_retries") > self._retries_before:
             found.add("allocator-retries")
         return found
-
-    _reserved = 0
 
     def _close_phase(self) -> None:
         peak = torch.cuda.max_memory_allocated(self._torch_device)

@@ -5,12 +5,13 @@ The same JSON runs in a child process of this machine or, through `probes.gpu.ex
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
+from planner.codec import decode
 from planner.errors import ConfigError, UsageError
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.interchange import to_jsonable
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.outcome import Rung
 from planner.outputs import write_whole
@@ -124,19 +125,7 @@ class ProbeRequest:
 
     def to_dict(self) -> dict[str, Any]:
         """The request as JSON values."""
-        return {
-            "schema": REQUEST_SCHEMA,
-            "model_id": self.model_id,
-            "config": dict(self.config),
-            "setup": setup_to_dict(self.setup),
-            "device": self.device,
-            "rung": self.rung.value,
-            "depths": list(self.depths),
-            "check_depth": self.check_depth,
-            "limits": asdict(self.limits),
-            "gpu_key": self.gpu_key,
-            "seed": self.seed,
-        }
+        return {"schema": REQUEST_SCHEMA, **to_jsonable(self), "config": dict(self.config)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -147,22 +136,7 @@ class ProbeRequest:
         """
         if values.get("schema") != REQUEST_SCHEMA:
             raise ConfigError(f"request schema must be {REQUEST_SCHEMA}, got {values.get('schema')!r}")
-        known = {one.name for one in fields(Limits)}
-        try:
-            return cls(
-                model_id=values["model_id"],
-                config=values["config"],
-                setup=setup_from_dict(values["setup"]),
-                device=values["device"],
-                rung=Rung(values["rung"]),
-                depths=tuple(values["depths"]),
-                check_depth=bool(values["check_depth"]),
-                limits=Limits(**{name: value for name, value in values["limits"].items() if name in known}),
-                gpu_key=values["gpu_key"],
-                seed=int(values["seed"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the probe request cannot be read: {type(error).__name__}: {error}") from error
+        return decode(cls, values, "the probe request", newer=True)
 
 
 @dataclass(frozen=True, slots=True)

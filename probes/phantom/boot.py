@@ -100,6 +100,7 @@ class _Report:
 
 
 def _start(order: dict[str, Any], watcher: Watcher) -> None:
+    from planner.codec import decode
     from probes.phantom.card import Card, TraceOptions
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done
@@ -107,8 +108,8 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
     report = _Report(order["results"])
     phantom = _keep.enter_context(
         phantom_gpu(
-            Card.from_json(order["card"]),
-            TraceOptions.from_json(order["options"]),
+            decode(Card, order["card"]),
+            decode(TraceOptions, order["options"]),
             expandable_segments="expandable_segments:True" in _allocator_settings(),
             finished=report.finished,
             watcher=watcher,

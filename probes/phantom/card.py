@@ -1,8 +1,5 @@
 """What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.records import dataclass
@@ -39,11 +36,6 @@ class Card:
         """
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}.get(self.capability, 2048)
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Card":
-        """Of what `dataclasses.asdict` gave, after JSON."""
-        return cls(**{**raw, "capability": tuple(raw["capability"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
@@ -64,11 +56,6 @@ class TraceOptions:
     image_size: tuple[int, int] = (1024, 1024)
     objective: str = ""
     every_micro_batch: bool = False
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "TraceOptions":
-        """Of what `dataclasses.asdict` gave, after JSON."""
-        return cls(**{**raw, "image_size": tuple(raw["image_size"])})
 
 
 def card_of(gpu: GpuSpec, memory_bytes: int | None = None) -> Card:

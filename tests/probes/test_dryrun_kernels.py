@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from probes.dryrun.kernels import KernelLog, choose_sdpa_kernel, kernels_of  # noqa: E402
+from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, kernels_of  # noqa: E402
 from probes.dryrun.metaops import fused_dropout  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.dryrun.workspaces import cublas_workspace_bytes, efficient_backward, flash_backward  # noqa: E402
@@ -36,7 +36,7 @@ def test_choose_sdpa_kernel(case: tuple[str, int, int, int, bool, float, tuple[i
     query = torch.empty(1, heads, 64, size, dtype=dtype, device="meta")
     key = torch.empty(1, kv_heads, 64, size, dtype=dtype, device="meta")
     mask = torch.empty(1, 1, 64, 64, dtype=torch.bool, device="meta") if masked else None
-    kernel, reason = choose_sdpa_kernel(query, key, key, mask, dropout, capability)
+    kernel, reason = choose_sdpa_kernel(Attention(query, key, key, mask, dropout, enable_gqa=True), capability)
     assert kernel == expected
     assert bool(reason) == (kernel != "flash")
 

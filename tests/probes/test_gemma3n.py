@@ -30,7 +30,7 @@ from planner.models.towers import image_tokens, tower_of
 from planner.predict import predict
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
-from probes.dryrun.kernels import KernelLog, choose_sdpa_kernel, sdpa_of
+from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, sdpa_of
 from probes.dryrun.report import DryRunReport
 from probes.module_tree import spec_of_tree
 from probes.stack import timm_towers
@@ -182,8 +182,8 @@ def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> No
     """PyTorch 2.13 `check_batch_size_and_num_heads_dense`."""
     query = torch.empty(1, 12, 64, 64, dtype=torch.bfloat16, device="meta")
     key = query[:, :1]
-    assert choose_sdpa_kernel(query, key, key, None, 0.0, (9, 0), grouped=True)[0] == "flash"
-    kernel, reason = choose_sdpa_kernel(query, key, key, None, 0.0, (9, 0), grouped=False)
+    assert choose_sdpa_kernel(Attention(query, key, key, enable_gqa=True), (9, 0))[0] == "flash"
+    kernel, reason = choose_sdpa_kernel(Attention(query, key, key), (9, 0))
     assert kernel == "math"
     assert "12 heads of queries, 1 of keys" in reason
 

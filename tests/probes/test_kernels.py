@@ -11,7 +11,7 @@ from planner.hardware.kernels import attention_kernel  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from probes.dryrun.kernels import choose_sdpa_kernel  # noqa: E402
+from probes.dryrun.kernels import Attention, choose_sdpa_kernel  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = ((8, 8, 64, 64), (8, 2, 128, 128), (16, 16, 192, 128), (8, 8, 256, 256), (4, 4, 320, 320))
@@ -33,7 +33,7 @@ def test_kernel_equals_the_dry_runs_choice(
     key = torch.empty(1, kv, 64, head_dim, dtype=DTYPES[dtype], device="meta")
     value = torch.empty(1, kv, 64, value_dim, dtype=DTYPES[dtype], device="meta")
     mask = torch.empty(1, 1, 64, 64, dtype=torch.bool, device="meta") if packing else None
-    wanted, reason = choose_sdpa_kernel(query, key, value, mask, 0.0, card.compute_capability)
+    wanted, reason = choose_sdpa_kernel(Attention(query, key, value, mask, enable_gqa=True), card.compute_capability)
     model = catalogue.load("meta-llama/llama-3.1-8b")
     assert model is not None
     found = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)

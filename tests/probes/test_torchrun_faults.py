@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from moved_clock import PATIENCE_S, Clock, clock
 
+from planner.locks import open_lock, try_lock
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
 from probes.gpu import device, runner, watch
@@ -275,8 +276,16 @@ def test_a_job_takes_all_its_devices_in_one_order(tmp_path: Path, monkeypatch: p
         return DeviceStatus(name="GPU", uuid=uuids[one], used_bytes=0, total_bytes=1 << 34, process_ids=())
 
     monkeypatch.setattr(device, "_open_lock", open_lock)
-    turns = device.take_turns(("cuda:0", "cuda:1"), lambda begins: None, read=status)
-    turns.close()
-    assert taken == ["GPU-a", "GPU-b"]
-    assert len(turns.descriptors) == 2
-    assert device.take_turns(("cpu", "cpu"), lambda begins: None).descriptors == ()
+    waits: list[bool] = []
+    with device.turns(("cuda:0", "cuda:1"), waits.append, read=status):
+        assert taken == ["GPU-a", "GPU-b"]
+        assert waits == [True, False] * 2
+        assert [_is_free(device.lock_path(name)) for name in taken] == [False, False]
+    assert [_is_free(device.lock_path(name)) for name in taken] == [True, True]
+    with device.turns(("cpu", "cpu"), waits.append):
+        assert len(taken) == 2
+
+
+def _is_free(path: Path) -> bool:
+    with open_lock(path, make=False) as file:
+        return try_lock(file.fileno())
