@@ -70,7 +70,6 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
     head, table = _ends(model)
     inside = {id(one) for layer in layers for one in layer.parameters()}
     inside |= {id(one) for one in head.parameters(recurse=False)}
-    outer = _Outer(model, inside, path)
     positions = getattr(text, "max_position_embeddings", None)
     return ModelSpec(
         model_id=model_id,
@@ -81,14 +80,9 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         max_position_embeddings=positions if isinstance(positions, int) else None,
         layer_kinds=kinds,
         layer_order=order,
-        embeddings=outer.embeddings,
         head=_linear("lm_head", head, "other"),
         tied=head.weight is table.weight,
-        outer_linears=outer.linears,
-        outer_norms=outer.norms,
-        num_outer_other_params=outer.num_other,
-        idle_layers=(*outer.idle_layers, *unseen.items()),
-        num_idle_other_params=outer.num_idle,
+        **_outside(model, inside, path, unseen),
         logit_softcap=bool(getattr(text, "final_logit_softcapping", None)),
         attentions=_attentions(model, text),
         config=dict(raw_config),
@@ -147,42 +141,42 @@ def _attentions(model: Any, text: Any) -> tuple[str, ...]:
     return ("eager", *(kind for kind, flag in kinds.items() if all(getattr(one, flag, True) for one in parts)))
 
 
-class _Outer:
-    """What stands before and after the layers."""
+def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]) -> dict[str, Any]:
+    """What stands before and after the layers (at `path`), as `ModelSpec` names it.
 
-    def __init__(self, model: Any, inside: set[int], path: str) -> None:
-        self.num_other = self.num_idle = 0
-        embeddings, linears, norms = [], [], []
-        towers: dict[tuple[str, str], list[LinearSpec]] = {}
-        seen = set(inside)
-        for name, module in model.named_modules():
-            if name.startswith(f"{path}."):
-                continue
-            own = {key: one for key, one in module.named_parameters(recurse=False) if id(one) not in seen}
-            weight = getattr(module, "weight", None)
-            if isinstance(module, nn.Embedding) and weight is not None and not _IDLE.search(name):
-                # a tied head has been seen: its table is counted here
-                if id(weight) not in seen or "weight" not in own:
-                    rows, dim = weight.shape
-                    embeddings.append(EmbeddingSpec(name=name.rpartition(".")[2], num_rows=rows, dim=dim))
-                    seen.add(id(weight))
-                continue
-            seen |= {id(one) for one in own.values()}
-            size = sum(one.numel() for one in own.values())
-            if _IDLE.search(name) and isinstance(module, nn.Linear) and own:
-                place, number, leaf = _numbered(name)
-                towers.setdefault((place, number), []).append(_linear(leaf, module, "other"))
-            elif _IDLE.search(name):
-                self.num_idle += size
-            elif isinstance(module, nn.Linear) and own:
-                linears.append(_linear(name.rpartition(".")[2], module, "other"))
-            elif _is_norm(module):
-                if size or not list(module.parameters()):
-                    norms.append(_norm(name.rpartition(".")[2], module, 1))
-            else:
-                self.num_other += size
-        self.embeddings, self.linears, self.norms = tuple(embeddings), tuple(linears), tuple(norms)
-        self.idle_layers = _alike(towers)
+    Args:
+        inside: ids of the parameters of the layers and the head; `unseen`: layers that text does not see.
+    """
+    sizes: Counter[str] = Counter()
+    embeddings, linears, norms = [], [], []
+    towers: dict[tuple[str, str], list[LinearSpec]] = {}
+    seen = set(inside)
+    for name, module in model.named_modules():
+        if name.startswith(f"{path}."):
+            continue
+        leaf, idle = name.rpartition(".")[2], _IDLE.search(name)
+        own = {key: one for key, one in module.named_parameters(recurse=False) if id(one) not in seen}
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding) and weight is not None and not idle:
+            # a tied head has been seen: its table is counted here
+            if id(weight) not in seen or "weight" not in own:
+                embeddings.append(EmbeddingSpec(name=leaf, num_rows=weight.shape[0], dim=weight.shape[1]))
+                seen.add(id(weight))
+            continue
+        seen |= {id(one) for one in own.values()}
+        size = sum(one.numel() for one in own.values())
+        if isinstance(module, nn.Linear) and own and idle:
+            place, number, inner = _numbered(name)
+            towers.setdefault((place, number), []).append(_linear(inner, module, "other"))
+        elif isinstance(module, nn.Linear) and own:
+            linears.append(_linear(leaf, module, "other"))
+        elif idle or not _is_norm(module):
+            sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
+        elif size or not list(module.parameters()):
+            norms.append(_norm(leaf, module, 1))
+    layers = (*_alike(towers), *unseen.items())
+    found = {"embeddings": embeddings, "outer_linears": linears, "outer_norms": norms, "idle_layers": layers}
+    return {**{name: tuple(each) for name, each in found.items()}, **sizes}
 
 
 def _numbered(name: str) -> tuple[str, str, str]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from probes.allocator.events import Alloc, Event, Free
 from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import STORAGE_USES, WORKSPACE, Tracker
-from probes.stack.step import Mark, Trainer, optimizer_phase
+from probes.stack.step import Mark, Trainer, step_optimizer
 
 
 class _Gradient(NamedTuple):
@@ -110,9 +110,7 @@ class Again:
         if later is None or copies is None:
             return False
         self._log.chosen.update(self._kernels)
-        mark("step", None)
-        clips = trainer.setup.by.clips_gradients
-        optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, "meta", clips=clips)
+        step_optimizer(trainer, mark)
         for number in later:
             self._tracker.release(copies[number])
         return True

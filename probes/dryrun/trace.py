@@ -31,12 +31,14 @@ from probes.stack.batch import waiting_inputs
 from probes.stack.build import auto_class, build_reference
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
-from probes.stack.step import Mark, Trainer, optimizer_phase
+from probes.stack.step import Mark, Trainer, step_optimizer
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
 
 
+Owner = tuple[str, str]
+"""Category and name of a storage that is known by name."""
 REFERENCE = "reference model: "
 """Before the names of the weights of the frozen copy."""
 
@@ -77,7 +79,7 @@ class Trace:
 
     events: Sequence[Event | Stretch]
     origins: dict[int, Origin]
-    owners: Mapping[int, tuple[str, str]]
+    owners: Mapping[int, Owner]
     num_layers: int
     parameter_bytes: int
     log: KernelLog
@@ -111,7 +113,7 @@ class World(Protocol):
 
     def prepared(
         self, tracker: Tracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> AbstractContextManager[tuple[Any, dict[int, tuple[str, str]]]]:
+    ) -> AbstractContextManager[tuple[Any, dict[int, Owner]]]:
         """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
         what was loaded; followed until its end."""
 
@@ -156,31 +158,31 @@ def trace_run(
     """
     log = KernelLog(capability=capability, ring=ring_group(setup) if setup.rings else None)
     attention, notes = resolve_attention(config, setup)
-    on_meta = device == "meta"
     with ExitStack() as stack:
         stack.enter_context(_emulated(log, config, device))
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
-        made = Tracker if world is None else world.tracker
-        tracker = made(device, temporaries=temporaries() if on_meta and workspaces else None, answer=not setup.packing)
+        tracker = (Tracker if world is None else world.tracker)(
+            device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
+        )
         spread, owners = stack.enter_context(_loaded(tracker, model, reference, setup, world))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
-        trace = Trace(
-            events=tracker.events,
-            origins=tracker.origins,
-            owners=owners,
-            num_layers=num_layers,
-            parameter_bytes=sum(one.untyped_storage().nbytes() for one in held),
-            log=log,
-            attention=attention,
-            notes=notes,
-            layer_prefix=_layer_prefix(model),
-        )
+        known = {"num_layers": num_layers, "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
         gradients = _train(tracker, trainer, spread, owners, log, steps)
         tracker.close()
+    return _recorded(tracker, model, setup, owners, gradients, log=log, attention=attention, notes=notes, **known)
+
+
+def _recorded(
+    tracker: Tracker, model: Any, setup: TrainSetup, owners: Mapping[int, Owner], gradients: "_Gradients", **known: Any
+) -> "Trace":
+    """The trace of a run, with what is trained of the model."""
+    trace = Trace(
+        events=tracker.events, origins=tracker.origins, owners=owners, layer_prefix=_layer_prefix(model), **known
+    )
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return replace(trace, parameter_names=names, trainables=_trainables(trace, model, setup, gradients))
 
@@ -196,7 +198,7 @@ def _emulated(log: KernelLog, config: Any, device: str) -> Iterator[None]:
 @contextmanager
 def _loaded(
     tracker: Tracker, model: Any, reference: Any, setup: TrainSetup, world: World | None
-) -> Iterator[tuple[Any, dict[int, tuple[str, str]]]]:
+) -> Iterator[tuple[Any, dict[int, Owner]]]:
     """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
     if world is not None:
         with world.prepared(tracker, model, setup, reference) as found:
@@ -215,7 +217,7 @@ class _Gradients:
 
 
 def _train(
-    tracker: Tracker, trainer: Trainer, spread: Any, owners: dict[int, tuple[str, str]], log: KernelLog, steps: int
+    tracker: Tracker, trainer: Trainer, spread: Any, owners: dict[int, Owner], log: KernelLog, steps: int
 ) -> _Gradients:
     """The optimizer steps, followed; on one GPU what only repeats is copied (`Again`)."""
     model, setup, device = trainer.model, trainer.setup, trainer.device_type
@@ -227,7 +229,7 @@ def _train(
         for _ in range(steps):
             mark = _marker(tracker, model, owners, gradients)
             if again is None:
-                _step(trainer, spread, batches, mark, device)
+                _step(trainer, spread, batches, mark)
             elif not again.step(trainer, mark):
                 with again.watching_gradients():
                     train_step(trainer, batches, again.watching(mark), again.micro_batch)
@@ -236,15 +238,13 @@ def _train(
     return gradients
 
 
-def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark, device: str) -> None:
+def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark) -> None:
     """One optimizer step: the spread's own way through the model where it has one, as pipelines do."""
     if spread is None or spread.run is None:
         train_step(trainer, batches, mark)
         return
     spread.run(batches, mark)
-    mark("step", None)
-    clips = trainer.setup.by.clips_gradients
-    optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, device, clips=clips)
+    step_optimizer(trainer, mark)
 
 
 def _trainables(trace: Trace, model: Any, setup: TrainSetup, gradients: _Gradients) -> tuple[Trainable, ...]:
@@ -292,10 +292,10 @@ def _unique(parameters: Any) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, tuple[str, str]]:
+def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, Owner]:
     """Counts parameters, buffers and quantization statistics in module order; returns their owners, whose names begin
     with `prefix`."""
-    owners: dict[int, tuple[str, str]] = {}
+    owners: dict[int, Owner] = {}
     tracker.mark("load", None)
 
     def own(tensor: torch.Tensor, category: str, name: str) -> None:
@@ -314,13 +314,13 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, tuple[str,
     return owners
 
 
-def load_all(tracker: Tracker, model: Any, reference: Any) -> dict[int, tuple[str, str]]:
+def load_all(tracker: Tracker, model: Any, reference: Any) -> dict[int, Owner]:
     """`load` of the model and of the frozen copy beside it."""
     owners = load(tracker, model)
     return owners if reference is None else owners | load(tracker, reference, REFERENCE)
 
 
-def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], gradients: _Gradients) -> Mark:
+def _marker(tracker: Tracker, model: Any, owners: dict[int, Owner], gradients: _Gradients) -> Mark:
     """What tells the tracker the phases; as a step begins it owns the gradients and notes where they are."""
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
@@ -338,7 +338,7 @@ def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], gr
     return mark
 
 
-def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, tuple[str, str]]) -> None:
+def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, Owner]) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:

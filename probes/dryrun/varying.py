@@ -92,12 +92,10 @@ def over_lengths(
 
     def run(length: int) -> Trace:
         say(f"dry run of the step at {length:,} tokens ...")
-        one = setup.with_(seq_len_tokens=length)
-        plan = plan_depth(load_config(model.config), checkpointing=one.checkpointing, full_depth=False)
-        return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, one).flat()
+        return _step_of(model, gpu, setup.with_(seq_len_tokens=length))
 
     with collection_paused():
-        at, rounded = standing_in_for(lambda: _by_length(sorted(set(batches)), run))
+        at, rounded = standing_in_for(lambda: _by_length(sorted({*batches}), run))
         say(f"replaying {len(batches)} micro-batches ...")
         found, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
     return OverLengths(
@@ -113,6 +111,11 @@ def over_lengths(
         constant_reserved_bytes=constant.peak_reserved_bytes,
         num_retries=retries,
     )
+
+
+def _step_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Trace:
+    plan = plan_depth(load_config(model.config), checkpointing=setup.checkpointing, full_depth=False)
+    return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, setup).flat()
 
 
 def _replays(

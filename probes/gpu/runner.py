@@ -72,13 +72,7 @@ def run_probe(
     if reason:
         return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=reason)
     paths = _make_directory(work_dir)
-    try:
-        write_json_whole(paths.request, request.to_dict())
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot write the probe's request in {paths.directory}: {error.strerror}",
-            hint="free some disk space, or set TMPDIR to a directory with room",
-        ) from error
+    _write_request(request, paths)
     outcome = _run_child(request, paths, tuple(argv), on_progress, stop)
     if isinstance(outcome, ProbeFailure):
         tail = read_tail(paths.log)[-KEPT_TAIL_CHARS:]  # the log itself stays behind on a lent machine
@@ -96,6 +90,16 @@ def _make_directory(work_dir: Path | None) -> ProbePaths:
         raise EnvironmentProblem(
             f"cannot make a directory for the probe: {error.strerror or error}",
             hint="free some disk space, or set TMPDIR to a directory you may write",
+        ) from error
+
+
+def _write_request(request: ProbeRequest, paths: ProbePaths) -> None:
+    try:
+        write_json_whole(paths.request, request.to_dict())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write the probe's request in {paths.directory}: {error.strerror}",
+            hint="free some disk space, or set TMPDIR to a directory with room",
         ) from error
 
 
@@ -130,9 +134,7 @@ def _run_child(
         try:
             ending = watch.until_end()
         finally:
-            killed = _kill_group(child)
-            if request.num_ranks > 1:
-                killed = _kill_job(str(paths.directory)) and killed
+            killed = _kill_group(child) & (request.num_ranks == 1 or _kill_job(str(paths.directory)))
     finally:
         os.close(read_end)
     # A result that was delivered counts, even if the child hung or crashed while it was being torn down.
@@ -145,8 +147,9 @@ def _run_child(
     tail, oom_killed = read_tail(paths.log), oom_kill_count() > kills_before
     told = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
     stopped = watch.failure(ending, killed=killed)
-    kind, message = told or stopped or _of_exit(child.returncode, tail, oom_killed, delivered)
-    return ProbeFailure(rung=request.rung, kind=kind, message=message)
+    kind, message = told or stopped or classify_exit(child.returncode, tail, oom_killed=oom_killed)
+    why = f"; {delivered}" if delivered and not told and not stopped else ""  # there is no result of its own
+    return ProbeFailure(rung=request.rung, kind=kind, message=f"{message}{why}")
 
 
 def _start_child(
@@ -181,12 +184,6 @@ def _start_child(
     finally:
         os.close(log)
         os.close(write_end)
-
-
-def _of_exit(code: int, tail: str, oom_killed: bool, delivered: str) -> tuple[FailureKind, str]:
-    """The failure that a child's own end tells; `delivered` is why its result is none."""
-    kind, message = classify_exit(code, tail, oom_killed=oom_killed)
-    return kind, f"{message}; {delivered}" if delivered else message
 
 
 def _open_log(paths: ProbePaths) -> int:

@@ -87,17 +87,23 @@ def build_from_config(
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if setup.checkpointing:
             enable_checkpointing(model, setup)
-        if setup.method != "full":
-            with torch.device(device), _without_values() if device.type == "meta" else nullcontext():
-                model = add_adapters(model, setup)
-            if setup.checkpointing:
-                model.enable_input_require_grads()
-        elif setup.trained_layers:
-            freeze_others(model, setup)
-        elif setup.frozen_encoder:
-            model.freeze_encoder()
+        model = _trainable(model, setup, device)
     apply_kernels(model, setup)
     model.train()
+    return model
+
+
+def _trainable(model: Any, setup: TrainSetup, device: torch.device) -> Any:
+    """The model with the setup's adapters, or with what it does not train frozen."""
+    if setup.method != "full":
+        with torch.device(device), _without_values() if device.type == "meta" else nullcontext():
+            model = add_adapters(model, setup)
+        if setup.checkpointing:
+            model.enable_input_require_grads()
+    elif setup.trained_layers:
+        freeze_others(model, setup)
+    elif setup.frozen_encoder:
+        model.freeze_encoder()
     return model
 
 

@@ -8,6 +8,7 @@ are not wrapped here (the dry run models them, the probe calls DeepSpeed).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -158,27 +159,27 @@ def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     if reason:
         raise ValueError(reason)
     config = DistributedConfig(**distributed_config(setup))
-    copies = (1, config.dp_replicate_size)
-    dense = init_device_mesh(
-        device.type, (*copies, config.fsdp_size, config.tp_size), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
-    )
-    experts = init_device_mesh(
-        device.type, (*copies, config.efsdp_size, config.ep_size), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
-    )
+
+    def mesh(**sizes: int) -> Any:
+        names = ("pp", "dp_replicate", *sizes)
+        return init_device_mesh(device.type, (1, config.dp_replicate_size, *sizes.values()), mesh_dim_names=names)
+
+    dense = mesh(fsdp=config.fsdp_size, tp=config.tp_size)
+    experts = mesh(efsdp=config.efsdp_size, ep=config.ep_size)
     inner = inner_model(model)
     with _untied(inner):
         type(inner).maybe_distribute_model(inner, config, TransformersDeviceMesh(dense, experts))
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        inner.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            inner.set_requires_gradient_sync(True)
-
     defers = setup.parallel == "fsdp2" and setup.expert_degree == 1  # which the launch files ask to reduce every time
-    return Spread(module=model, no_sync=no_sync if defers else nullcontext)
+    return Spread(module=model, no_sync=partial(_without_sync, inner) if defers else nullcontext)
+
+
+@contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 @contextmanager

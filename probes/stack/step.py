@@ -181,14 +181,18 @@ def train_step(
             tell("forward", None)
             with trainer.no_sync() if index < len(batches) - 1 else nullcontext():
                 loss = _micro_batch(trainer, batch, len(batches), tell)
+    step_optimizer(trainer, tell)
+    assert loss is not None, f"no micro-batch for {setup}"
+    return loss
+
+
+def step_optimizer(trainer: Trainer, tell: Mark) -> None:
+    """The end of a step: its phase, clipping, the optimizer, gradients released."""
     if trainer.before_step is not None:
         trainer.before_step()
     tell("step", None)
-    optimizer_phase(
-        trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type, clips=setup.by.clips_gradients
-    )
-    assert loss is not None, f"no micro-batch for {setup}"
-    return loss
+    clips = trainer.setup.by.clips_gradients
+    optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type, clips=clips)
 
 
 def _micro_batch(trainer: Trainer, batch: Batch, num_batches: int, tell: Mark) -> torch.Tensor:
