@@ -174,9 +174,8 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
             sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
         elif size or not list(module.parameters()):
             norms.append(_norm(leaf, module, 1))
-    layers = (*_alike(towers), *unseen.items())
-    found = {"embeddings": embeddings, "outer_linears": linears, "outer_norms": norms, "idle_layers": layers}
-    return {**{name: tuple(each) for name, each in found.items()}, **sizes}
+    found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
+    return {**found, "idle_layers": (*_alike(towers), *unseen.items()), **sizes}
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
