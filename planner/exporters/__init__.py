@@ -1,7 +1,7 @@
 """Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import TypeVar
@@ -9,75 +9,92 @@ from typing import TypeVar
 from planner.choices.images import IMAGE_TARGETS
 from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import rollouts
-from planner.exporters.text import comments, header, launch_file
+from planner.exporters.text import comments, header
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
     Difference,
     Draft,
-    Exporter,
     ExportRequest,
     Launch,
     LaunchFile,
-    Target,
 )
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
 from planner.setup import TrainSetup
 
+Exporter = Callable[[ExportRequest], Launch]
+"""A target's files for one request: the same text for the same request, always."""
 T = TypeVar("T")
 
 
-def objective_refusal(setup: TrainSetup, target: str) -> str:
-    """Why a target has no file for the setup's objective, "" when it has."""
-    if target in setup.aim.targets:
+@dataclass(frozen=True)
+class Target:
+    """One launch target: what it makes of a setup, and its files.
+
+    Attributes:
+        name: a stack's where it runs by its own code (`planner.choices.stacks`); room: its module.
+    """
+
+    name: str
+    room: ModuleType
+
+    def _unlike(self, setup: TrainSetup) -> str:
+        """Why it has no file for the setup's objective or its pictures, "" where it has."""
+        if self.name not in setup.aim.targets:
+            others = ", ".join(setup.aim.targets)
+            return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"
+        if setup.images is not None and self.name not in IMAGE_TARGETS:
+            return f"{self.name} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
         return ""
-    others = ", ".join(setup.aim.targets)
-    return f"{target} files are for other objectives than {setup.objective}: it is written for {others}"
 
+    def refusal(self, setup: TrainSetup, model: ModelSpec | None = None) -> str:
+        """Why it cannot run a setup of a model (None: not known), "" when it can."""
+        return self._unlike(setup) or str(self.room.refusal(setup, model))
 
-def image_refusal(setup: TrainSetup, target: str) -> str:
-    """Why a target has no file for a setup with pictures, "" where it has or there are none."""
-    if setup.images is None or target in IMAGE_TARGETS:
-        return ""
-    return f"{target} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
+    def differences(self, setup: TrainSetup) -> tuple[Difference, ...]:
+        """What it runs otherwise than a setup says; nothing for the setup that it makes of another."""
+        found: tuple[Difference, ...] = self.room.differences(setup)
+        return found
 
+    def as_run(self, setup: TrainSetup, model: ModelSpec | None = None) -> TrainSetup | str:
+        """The setup that the target really runs, or why it runs none.
 
-def _refusal(room: ModuleType, setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    found: str = (
-        objective_refusal(setup, room.TARGET) or image_refusal(setup, room.TARGET) or room.refusal(setup, model)
-    )
-    return found
+        What it makes of a setup must be one that it can run as well.
+        """
+        if reason := self.refusal(setup, model):
+            return reason
+        found = self.differences(setup)
+        if not found:
+            return setup.run_by(self.name)
+        runs = setup.with_(**{one.field: one.runs_as for one in found}).run_by(self.name)
+        return self.refusal(runs, model) or runs
 
+    def expresses(self, setup: TrainSetup, model: ModelSpec | None = None) -> bool:
+        """Whether it runs exactly this setup: `as_run` gives the same."""
+        return not (self.differences(setup) or self.refusal(setup, model)) and setup.run_by(self.name) == setup
 
-def _export(room: ModuleType, request: ExportRequest) -> Launch:
-    setup = request.setup
-    reason = objective_refusal(setup, room.TARGET) or image_refusal(setup, room.TARGET)
-    if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
-        reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
-    if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):
-        return Launch(target=room.TARGET, refused=reason)
-    found = room.differences(setup)
-    draft: Draft = room.export(request, found)
-    files, main = draft.files, draft.main
-    if main is not None:
-        versions = room.VALIDATED_WITH
-        head = header(request, main.title, draft.command, versions, differences=found, notes=draft.notes)
-        files = (launch_file(main.path, comments(head) + main.body), *files)
-    parts = {**vars(draft), "files": files, "main": None}
-    return Launch(target=room.TARGET, differences=found, validated_with=room.VALIDATED_WITH, **parts)
+    def export(self, request: ExportRequest) -> Launch:
+        """Its files for one request."""
+        setup, room = request.setup, self.room
+        reason = self._unlike(setup)
+        if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
+            reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
+        if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):
+            return Launch(target=self.name, refused=reason)
+        found, versions = self.differences(setup), room.VALIDATED_WITH
+        draft: Draft = room.export(request, found)
+        files, main = draft.files, draft.main
+        if main is not None:
+            head = header(request, main.title, draft.command, versions, differences=found, notes=draft.notes)
+            files = (LaunchFile(path=main.path, text=comments(head) + main.body), *files)
+        parts = {**vars(draft), "files": files, "main": None}
+        return Launch(target=self.name, differences=found, validated_with=versions, **parts)
 
 
 @cache
 def _target(name: str) -> Target:
-    room = import_module(f"planner.exporters.{name.replace('-', '_')}")
-    return Target(
-        name=name, refusal=partial(_refusal, room), differences=room.differences, export=partial(_export, room)
-    )
-
-
-def _exporter(name: str) -> Exporter:
-    return _target(name).export
+    return Target(name, import_module(f"planner.exporters.{name.replace('-', '_')}"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ class _ByName(Mapping[str, T]):
 TARGETS: Mapping[str, Target] = _ByName(_target)
 """Target name -> what it makes of a setup, and its files."""
 
-EXPORTERS: Mapping[str, Exporter] = _ByName(_exporter)
+EXPORTERS: Mapping[str, Exporter] = _ByName(lambda name: _target(name).export)
 """Target name -> exporter."""
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from planner.exporters import deepspeed
 from planner.exporters.several_gpus import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
-from planner.exporters.text import Line, Section, comments, header, launch_file, section, yaml_text
+from planner.exporters.text import Line, Section, comments, header, section, yaml_text
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -25,7 +25,7 @@ def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFil
     """
     alone = command(request, "SCRIPT", folder)
     head = comments(header(request, "Accelerate launch config", alone, VALIDATED_WITH))
-    files = [launch_file(f"{folder}/{NAME}", head + yaml_text(_sections(request, folder)))]
+    files = [LaunchFile(path=f"{folder}/{NAME}", text=head + yaml_text(_sections(request, folder)))]
     if request.setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, folder))
     return files

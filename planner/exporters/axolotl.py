@@ -1,26 +1,7 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
 from planner.choices.kernels import KERNELS, parts_of
-from planner.exporters import deepspeed, slurm
-from planner.exporters.common import (
-    attention_line,
-    differing,
-    environment,
-    liger_loss_refusal,
-    model_line,
-    model_refusal,
-    target_modules,
-    towered_refusal,
-)
-from planner.exporters.several_gpus import (
-    PER_NODE,
-    context_refusal,
-    processes,
-    sharding_refusal,
-    sync_lines,
-    tensor_refusal,
-    torchrun_flags,
-)
+from planner.exporters import common, deepspeed, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
@@ -35,52 +16,31 @@ PYTHON = "3.12"
 VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2", "accelerate": "1.15.0"}
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
-SWITCHES = {
-    "fp32": ("bf16: false", None, "fp32"),
-    "bf16-pure": ("bfloat16: true", "bf16", "bf16-pure"),
-    "bf16-autocast": ("bf16: true", "bf16", "bf16-autocast"),
-    "bf16-mixed": ("bf16: true", "bf16", "bf16-autocast"),
-    "fp16-autocast": ("fp16: true", "fp16", "fp16-autocast"),
-    "fp16-mixed": ("fp16: true", "fp16", "fp16-autocast"),
+
+WHY = {
+    "precision": "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on",
+    "kbit_fp32_cast": "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation",
+    "checkpointing": "Axolotl's FSDP configuration checkpoints every layer",
+    "loss": "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference",
+    "lora_dropout": "TRL switches every dropout off for DPO (disable_dropout)",
+    "adapter_dtype": "peft keeps the adapters of a quantized base in fp32",
 }
+"""Field of a setup -> why it runs otherwise than it says."""
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Axolotl runs otherwise than the setup says."""
     by_deepspeed, dpo = deepspeed.differences(setup), setup.objective == "dpo"
     every_layer = setup.checkpointing > 1 and setup.parallel == "fsdp2"
-    return (
-        *by_deepspeed,
-        *differing(
-            setup,
-            (
-                "precision",
-                setup.precision if by_deepspeed else SWITCHES[setup.precision][2],
-                "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on",
-            ),
-            (
-                "kbit_fp32_cast",
-                False,
-                "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation",
-            ),
-            (
-                "checkpointing",
-                1 if every_layer else setup.checkpointing,
-                "Axolotl's FSDP configuration checkpoints every layer",
-            ),
-            (
-                "loss",
-                "full" if dpo and setup.loss == "chunked" else setup.loss,
-                "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference",
-            ),
-            (
-                "lora_dropout",
-                0.0 if dpo else setup.lora_dropout,
-                "TRL switches every dropout off for DPO (disable_dropout)",
-            ),
-            ("adapter_dtype", _adapter_dtype(setup), "peft keeps the adapters of a quantized base in fp32"),
-        ),
-    )
+    runs = {
+        "precision": setup.precision if by_deepspeed else common.narrow(setup.precision),
+        "kbit_fp32_cast": False,
+        "checkpointing": 1 if every_layer else setup.checkpointing,
+        "loss": "full" if dpo and setup.loss == "chunked" else setup.loss,
+        "lora_dropout": 0.0 if dpo else setup.lora_dropout,
+        "adapter_dtype": _adapter_dtype(setup),
+    }
+    return (*by_deepspeed, *common.differing(setup, runs, WHY))
 
 
 def _adapter_dtype(setup: TrainSetup) -> str:
@@ -92,7 +52,7 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
-    if reason := tensor_refusal(setup, "Axolotl"):
+    if reason := several_gpus.tensor_refusal(setup, "Axolotl"):
         return reason
     if setup.expert_degree > 1:
         return (
@@ -101,7 +61,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         )
     if setup.activation_offload and setup.parallel == "fsdp2":
         return "Axolotl's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
-    if reason := context_refusal(setup, "Axolotl"):
+    if reason := several_gpus.context_refusal(setup, "Axolotl"):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not Axolotl's way; ddp holds less and is faster"
@@ -119,10 +79,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
     return (
-        towered_refusal(model, "Axolotl")
-        or model_refusal(setup, model, "axolotl")
-        or liger_loss_refusal(setup, model, ("liger",))
-        or sharding_refusal(setup, model)
+        common.towered_refusal(model, "Axolotl")
+        or common.model_refusal(setup, model, "axolotl")
+        or common.liger_loss_refusal(setup, model, ("liger",))
+        or several_gpus.sharding_refusal(setup, model)
     )
 
 
@@ -130,8 +90,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
     command = f"axolotl train launch/{FILE}"
-    job = f"{command} --launcher torchrun -- {torchrun_flags(request)}"
-    if processes(setup) == 1:
+    job = f"{command} --launcher torchrun -- {several_gpus.torchrun_flags(request)}"
+    if several_gpus.processes(setup) == 1:
         command += " --launcher python"
     elif request.num_nodes > 1:
         command = job
@@ -140,9 +100,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     notes = [f"Axolotl 0.21 needs Python {PYTHON} (without a version pip on 3.11 silently takes 0.19)."]
     if KERNELS[setup.kernels].parts or setup.loss == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
-    env = environment(request.gpu)
-    prefix = " ".join(f"{name}={value}" for name, value in env.items())
-    command = f"{prefix} {command}".strip()
+    env = common.environment(request.gpu)
     if setup.method == "full" and setup.precision != "fp32" and (routers := _wide_routers(request.model)):
         # ModelLoader._convert_embedding_modules_dtype: *.gate to fp32, and back to 16 bits nothing but norms
         notes.append(
@@ -150,15 +108,11 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
             f"{gib(8 * routers)} more than planned."
         )
     if request.num_nodes > 1:
-        notes.append(PER_NODE)
-    files = []
-    if setup.parallel in deepspeed.STAGES:
-        files.append(deepspeed.config_file(request, TARGET))
-    if slurm.needed(request):
-        files.append(slurm.job_file(request, TARGET, f"{prefix} {job}".strip(), VALIDATED_WITH))
+        notes.append(several_gpus.PER_NODE)
+    files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
     title = "Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}"
     main = Main(FILE, title, yaml_text(_sections(request)))
-    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes), python=PYTHON)
+    return Draft(main=main, files=tuple(files), command=common.after(env, command), notes=tuple(notes), python=PYTHON)
 
 
 def _wide_routers(model: ModelSpec | None) -> int:
@@ -173,13 +127,12 @@ def _wide_routers(model: ModelSpec | None) -> int:
 def _sections(request: ExportRequest) -> list[Section]:
     setup = request.setup
     runs = setup.with_(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
+    asked_once = Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")
+    beta, precomputed = Line("rl_beta", 0.1, "TRL's default"), asked_once if setup.precomputed_reference else None
     return [
         section("model", *_model(request)),
         section("method", *_method(request)),
-        *(
-            [section("objective", Line("rl", "dpo"), Line("rl_beta", 0.1, "TRL's default"), *_precomputed(setup))]
-            * (setup.objective == "dpo")
-        ),
+        *([section("objective", Line("rl", "dpo"), beta, precomputed)] * (setup.objective == "dpo")),
         _datasets(request),
         section(
             "batch",
@@ -202,19 +155,13 @@ def _sections(request: ExportRequest) -> list[Section]:
     ]
 
 
-def _precomputed(setup: TrainSetup) -> list[Line]:
-    if not setup.precomputed_reference:
-        return []
-    return [Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")]
-
-
 def _optimization(request: ExportRequest) -> list[Line | None]:
-    setup, hyper, reasons = request.setup, request.hyper, request.hyper.reasons
+    setup, hyper = request.setup, request.hyper
     return [
         said(AXOLOTL, setup, "optimizer"),
-        Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
-        Line("lr_scheduler", hyper.lr_schedule, reasons.get("lr_schedule", "")),
-        Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
+        common.tuned("learning_rate", hyper, "learning_rate"),
+        common.tuned("lr_scheduler", hyper, "lr_schedule"),
+        common.tuned("warmup_ratio", hyper, "warmup_fraction"),
         Line("weight_decay", hyper.weight_decay),
         Line("max_grad_norm", hyper.max_grad_norm),
         Line("num_epochs", hyper.num_epochs),
@@ -226,7 +173,7 @@ def _optimization(request: ExportRequest) -> list[Line | None]:
 def _model(request: ExportRequest) -> list[Line | None]:
     setup, dequantizing = request.setup, dequantizing_class(request.model)
     return [
-        model_line("base_model", request, shown_path(request.model_id)),
+        common.model_line("base_model", request),
         Line("load_in_8bit", setup.quantization == "int8"),
         Line("load_in_4bit", setup.four_bit),
         Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
@@ -235,7 +182,7 @@ def _model(request: ExportRequest) -> list[Line | None]:
         Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
         if dequantizing
         else None,
-        attention_line(request),
+        common.attention_line(request),
         Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 
@@ -247,10 +194,10 @@ def _method(request: ExportRequest) -> list[Line]:
     lines = [
         Line("adapter", "qlora" if setup.four_bit else "lora"),
         said(AXOLOTL, setup, "lora_rank"),
-        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        common.tuned("lora_alpha", hyper, "lora_alpha"),
         said(AXOLOTL, setup, "lora_dropout"),
     ]
-    targets = target_modules(setup, request.model)
+    targets = common.target_modules(setup, request.model)
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))
@@ -288,12 +235,11 @@ def _datasets(request: ExportRequest) -> Section:
 
 
 def _precision(setup: TrainSetup) -> list[Line]:
-    autocast = SWITCHES[setup.precision][1]
     if setup.precision == "bf16-pure":
         return [Line("bf16", False), Line("bfloat16", True, "bf16 weights, no autocast"), Line("fp16", False)]
     return [
-        Line("bf16", autocast == "bf16", "weights and autocast"),
-        Line("fp16", autocast == "fp16"),
+        Line("bf16", setup.autocast_dtype == "bf16", "weights and autocast"),
+        Line("fp16", setup.autocast_dtype == "fp16"),
         Line("tf32", False),
     ]
 
@@ -359,5 +305,5 @@ def _sharding(setup: TrainSetup) -> list[Line]:
             "state_dict_type": "FULL_STATE_DICT",
             "activation_checkpointing": setup.checkpointing > 0,
         }
-        lines += [Line("fsdp_version", 2), Line("fsdp_config", config), *sync_lines(setup)]
+        lines += [Line("fsdp_version", 2), Line("fsdp_config", config), *several_gpus.sync_lines(setup)]
     return lines

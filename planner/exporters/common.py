@@ -1,9 +1,13 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
+from collections.abc import Mapping
+
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
+from planner.choices.precisions import PRECISIONS
 from planner.choices.stacks import TARGET_ROWS
-from planner.exporters.text import Line, said, was_absolute
-from planner.exporters.types import Difference, ExportRequest
+from planner.exporters.python_text import constant
+from planner.exporters.text import Line, one_line, said, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_refusal, experts_refusal, left_unnamed
 from planner.hyperparameters import Hyperparameters
@@ -108,11 +112,10 @@ def batch_lines(tool: Tool, setup: TrainSetup) -> list[Line]:
 
 def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> list[Line]:
     """Learning rate, decay, clipping and length of a run, as transformers says them."""
-    reasons = hyper.reasons
     length = Line("num_train_epochs", hyper.num_epochs)
     return [
-        Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
-        Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+        tuned("learning_rate", hyper, "learning_rate"),
+        tuned("lr_scheduler_type", hyper, "lr_schedule"),
         warmup,
         Line("weight_decay", hyper.weight_decay, decay_reason),
         Line("max_grad_norm", hyper.max_grad_norm),
@@ -163,9 +166,30 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     return attention_refusal(model, setup.attention) or stored_refusal(setup, model)
 
 
+def data_constants(request: ExportRequest) -> str:
+    """What a person changes first in a script: model and data."""
+    dataset = request.dataset
+    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
+    return (
+        constant("MODEL", shown_path(request.model_id))
+        + constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment)
+        + constant("SPLIT", dataset.split if dataset else "train")
+    )
+
+
 def environment(gpu: GpuSpec | None) -> dict[str, str]:
     """Environment variables that matter."""
     return {} if gpu is not None and gpu.vendor != "NVIDIA" else allocator_settings()
+
+
+def after(env: Mapping[str, str], command: str) -> str:
+    """A command with the environment that it starts in before it."""
+    return " ".join([*(f"{name}={value}" for name, value in env.items()), command])
+
+
+def tuned(key: str, hyper: Hyperparameters, name: str) -> Line:
+    """The line of a hyperparameter, with what chose it."""
+    return Line(key, getattr(hyper, name), hyper.reasons.get(name, ""))
 
 
 def allocator_settings() -> dict[str, str]:
@@ -178,24 +202,31 @@ def allocator_settings() -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
 
 
-def model_line(key: str, request: ExportRequest, shown: str) -> Line:
+def model_line(key: str, request: ExportRequest) -> Line:
     """The line that names the model."""
-    comment = "a directory: launch from its parent, or put its path here" if was_absolute(request.model_id) else ""
-    return Line(key, shown, comment)
+    shown = shown_path(request.model_id)
+    shortened = shown != one_line(request.model_id)
+    return Line(key, shown, "a directory: launch from its parent, or put its path here" if shortened else "")
 
 
-def differing(setup: TrainSetup, *rows: tuple[str, object, str]) -> tuple[Difference, ...]:
-    """Of (field, what the target runs it as, why) those that the setup says otherwise.
+def narrow(precision: str) -> str:
+    """The precision of weights that are loaded in the type of their autocast."""
+    autocast = PRECISIONS[precision].autocast
+    return precision if autocast is None else f"{autocast}-autocast"
+
+
+def differing(setup: TrainSetup, runs: Mapping[str, object], why: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Of fields and what the target runs them as, with why it does, those that the setup says otherwise.
 
     `adapter_dtype` is held against what "auto" comes to without the k-bit cast to fp32, which no tool here makes.
     """
     found = []
-    for field, runs_as, reason in rows:
+    for field, runs_as in runs.items():
         planned = getattr(setup, field)
         if field == "adapter_dtype":
             if setup.method == "full":
                 continue
             planned = setup.trusted_with(kbit_fp32_cast=False).resolved_adapter_dtype
         if planned != runs_as:
-            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=reason))
+            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why[field]))
     return tuple(found)

@@ -2,34 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from planner.exporters import accelerate, chat, deepspeed, script_sound, slurm
-from planner.exporters.common import (
-    SOUND_TRAINER,
-    attention_line,
-    batch_lines,
-    differing,
-    environment,
-    family_refusal,
-    kernels_lines,
-    liger_loss_refusal,
-    model_refusal,
-    step_lines,
-    target_modules,
-)
+from planner.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.script_data import CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
-from planner.exporters.several_gpus import (
-    PER_NODE,
-    context_refusal,
-    distributed_config,
-    sharding_refusal,
-    sync_lines,
-    tensor_refusal,
-    torchrun,
-    torchrun_flags,
-)
+from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.text import Line, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
+from planner.exporters.types import Difference, Draft, ExportRequest, Main
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
@@ -47,40 +24,36 @@ VALIDATED_WITH = {
 }
 
 
+WHY = {
+    "loss": "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either",
+    "selective_checkpointing": "transformers' Trainer recomputes the attention of checkpointed layers, slower",
+}
+
+
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the plain Trainer runs otherwise than the setup says."""
-    liger = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
-    return (
-        *deepspeed.differences(setup),
-        *differing(
-            setup,
-            ("loss", "liger" if setup.loss == "chunked" else setup.loss, liger),
-            (
-                "selective_checkpointing",
-                False,
-                "transformers' Trainer recomputes the attention of checkpointed layers, slower",
-            ),
-        ),
-    )
+    loss = "liger" if setup.loss == "chunked" else setup.loss
+    own = common.differing(setup, {"loss": loss, "selective_checkpointing": False}, WHY)
+    return (*deepspeed.differences(setup), *own)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the script cannot run this setup, "" when it can."""
-    if reason := tensor_refusal(setup, "the Trainer"):
+    if reason := several_gpus.tensor_refusal(setup, "the Trainer"):
         return reason
-    if reason := context_refusal(setup, "the Trainer", ring=True, ulysses=True):
+    if reason := several_gpus.context_refusal(setup, "the Trainer", ring=True, ulysses=True):
         return reason
     if setup.context_degree > 1 and setup.loss != "full":
         return "labels of cut sequences come shifted already, which the fused losses here do not know"
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    if reason := family_refusal(setup, TARGET):
+    if reason := common.family_refusal(setup, TARGET):
         return reason
     return (
         setup.scaler_refusal
-        or model_refusal(setup, model, "hf")
-        or liger_loss_refusal(setup, model, ("chunked", "liger"))
-        or sharding_refusal(setup, model)
+        or common.model_refusal(setup, model, "hf")
+        or common.liger_loss_refusal(setup, model, ("chunked", "liger"))
+        or several_gpus.sharding_refusal(setup, model)
     )
 
 
@@ -107,14 +80,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 
 def _needs_no_config(setup: TrainSetup) -> bool:
-    """Whether torchrun alone starts the script: nothing is sharded by Accelerate or DeepSpeed."""
+    """Whether several_gpus.torchrun alone starts the script: nothing is sharded by Accelerate or DeepSpeed."""
     return accelerate.distributed_type(setup) == "MULTI_GPU"
 
 
 def _node_command(request: ExportRequest) -> str:
     """What one node of a cluster starts."""
     if _needs_no_config(request.setup):
-        return f"torchrun {torchrun_flags(request)} launch/{FILE}"
+        return f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
     return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
 
 
@@ -122,9 +95,9 @@ def _spread_notes(request: ExportRequest) -> list[str]:
     setup = request.setup
     notes = []
     if request.num_nodes > 1:
-        notes.append(PER_NODE)
+        notes.append(several_gpus.PER_NODE)
     if accelerate.needed(setup) and _needs_no_config(setup):
-        notes.append(f"Or without Accelerate's config: {torchrun(request, f'launch/{FILE}')}")
+        notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
     if setup.parallel == "dp":
         notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
     if setup.sharded_at_loading:
@@ -135,7 +108,7 @@ def _spread_notes(request: ExportRequest) -> list[str]:
 def opening(request: ExportRequest) -> list[str]:
     """What must be set before torch starts, and what every script imports."""
     parts = ["\nimport json\nimport os\n\n"]
-    for name, value in environment(request.gpu).items():
+    for name, value in common.environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
     audio = "Audio, " * hears(request.model)
     return [*parts, f"\nimport torch\nfrom datasets import {audio}load_dataset\n"]
@@ -172,7 +145,8 @@ def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + _collator(setup) + "\n\n")
+        collator = CUT if setup.context_degree > 1 else PACKED if setup.packing else PADDED
+        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + collator + "\n\n")
         parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
@@ -184,7 +158,7 @@ def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
 def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
     """The script of a model that hears, behind what every script imports."""
     sound, kind = script_sound, "Seq2SeqTrainingArguments"
-    yield imported(request, sound.AUTO_CLASS, "AutoProcessor", SOUND_TRAINER, kind)
+    yield imported(request, sound.AUTO_CLASS, "AutoProcessor", common.SOUND_TRAINER, kind)
     yield "\n" + sound.constants(request) + sound.PROCESSOR
     parts, lines = loading(request)
     yield "".join(["\n", *parts]) + call("model", f"{sound.AUTO_CLASS}.from_pretrained", lines, first="MODEL")
@@ -193,30 +167,20 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
         yield "\n" + _adapters(request)
     yield ROWS + "\n" + sound.DATA
     yield "\n" + arguments(request, runs, kind, sound.argument_lines())
-    yield run(SOUND_TRAINER, "processor", sound.DIVIDES)
+    yield run(common.SOUND_TRAINER, "processor", sound.DIVIDES)
 
 
 def constants(request: ExportRequest) -> str:
     """What a person changes first: model, data, length; of text also its column, and whether it is packed."""
     setup, dataset = request.setup, request.dataset
-    path = shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET
     of_text, comment_text = setup.aim.head != "none", "only for datasets without chat columns"
-    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     return (
-        constant("MODEL", shown_path(request.model_id))
-        + constant("DATASET", path, comment)
-        + constant("SPLIT", dataset.split if dataset else "train")
+        common.data_constants(request)
         + of_text * constant("TEXT_FIELD", dataset.text_field if dataset else "text", comment_text)
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
         + of_text * constant("PACKING", setup.packing)
         + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
     )
-
-
-def _collator(setup: TrainSetup) -> str:
-    if setup.context_degree > 1:
-        return CUT
-    return PACKED if setup.packing else PADDED
 
 
 def hears(model: ModelSpec | None) -> bool:
@@ -230,21 +194,18 @@ def _auto_class(setup: TrainSetup) -> str:
 
 def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
     """The statements before, and the arguments of, `from_pretrained` for the setup's weights."""
-    setup, parts = request.setup, []
-    quantization = _quantization(request)
-    parts.append(quantization)
+    setup, quantization = request.setup, _quantization(request)
     device_map: Line | None = None
     if setup.parallel == "device-map":
         device_map = Line("device_map", "auto", "layers spread over the GPUs")
     elif setup.quantized and setup.parallel not in ("fsdp2", "zero3"):
-        device_map = Line(
-            "device_map", Code('{"": int(os.environ.get("LOCAL_RANK", 0))} if torch.cuda.is_available() else None')
-        )
-    return parts, [
+        own_gpu = '{"": int(os.environ.get("LOCAL_RANK", 0))} if torch.cuda.is_available() else None'
+        device_map = Line("device_map", Code(own_gpu))
+    return [quantization], [
         Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
-        attention_line(request),
+        common.attention_line(request),
         Line("quantization_config", Code("quantization")) if quantization else None,
-        Line("distributed_config", distributed_config(setup)) if setup.sharded_at_loading else None,
+        Line("distributed_config", several_gpus.distributed_config(setup)) if setup.sharded_at_loading else None,
         device_map,
     ]
 
@@ -282,21 +243,12 @@ def _quantization(request: ExportRequest) -> str:
 
 def _adapters(request: ExportRequest) -> str:
     setup, hyper = request.setup, request.hyper
-    parts = []
+    parts, name = [], "lora" if setup.kind.form == "low-rank" else "adapter"
     if setup.kbit_fp32_cast:
-        parts.append(
-            call(
-                "model",
-                "prepare_model_for_kbit_training",
-                [Line("use_gradient_checkpointing", False, "the Trainer does it")],
-                first="model",
-            )
-        )
-    parts.append(
-        call("lora" if setup.kind.form == "low-rank" else "adapter", setup.kind.config, adapter_lines(request))
-    )
+        told = Line("use_gradient_checkpointing", False, "the Trainer does it")
+        parts.append(call("model", "prepare_model_for_kbit_training", [told], first="model"))
+    parts.append(call(name, setup.kind.config, adapter_lines(request)))
     parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
-    name = "lora" if setup.kind.form == "low-rank" else "adapter"
     parts.append(f"model = get_peft_model(model, {name})\n")
     if setup.adapter == "loftq":
         parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
@@ -320,12 +272,12 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
     setup, hyper = request.setup, request.hyper
     row, task = setup.kind, None if hears(request.model) else Line("task_type", TASKS[setup.aim.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
-    targets = Line("target_modules", target_modules(setup, request.model)) if row.adapts_matrices else None
+    targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":
         return [
             task,
             said(SCRIPT, setup, "lora_rank"),
-            Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+            common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             targets,
             Line("bias", "none"),
@@ -336,7 +288,7 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
     if row.form == "rows":
         return [task, Line("token_indices", list(range(setup.lora_rank)), "PUT YOURS HERE: ids of the trained tokens")]
     if row.form == "scales":
-        names = target_modules(setup, request.model)
+        names = common.target_modules(setup, request.model)
         inputs = scaled_inputs(request.model, names) if request.model is not None else ["down_proj"]
         return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
     size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
@@ -366,7 +318,7 @@ def arguments(
         kind,
         [
             Line("output_dir", shown_path(request.output_dir)),
-            *batch_lines(SCRIPT, setup),
+            *common.batch_lines(SCRIPT, setup),
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             Line(
@@ -376,10 +328,10 @@ def arguments(
             ),
             Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
             said(SCRIPT, setup, "optimizer"),
-            *step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
-            *kernels_lines(setup, request.model),
+            *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
+            *common.kernels_lines(setup, request.model),
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-            *sync_lines(setup),
+            *several_gpus.sync_lines(setup),
             *_ulysses(setup),
             said(SCRIPT, setup, "compile") if setup.compile else None,
             Line("seed", hyper.seed),
@@ -417,16 +369,10 @@ def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:
 def run(trainer: str, processing: str, then: str = "") -> str:
     """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
     made = f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows, data_collator=collate, "
-    return f"\n{made}processing_class={processing})\n{then}{_RUN}"
+    return f"\n{made}processing_class={processing})\n{then}{COUNTS}{_RUN}"
 
 
 _RUN = """\
-counts = {
-    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    "micro_batch_seqs": arguments.per_device_train_batch_size,
-    "accumulation_steps": arguments.gradient_accumulation_steps,
-    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
-}
 if trainer.is_world_process_zero():
     print("RUN " + json.dumps(counts))
 trainer.train()

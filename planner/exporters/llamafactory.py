@@ -3,36 +3,20 @@
 import json
 
 from planner.choices.kernels import LIGER_LOSS
-from planner.exporters import chat, deepspeed, slurm
-from planner.exporters.common import (
-    batch_lines,
-    differing,
-    environment,
-    family_refusal,
-    liger_loss_refusal,
-    model_line,
-    model_refusal,
-    step_lines,
-    target_modules,
-    towered_refusal,
-)
+from planner.exporters import chat, common, deepspeed, slurm
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile, Main
 from planner.hardware.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
-from planner.models.targets import (
-    adapts_expert_stacks,
-    attention_target_names,
-    chooses,
-    peft_target_modules,
-)
+from planner.models.targets import adapts_expert_stacks, attention_target_names, chooses, peft_target_modules
 from planner.setup import TrainSetup
 from planner.setup_fields import TARGET_SETS
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 TARGET = "llamafactory"
 FILE = "llamafactory/llamafactory.yaml"
+COMMAND = f"llamafactory-cli train launch/{FILE}"
 DATASET_INFO = "llamafactory/dataset_info.json"
 DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
@@ -44,27 +28,34 @@ LIGER_TYPES = frozenset({
 VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 
+WHY = {
+    "kbit_fp32_cast": "LLaMA-Factory does not call prepare_model_for_kbit_training",
+    "precomputed_reference": "LLaMA-Factory asks the reference in every step",
+    "selective_checkpointing": "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower",
+    "checkpointing": "its transformers has no every_n_layers: every layer is checkpointed, slower",
+    "lora_dropout": "its trainer switches every dropout off (disable_dropout)",
+    "kernels": "its one Liger switch takes the layers' kernels with the loss",
+    "adapter_dtype": "LLaMA-Factory trains adapters in fp32",
+}
+"""Field of a setup -> why it runs otherwise than it says."""
+
+
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that LLaMA-Factory runs otherwise than the setup says."""
-    return differing(
-        setup,
-        ("precision", *_precision_run(setup)),
-        ("kbit_fp32_cast", False, "LLaMA-Factory does not call prepare_model_for_kbit_training"),
-        ("precomputed_reference", False, "LLaMA-Factory asks the reference in every step"),
-        (
-            "selective_checkpointing",
-            False,
-            "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower",
-        ),
-        (
-            "checkpointing",
-            min(setup.checkpointing, 1),
-            "its transformers has no every_n_layers: every layer is checkpointed, slower",
-        ),
-        ("loss", *_loss_run(setup)),
-        *_of_trainer(setup),
-        ("adapter_dtype", "fp32", "LLaMA-Factory trains adapters in fp32"),
-    )
+    (precision, narrow), (loss, other_loss) = _precision_run(setup), _loss_run(setup)
+    with_liger = setup.aim.supervised and setup.loss != "full" and setup.kernels == "eager" and setup.images is None
+    runs = {
+        "precision": precision,
+        "kbit_fp32_cast": False,
+        "precomputed_reference": False,
+        "selective_checkpointing": False,
+        "checkpointing": min(setup.checkpointing, 1),
+        "loss": loss,
+        "lora_dropout": setup.lora_dropout if setup.aim.supervised else 0.0,  # of pairs there is none of Liger's
+        "kernels": "liger" if with_liger else setup.kernels,
+        "adapter_dtype": "fp32",
+    }
+    return common.differing(setup, runs, {**WHY, "precision": narrow, "loss": other_loss})
 
 
 def _precision_run(setup: TrainSetup) -> tuple[str, str]:
@@ -74,7 +65,7 @@ def _precision_run(setup: TrainSetup) -> tuple[str, str]:
         runs_as = "bf16-autocast" if adapters else "bf16-mixed"
         return runs_as, "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
     if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
-        return setup.precision.replace("mixed", "autocast"), "LLaMA-Factory loads a frozen base in the 16-bit type"
+        return common.narrow(setup.precision), "LLaMA-Factory loads a frozen base in the 16-bit type"
     return setup.precision, ""
 
 
@@ -94,15 +85,6 @@ def _loss_run(setup: TrainSetup) -> tuple[str, str]:
     return setup.loss, ""
 
 
-def _of_trainer(setup: TrainSetup) -> tuple[tuple[str, object, str], ...]:
-    """What differs between its trainers: of pairs there is none of Liger's."""
-    if not setup.aim.supervised:
-        return (("lora_dropout", 0.0, "its trainer switches every dropout off (disable_dropout)"),)
-    if setup.loss != "full" and setup.kernels == "eager" and setup.images is None:
-        return (("kernels", "liger", "its one Liger switch takes the layers' kernels with the loss"),)
-    return ()
-
-
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
     if setup.activation_offload and setup.parallel == "fsdp2":
@@ -119,9 +101,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
-    if reason := family_refusal(setup, TARGET):
+    if reason := common.family_refusal(setup, TARGET):
         return reason
-    if reason := towered_refusal(model, "LLaMA-Factory"):
+    if reason := common.towered_refusal(model, "LLaMA-Factory"):
         return reason
     if setup.images is not None and model is not None and model.model_type not in _TEMPLATES:
         return f"LLaMA-Factory has no template for the pictures of {model.model_type}"
@@ -129,10 +111,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    if reason := model_refusal(setup, model, "llamafactory"):
+    if reason := common.model_refusal(setup, model, "llamafactory"):
         return reason
     with_liger = setup.aim.supervised and setup.images is None
-    if with_liger and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
+    if with_liger and (reason := common.liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
@@ -159,7 +141,7 @@ def _targets_refusal(setup: TrainSetup, model: ModelSpec) -> str:
 def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
     """Names for `lora_target`. Its "all" is no Conv1D, and every head that is not called lm_head."""
     if model is None or isinstance(setup.lora_targets, tuple):
-        found = target_modules(setup, model)
+        found = common.target_modules(setup, model)
         return ["all"] if found == "all-linear" else list(found)
     if setup.lora_targets == "attention":
         return list(attention_target_names(model))
@@ -171,13 +153,13 @@ def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
 def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
-    env = environment(request.gpu)
+    env = common.environment(request.gpu)
     if setup.num_gpus > 1:
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
     meeting = {"NNODES": str(request.num_nodes)}
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    job = _command(env | meeting)
-    command = job if request.num_nodes > 1 else _command(env)
+    job = common.after(env | meeting, COMMAND)
+    command = job if request.num_nodes > 1 else common.after(env, COMMAND)
     notes = []
     if _template(request) is None:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
@@ -185,11 +167,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         notes.append("Needs liger-kernel.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    files = [_dataset_info(request)]
-    if setup.parallel in deepspeed.STAGES:
-        files.append(deepspeed.config_file(request, TARGET))
-    if slurm.needed(request):
-        files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
+    files = [_dataset_info(request), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
     main = Main(FILE, "LLaMA-Factory", yaml_text(_sections(request)))
     return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes))
 
@@ -200,17 +178,12 @@ def _attention(request: ExportRequest) -> str:
     return ATTENTIONS[request.setup.attention]
 
 
-def _command(env: dict[str, str]) -> str:
-    prefix = " ".join(f"{name}={value}" for name, value in env.items())
-    return f"{prefix} llamafactory-cli train launch/{FILE}".strip()
-
-
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     return [
         section(
             "model",
-            model_line("model_name_or_path", request, shown_path(request.model_id)),
+            common.model_line("model_name_or_path", request),
             Line("flash_attn", _attention(request)),
             *_quantization(setup),
             *_images(request),
@@ -226,12 +199,12 @@ def _sections(request: ExportRequest) -> list[Section]:
             said(LLAMAFACTORY, setup, "packing"),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
-        section("batch", *batch_lines(LLAMAFACTORY, setup)),
+        section("batch", *common.batch_lines(LLAMAFACTORY, setup)),
         section("memory and speed", *_memory(setup)),
         section(
             "optimization",
             said(LLAMAFACTORY, setup, "optimizer"),
-            *step_lines(hyper, Line("warmup_ratio", hyper.warmup_fraction, hyper.reasons.get("warmup_fraction", ""))),
+            *common.step_lines(hyper, common.tuned("warmup_ratio", hyper, "warmup_fraction")),
             Line("seed", hyper.seed),
         ),
         section(
@@ -283,11 +256,7 @@ def _images(request: ExportRequest) -> list[Line]:
         return []
     most = Line("image_max_pixels", images.width * images.height, "larger pictures are made smaller")
     frozen = request.setup.method != "full"
-    return [
-        most,
-        Line("freeze_vision_tower", frozen),
-        Line("freeze_multi_modal_projector", frozen),
-    ]
+    return [most, Line("freeze_vision_tower", frozen), Line("freeze_multi_modal_projector", frozen)]
 
 
 def _memory(setup: TrainSetup) -> list[Line | None]:
@@ -343,7 +312,7 @@ def _method(request: ExportRequest) -> list[Line]:
     return [
         Line("finetuning_type", "lora"),
         said(LLAMAFACTORY, setup, "lora_rank"),
-        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        common.tuned("lora_alpha", hyper, "lora_alpha"),
         said(LLAMAFACTORY, setup, "lora_dropout"),
         Line("lora_target", ",".join(_targets(setup, request.model))),
         *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),

@@ -1,7 +1,5 @@
 """What an objective that generates its completions is told in TRL's file: the rollout, and who rewards it."""
 
-from importlib.resources import files as files_text
-
 from planner.exporters.text import Line, Section, section
 from planner.setup import TrainSetup
 
@@ -9,11 +7,6 @@ REWARDS = "trl/rewards.py"
 REWARD = "launch.trl.rewards.contains_answer"
 BETA = 0.04
 """Weight of the distance to the reference where there is one: Shao et al. 2024, DeepSeekMath, section 4.2."""
-
-
-def rewards_text() -> str:
-    """The module of rewards beside the file."""
-    return files_text("planner").joinpath("data/trl_rewards.py.txt").read_text("utf-8")
 
 
 def refusal(setup: TrainSetup) -> str:
@@ -27,12 +20,6 @@ def refusal(setup: TrainSetup) -> str:
             f"{setup.micro_batch_seqs}"
         )
     return ""
-
-
-def length_lines(setup: TrainSetup) -> list[Line | None]:
-    """How long completions get; prompts are what the data has."""
-    why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
-    return [Line("max_completion_length", setup.rolls.completion_tokens, why)]
 
 
 def sections(setup: TrainSetup) -> list[Section]:

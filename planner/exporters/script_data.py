@@ -65,6 +65,15 @@ def collate(samples):
     return {"input_ids": ids, "labels": ids.clone()}
 '''
 
+COUNTS = """\
+counts = {
+    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    "micro_batch_seqs": arguments.per_device_train_batch_size,
+    "accumulation_steps": arguments.gradient_accumulation_steps,
+    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
+}
+"""
+
 LABELLED = '''
 def tokenize(row):
     return {"input_ids": tokenizer(row[TEXT_FIELD], truncation=True, max_length=MAX_LENGTH)["input_ids"]}

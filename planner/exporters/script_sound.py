@@ -1,8 +1,9 @@
 """The parts of the plain script that train on clips of sound: constants, data, and what Whisper's class wants."""
 
+from planner.exporters import common
 from planner.exporters.python_text import Code, constant
-from planner.exporters.text import Line, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest
+from planner.exporters.text import Line
+from planner.exporters.types import ExportRequest
 from planner.tools.transformers import DTYPES
 
 AUTO_CLASS = "AutoModelForSpeechSeq2Seq"
@@ -13,14 +14,10 @@ WORKERS = 2
 def constants(request: ExportRequest) -> str:
     """What a person changes first: model, data, columns, language, length of the text."""
     setup, dataset = request.setup, request.dataset
-    path = shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET
-    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
     kind = DTYPES[setup.weight_dtype if narrow else "fp32"]
     return (
-        constant("MODEL", shown_path(request.model_id))
-        + constant("DATASET", path, comment)
-        + constant("SPLIT", dataset.split if dataset else "train")
+        common.data_constants(request)
         + constant("AUDIO_FIELD", "audio", "clips of at most 30 s: what is longer is cut, so split it before")
         + constant("TEXT_FIELD", dataset.text_field if dataset else "text", "what is said in them")
         + constant("LANGUAGE", None, 'of the texts, like "hindi"; None for English-only models')

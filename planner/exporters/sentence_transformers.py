@@ -5,7 +5,7 @@ import json
 from planner.exporters import hf
 from planner.exporters.common import family_refusal, model_refusal
 from planner.exporters.python_text import call
-from planner.exporters.script_data import ROWS
+from planner.exporters.script_data import COUNTS, ROWS
 from planner.exporters.types import Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -43,7 +43,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 
 def _script(request: ExportRequest, runs: TrainSetup) -> str:
-    setup = request.setup
+    setup, num = request.setup, request.setup.hard_negatives
+    negatives = ["negative"] if num == 1 else [f"negative_{one}" for one in range(1, num + 1)]
     parts = hf.opening(request)
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")
@@ -54,7 +55,7 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
         hf.constants(request),
         ROWS,
         "\n\n",
-        f"rows = load_rows().select_columns({_columns(setup)})\n\n",
+        f"rows = load_rows().select_columns({json.dumps(['anchor', 'positive', *negatives])})\n\n",
     ]
     before, lines = hf.loading(request)
     parts += [*before, call("loading", "dict", lines), _MODEL]
@@ -62,14 +63,7 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
         parts.append("\n" + _adapters(request))
     loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
     arguments = hf.arguments(request, runs, "SentenceTransformerTrainingArguments")
-    return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss)])
-
-
-def _columns(setup: TrainSetup) -> str:
-    """The names of the data's columns, as a list in Python."""
-    num = setup.hard_negatives
-    negatives = ["negative"] if num == 1 else [f"negative_{one}" for one in range(1, num + 1)]
-    return json.dumps(["anchor", "positive", *negatives])
+    return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss).replace("COUNTS", COUNTS)])
 
 
 def _adapters(request: ExportRequest) -> str:
@@ -101,13 +95,7 @@ _RUN = """
 trainer = SentenceTransformerTrainer(
     model=model, args=arguments, train_dataset=rows, loss=LOSS
 )
-counts = {
-    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    "micro_batch_seqs": arguments.per_device_train_batch_size,
-    "accumulation_steps": arguments.gradient_accumulation_steps,
-    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
-}
-print("RUN " + json.dumps(counts))
+COUNTSprint("RUN " + json.dumps(counts))
 trainer.train()
 trainer.save_model()
 """

@@ -11,11 +11,6 @@ TORCHRUN_ID = "finetune"
 PER_NODE = "On every node, with NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT (of node 0) set."
 
 
-def engine_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
-    """Why no engine at all runs this setup under its spread, "" when one does or the model is not known."""
-    return why_not(model, setup) if model is not None else ""
-
-
 def processes(setup: TrainSetup) -> int:
     """Processes that a launcher starts: one for every GPU, or one that drives them all."""
     return 1 if setup.parallel in ("dp", "device-map") else setup.num_gpus
@@ -141,7 +136,7 @@ def accelerate_flags(request: ExportRequest, *, rendezvous: bool = False) -> str
 
 def sharding_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no engine shards or offloads this setup, "" when one does. The model's own reasons where it is known."""
-    if reason := engine_refusal(setup, model):
+    if model is not None and (reason := why_not(model, setup)):
         return reason
     if setup.quantization == "int8" and setup.parallel in ("zero3", "fsdp2"):
         return f"{setup.parallel} cannot shard bitsandbytes' int8 weights"

@@ -2,8 +2,9 @@
 
 import shlex
 
+from planner.exporters import deepspeed
 from planner.exporters.several_gpus import processes
-from planner.exporters.text import comments, header, launch_file
+from planner.exporters.text import comments, header
 from planner.exporters.types import ExportRequest, LaunchFile
 
 NAME = "slurm.sbatch"
@@ -11,9 +12,11 @@ CPUS_PER_GPU = 8
 """Cores asked for beside each GPU: data loading and the process itself; a request, for people to change."""
 
 
-def needed(request: ExportRequest) -> bool:
-    """Whether several processes have to be started."""
-    return processes(request.setup) > 1
+def files(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> list[LaunchFile]:
+    """What stands beside the file of a tool that takes DeepSpeed's JSON: that, and a job of several processes."""
+    found = [deepspeed.config_file(request, target)] if request.setup.parallel in deepspeed.STAGES else []
+    job = processes(request.setup) > 1
+    return [*found, job_file(request, target, command, validated_with)] if job else found
 
 
 def job_file(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> LaunchFile:
@@ -45,4 +48,4 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote('export NODE_RANK=$SLURM_NODEID; ' + command)}",
     ]
-    return launch_file(path, "#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")
+    return LaunchFile(path=path, text="#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")

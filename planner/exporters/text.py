@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from planner import __version__
-from planner.exporters.types import Difference, ExportRequest, LaunchFile
+from planner.exporters.types import Difference, ExportRequest
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.tools import Tool
@@ -126,11 +126,13 @@ def header(
     where = f" on {setup.num_gpus} x {request.gpu.name}" if request.gpu else ""
     if request.num_nodes > 1:
         where += f", {request.num_nodes} nodes"
+    # what sees different sequences: every GPU, or every group of GPUs that holds one copy of the model
+    copies = "GPU" if setup.data_degree == setup.num_gpus else "copy" if setup.data_degree == 1 else "copies"
     versions = ", ".join(f"{name}=={version}" for name, version in validated_with.items())
     lines = [
         f"{title}: {shown_path(request.model_id)}{where}",
         f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
-        f"{setup.accumulation_steps} x {setup.data_degree} {_copies(setup)} = "
+        f"{setup.accumulation_steps} x {setup.data_degree} {copies} = "
         f"{setup.global_batch_seqs} {setup.aim.sample}s of {setup.seqs_per_sample * setup.seq_len_tokens} tokens.",
         *request.about,
         f"{LAUNCH}{command}",
@@ -143,24 +145,9 @@ def header(
     return lines
 
 
-def _copies(setup: TrainSetup) -> str:
-    """What sees different sequences: every GPU, or every group of GPUs that holds one copy of the model."""
-    return "GPU" if setup.data_degree == setup.num_gpus else "copy" if setup.data_degree == 1 else "copies"
-
-
 def shown_path(path: str) -> str:
     """A hub id or path as a launch file may hold it: an absolute path keeps only its last part (no machine paths)."""
     clean = one_line(path)
     if clean.startswith(("/", "~", "\\")) or re.match(r"^[A-Za-z]:[\\/]", clean):
         return "./" + re.split(r"[\\/]", clean.rstrip("\\/"))[-1]
     return clean
-
-
-def was_absolute(path: str) -> bool:
-    """Whether `shown_path` shortened it."""
-    return shown_path(path) != one_line(path)
-
-
-def launch_file(path: str, text: str) -> LaunchFile:
-    """A file of the launch folder."""
-    return LaunchFile(path=path, text=text)

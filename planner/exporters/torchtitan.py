@@ -52,19 +52,22 @@ def flavor(model: ModelSpec | None) -> str:
     return FLAVORS.get((model.model_type, model.hidden_size, model.num_layers), "")
 
 
+RUNS: dict[str, tuple[object, str]] = {
+    "loss": ("full", "torchtitan computes the logits in full"),
+    "attention": ("sdpa", "torchtitan's models call SDPA"),
+    "selective_checkpointing": (False, "torchtitan's selection by operation keeps products of matrices too"),
+    "activation_offload": (False, "torchtitan's checkpoints stay on the GPU"),
+    "kernels": ("eager", "torchtitan has kernels of its own, by torch.compile"),
+    "packing": (True, "torchtitan fills every sequence with the next samples"),
+}
+"""Field of a setup -> the one way that it runs here, and why."""
+
+
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that torchtitan runs otherwise than the setup says."""
     mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
-    return differing(
-        setup,
-        ("precision", mixed, "torchtitan holds fp32 weights under mixed precision"),
-        ("loss", "full", "torchtitan computes the logits in full"),
-        ("attention", "sdpa", "torchtitan's models call SDPA"),
-        ("selective_checkpointing", False, "torchtitan's selection by operation keeps products of matrices too"),
-        ("activation_offload", False, "torchtitan's checkpoints stay on the GPU"),
-        ("kernels", "eager", "torchtitan has kernels of its own, by torch.compile"),
-        ("packing", True, "torchtitan fills every sequence with the next samples"),
-    )
+    rows = {"precision": (mixed, "torchtitan holds fp32 weights under mixed precision"), **RUNS}
+    return differing(setup, {of: row[0] for of, row in rows.items()}, {of: row[1] for of, row in rows.items()})
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

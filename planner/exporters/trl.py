@@ -2,32 +2,9 @@
 
 from importlib.resources import files as files_text
 
-from planner.exporters import accelerate, chat, deepspeed, rollouts, slurm
-from planner.exporters.common import (
-    attention_line,
-    batch_lines,
-    differing,
-    environment,
-    family_refusal,
-    kernels_lines,
-    model_line,
-    model_refusal,
-    step_lines,
-    target_modules,
-    towered_refusal,
-)
-from planner.exporters.several_gpus import (
-    PER_NODE,
-    accelerate_flags,
-    context_refusal,
-    distributed_config,
-    sharding_refusal,
-    sync_lines,
-    tensor_refusal,
-)
-from planner.exporters.text import Line, Section, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
-from planner.hyperparameters import Hyperparameters
+from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
+from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile, Main
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
@@ -59,22 +36,26 @@ OLDER_NAMES = (
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that `trl sft` runs otherwise than the setup says."""
-    chunked = "TRL 1.16 always computes the loss in chunks and never holds full logits"
     adapters = ("fp32", "peft holds adapters in fp32")
     if setup.method == "qlora":
         adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
     elif setup.parallel == "zero3":
         adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
-    return (
-        *deepspeed.differences(setup),
-        *differing(
-            setup,
-            ("loss", "chunked" if "chunked" in setup.aim.losses else setup.loss, chunked),
-            ("kbit_fp32_cast", False, "TRL does not call prepare_model_for_kbit_training"),
-            ("adapter_dtype", *adapters),
-        ),
-        *(_objective_differences(setup) if not setup.aim.supervised else ()),
-    )
+    loss = "chunked" if "chunked" in setup.aim.losses else setup.loss
+    why = {
+        "loss": "TRL 1.16 always computes the loss in chunks and never holds full logits",
+        "kbit_fp32_cast": "TRL does not call prepare_model_for_kbit_training",
+        "adapter_dtype": adapters[1],
+    }
+    common_to_all = common.differing(setup, {"loss": loss, "kbit_fp32_cast": False, "adapter_dtype": adapters[0]}, why)
+    of_objective = () if setup.aim.supervised else _objective_differences(setup)
+    return (*deepspeed.differences(setup), *common_to_all, *of_objective)
+
+
+WHY = {
+    "lora_dropout": "TRL switches every dropout off for this objective (disable_dropout)",
+    "selective_checkpointing": "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
+}
 
 
 def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -82,29 +63,19 @@ def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
     aim = setup.aim
     asked = "generation" if aim.rolls_out else "the reference's forward"
     every_layer = (setup.has_reference or aim.rolls_out) and setup.checkpointing > 1
-    return differing(
-        setup,
-        (
-            "lora_dropout",
-            setup.lora_dropout if aim.rolls_out else 0.0,
-            "TRL switches every dropout off for this objective (disable_dropout)",
-        ),
-        (
-            "selective_checkpointing",
-            False,
-            "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
-        ),
-        (
-            "checkpointing",
-            1 if every_layer else setup.checkpointing,
-            f"TRL switches checkpointing off for {asked}, and on again for every layer",
-        ),
-    )
+    why = {**WHY, "checkpointing": f"TRL switches checkpointing off for {asked}, and on again for every layer"}
+    runs = {
+        "lora_dropout": setup.lora_dropout if aim.rolls_out else 0.0,
+        "selective_checkpointing": False,
+        "checkpointing": 1 if every_layer else setup.checkpointing,
+    }
+    return common.differing(setup, runs, why)
 
 
-def orpo_script() -> str:
-    """The program that trains ORPO from a file of `trl`'s form: the model and its adapters as `trl sft` makes them."""
-    return files_text("planner").joinpath("data/trl_orpo.py.txt").read_text("utf-8")
+def shipped(path: str, name: str) -> LaunchFile:
+    """A program beside the configuration: rewards, or the one that trains ORPO from a file of `trl`'s form, with the
+    model and its adapters as `trl sft` makes them."""
+    return LaunchFile(path=path, text=files_text("planner").joinpath("data", name).read_text("utf-8"))
 
 
 def file_of(setup: TrainSetup) -> str:
@@ -114,15 +85,15 @@ def file_of(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
-    if reason := tensor_refusal(setup, "trl sft"):
+    if reason := several_gpus.tensor_refusal(setup, "trl sft"):
         return reason
-    if reason := context_refusal(setup, "trl sft", ring=True):
+    if reason := several_gpus.context_refusal(setup, "trl sft", ring=True):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
-    if reason := family_refusal(setup, TARGET):
+    if reason := common.family_refusal(setup, TARGET):
         return reason
-    if reason := towered_refusal(model, "trl sft"):
+    if reason := common.towered_refusal(model, "trl sft"):
         return reason
     if setup.images is not None and model is not None and model.model_type == "paligemma":
         return (
@@ -142,7 +113,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return setup.scaler_refusal or model_refusal(setup, model, "trl") or sharding_refusal(setup, model)
+    return (
+        setup.scaler_refusal or common.model_refusal(setup, model, "trl") or several_gpus.sharding_refusal(setup, model)
+    )
 
 
 def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
@@ -152,10 +125,10 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     command = f"trl {spoken} --config launch/{file}"
     files = []
     if setup.objective == "orpo":  # no command of TRL 1.16 trains it
-        files.append(launch_file(ORPO_SCRIPT, orpo_script()))
+        files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.aim.rolls_out:
-        files.append(launch_file(rollouts.REWARDS, rollouts.rewards_text()))
+        files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
@@ -164,7 +137,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
     runs = setup.with_(**{one.field: one.runs_as for one in found})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
-        files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
+        files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
     main = Main(file, title, yaml_text(_sections(request, runs)))
     return Draft(main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
@@ -175,7 +148,7 @@ def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bo
     if request.setup.objective == "orpo":
         script = f"launch/{ORPO_SCRIPT} --config launch/{file}"
         return accelerate.command(request, script, TARGET, rendezvous=rendezvous)
-    flags = accelerate_flags(request, rendezvous=rendezvous)
+    flags = several_gpus.accelerate_flags(request, rendezvous=rendezvous)
     return f"{command} --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
 
 
@@ -200,7 +173,7 @@ def _notes(request: ExportRequest) -> list[str]:
     if setup.kernels == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
     if request.num_nodes > 1:
-        notes.append(PER_NODE)
+        notes.append(several_gpus.PER_NODE)
     if setup.sharded_at_loading:
         notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     if setup.packing and setup.attention != "flash-attention-2":
@@ -213,15 +186,15 @@ def _notes(request: ExportRequest) -> list[str]:
 
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper = request.setup, request.hyper
-    dtype = DTYPES[setup.weight_dtype]
-    env = environment(request.gpu)
+    warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
+    env = common.environment(request.gpu)
     return [
         section("environment, set before the training process starts", Line("env", env) if env else None),
         section(
             "model",
-            model_line("model_name_or_path", request, shown_path(request.model_id)),
-            Line("dtype", dtype, "of the weights that are not quantized, and of 4-bit compute"),
-            attention_line(request),
+            common.model_line("model_name_or_path", request),
+            Line("dtype", DTYPES[setup.weight_dtype], "of the weights that are not quantized, and of 4-bit compute"),
+            common.attention_line(request),
             Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
             if chat.brought_along(request) and setup.objective in TEMPLATED
             else None,
@@ -229,17 +202,13 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         ),
         section("method", *_method(request)),
         dataset_section(request),
-        section(
-            "batch",
-            *_lengths(setup),
-            *batch_lines(TRL, setup),
-        ),
+        section("batch", *_lengths(setup), *common.batch_lines(TRL, setup)),
         section("memory and speed", *_memory(request, runs)),
         *_objective(setup),
         section(
             "optimization",
             said(TRL, setup, "optimizer"),
-            *step_lines(hyper, _warmup(hyper), hyper.reasons.get("weight_decay", "")),
+            *common.step_lines(hyper, warmup, hyper.reasons.get("weight_decay", "")),
             Line("seed", hyper.seed),
         ),
         section("output", *output_lines(request)),
@@ -249,19 +218,15 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
 def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
     setup = request.setup
     return [
-        *precision_lines(runs),
+        Line("bf16", runs.autocast_dtype == "bf16", "autocast"),
+        Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
         *checkpointing_lines(setup),
         Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
-        *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
+        *common.kernels_lines(setup.trusted_with(loss="chunked"), request.model),
         said(TRL, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-        *sync_lines(setup),
+        *several_gpus.sync_lines(setup),
     ]
-
-
-def _warmup(hyper: Hyperparameters) -> Line:
-    reason = hyper.reasons.get("warmup_fraction", "a share")
-    return Line("warmup_steps", hyper.warmup_fraction, f"below 1: {reason}")
 
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:
@@ -275,7 +240,8 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
             else None,
         ]
     if setup.aim.rolls_out:
-        return rollouts.length_lines(setup)
+        why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
+        return [Line("max_completion_length", setup.rolls.completion_tokens, why)]
     each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
     return [said(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
 
@@ -292,12 +258,7 @@ def _objective(setup: TrainSetup) -> list[Section]:
     loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
     kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
     said = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {kept}"
-    lines = (
-        loss,
-        beta,
-        Line("precompute_ref_log_probs", setup.precomputed_reference, said),
-    )
-    return [section("objective", *lines)]
+    return [section("objective", loss, beta, Line("precompute_ref_log_probs", setup.precomputed_reference, said))]
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:
@@ -327,7 +288,7 @@ def _quantization(setup: TrainSetup) -> list[Line]:
             "bnb_4bit_compute_dtype": DTYPES[setup.compute_dtype],
         }
     if setup.sharded_at_loading:
-        kwargs["distributed_config"] = distributed_config(setup)
+        kwargs["distributed_config"] = several_gpus.distributed_config(setup)
         return [*lines, Line("model_init_kwargs", kwargs, "sharded while loading")]
     if setup.parallel == "device-map":
         return [*lines, Line("model_init_kwargs", {"device_map": "auto", **kwargs}, "layers spread over the GPUs")]
@@ -340,11 +301,11 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
         return [Line("use_peft", False, "full fine-tuning")]
-    targets = target_modules(setup, request.model)
+    targets = common.target_modules(setup, request.model)
     return [
         Line("use_peft", True),
         said(TRL, setup, "lora_rank"),
-        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        common.tuned("lora_alpha", hyper, "lora_alpha"),
         said(TRL, setup, "lora_dropout"),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
         *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
@@ -395,14 +356,6 @@ def _image_section(request: ExportRequest) -> Section:
 def _columns(request: ExportRequest) -> str:
     aim = request.setup.aim
     return "messages or text" if aim.name == "sft" else aim.columns
-
-
-def precision_lines(setup: TrainSetup) -> list[Line]:
-    """`bf16` and `fp16` switch autocast; both are written because TRL's default is bf16."""
-    return [
-        Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
-        Line("fp16", setup.autocast_dtype == "fp16"),
-    ]
 
 
 def checkpointing_lines(setup: TrainSetup) -> list[Line]:

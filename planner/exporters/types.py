@@ -1,8 +1,8 @@
 """What an exporter takes and gives: a request in, files and declared differences out. Pure and deterministic."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Any
 
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
@@ -164,54 +164,6 @@ class Launch(Draft):
     def runs_as(self, setup: TrainSetup) -> TrainSetup:
         """The setup that really runs: the planned one with the declared differences, by the target's own code."""
         return setup.with_(**{one.field: one.runs_as for one in self.differences}).run_by(self.target)
-
-
-class Refusal(Protocol):
-    """Why a target cannot run a setup of a model, "" when it can; None: the model is not known."""
-
-    def __call__(self, setup: TrainSetup, model: ModelSpec | None = None) -> str: ...
-
-
-class Exporter(Protocol):
-    """One launch target."""
-
-    def __call__(self, request: ExportRequest) -> Launch:
-        """The target's files for one request: the same text for the same request, always."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One launch target: what it makes of a setup, and its files.
-
-    Attributes:
-        name: a stack's where it runs by its own code (`planner.choices.stacks`).
-        refusal: why it cannot run a setup.
-        differences: what it runs otherwise than a setup says; nothing for the setup that it makes of another.
-        export: its files for one request.
-    """
-
-    name: str
-    refusal: Refusal
-    differences: Callable[[TrainSetup], tuple[Difference, ...]]
-    export: Exporter
-
-    def as_run(self, setup: TrainSetup, model: ModelSpec | None = None) -> TrainSetup | str:
-        """The setup that the target really runs, or why it runs none.
-
-        What it makes of a setup must be one that it can run as well.
-        """
-        if reason := self.refusal(setup, model):
-            return reason
-        found = self.differences(setup)
-        if not found:
-            return setup.run_by(self.name)
-        runs = setup.with_(**{one.field: one.runs_as for one in found}).run_by(self.name)
-        return self.refusal(runs, model) or runs
-
-    def expresses(self, setup: TrainSetup, model: ModelSpec | None = None) -> bool:
-        """Whether it runs exactly this setup: `as_run` gives the same."""
-        return not (self.differences(setup) or self.refusal(setup, model)) and setup.run_by(self.name) == setup
 
 
 def _plain(value: object) -> str:

@@ -1,19 +1,9 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
-from planner.exporters import chat
-from planner.exporters.common import (
-    USUAL_ATTENTION_MODULES,
-    USUAL_LINEAR_MODULES,
-    batch_lines,
-    differing,
-    environment,
-    model_refusal,
-    step_lines,
-    towered_refusal,
-)
-from planner.exporters.python_text import Code, call, constant
+from planner.exporters import chat, common
+from planner.exporters.python_text import Code, call
 from planner.exporters.text import Line, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
+from planner.exporters.types import Difference, Draft, ExportRequest, Main
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
@@ -25,35 +15,36 @@ FILE = "unsloth/train_unsloth.py"
 VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17.0"}
 
 
+WHY = {
+    "loss": "Unsloth computes the loss in chunks by its own kernel",
+    "kernels": "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits",
+    "attention": "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA",
+    "kbit_fp32_cast": "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits",
+    "selective_checkpointing": "Unsloth has no selective checkpointing: attention is recomputed, slower",
+    "checkpointing": "Unsloth checkpoints all layers or none: slower",
+    "precision": "Unsloth loads a frozen base in the 16-bit type",
+    "adapter_dtype": "Unsloth trains adapters in fp32",
+    "quantization": "Unsloth always quantizes twice",
+    "compile": "Unsloth compiles its own parts and refuses torch_compile",
+}
+"""Field of a setup -> why it runs otherwise than it says."""
+
+
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Unsloth runs otherwise than the setup says."""
-    own = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
-    frozen = setup.method != "full"
-    return differing(
-        setup,
-        ("loss", "chunked", "Unsloth computes the loss in chunks by its own kernel"),
-        ("kernels", own, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),
-        ("attention", "sdpa", "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"),
-        ("kbit_fp32_cast", False, "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"),
-        (
-            "selective_checkpointing",
-            False,
-            "Unsloth has no selective checkpointing: attention is recomputed, slower",
-        ),
-        ("checkpointing", min(setup.checkpointing, 1), "Unsloth checkpoints all layers or none: slower"),
-        (
-            "precision",
-            setup.precision.replace("mixed", "autocast") if frozen else setup.precision,
-            "Unsloth loads a frozen base in the 16-bit type",
-        ),
-        ("adapter_dtype", "fp32", "Unsloth trains adapters in fp32"),
-        (
-            "quantization",
-            "nf4-double" if setup.quantization == "nf4" else setup.quantization,
-            "Unsloth always quantizes twice",
-        ),
-        ("compile", False, "Unsloth compiles its own parts and refuses torch_compile"),
-    )
+    runs = {
+        "loss": "chunked",
+        "kernels": own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__}),
+        "attention": "sdpa",
+        "kbit_fp32_cast": False,
+        "selective_checkpointing": False,
+        "checkpointing": min(setup.checkpointing, 1),
+        "precision": setup.precision if setup.method == "full" else common.narrow(setup.precision),
+        "adapter_dtype": "fp32",
+        "quantization": "nf4-double" if setup.quantization == "nf4" else setup.quantization,
+        "compile": False,
+    }
+    return common.differing(setup, runs, WHY)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -66,9 +57,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
-    if reason := model_refusal(setup.with_(attention="eager"), model, "unsloth"):  # it picks its attention itself
+    if reason := common.model_refusal(
+        setup.with_(attention="eager"), model, "unsloth"
+    ):  # it picks its attention itself
         return reason
-    if reason := towered_refusal(model, "Unsloth"):
+    if reason := common.towered_refusal(model, "Unsloth"):
         return reason
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
@@ -87,16 +80,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 
 def _script(request: ExportRequest) -> str:
-    setup, dataset = request.setup, request.dataset
+    setup = request.setup
     parts = ["\nimport os\n\n"]
-    parts += [f'os.environ.setdefault("{name}", "{value}")\n' for name, value in environment(request.gpu).items()]
+    parts += [
+        f'os.environ.setdefault("{name}", "{value}")\n' for name, value in common.environment(request.gpu).items()
+    ]
     parts.append("\nfrom unsloth import FastLanguageModel  # before trl and transformers: it patches them\n\n")
     parts.append("import torch\nfrom datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n\n")
-    parts.append(constant("MODEL", shown_path(request.model_id)))
-    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
-    parts.append(constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment))
-    parts.append(constant("SPLIT", dataset.split if dataset else "train"))
-    parts.append("\n" + _model(request) + chat.FALLBACK)
+    parts.append(common.data_constants(request) + "\n" + _model(request) + chat.FALLBACK)
     if setup.method != "full":
         parts.append(_adapters(request))
     parts.append(_DATA)
@@ -118,7 +109,7 @@ def _targets(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
 
     Source: Unsloth 2026.10 `models/llama.py` and `models/vision.py` get_peft_model, unsloth_zoo `get_peft_regex`.
     """
-    usual = list(USUAL_ATTENTION_MODULES if setup.lora_targets == "attention" else USUAL_LINEAR_MODULES)
+    usual = list(common.USUAL_ATTENTION_MODULES if setup.lora_targets == "attention" else common.USUAL_LINEAR_MODULES)
     if not isinstance(setup.lora_targets, str):
         return list(setup.lora_targets) if model is None else peft_target_modules(model, setup.lora_targets)
     if model is None or same_targets(model, tuple(usual)) == setup.lora_targets:
@@ -160,7 +151,7 @@ def _adapters(request: ExportRequest) -> str:
         [
             Line("r", setup.lora_rank),
             Line("target_modules", _targets(setup, request.model)),
-            Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+            common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             Line("bias", "none"),
             Line("use_gradient_checkpointing", _checkpointing(setup)),
@@ -179,12 +170,12 @@ def _config(request: ExportRequest) -> str:
             Line("output_dir", shown_path(request.output_dir)),
             Line("max_length", setup.seq_len_tokens),
             Line("packing", setup.packing),
-            *batch_lines(SCRIPT, setup),
+            *common.batch_lines(SCRIPT, setup),
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             said(SCRIPT, setup, "optimizer"),
-            *step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
+            *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),

@@ -120,8 +120,7 @@ class Launches:
             raise problem
         if shell.is_open(target):
             raise Undetermined(
-                f"{name} starts {target}: what that is its own command line says",
-                hint='give its words: --args "WORDS"',
+                f"{name} starts {target}: what that is its own command line says", hint='give its words: --args "WORDS"'
             )
         if NOT_TRAINING.search(target.rpartition("/")[2]):
             raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")

@@ -52,8 +52,7 @@ class Adapters:
                 self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
             elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
                 raise NotPlanned(
-                    f"{self.lora.name}: adapters of {adapter.name} are not planned, only LoRA's",
-                    hint=RUN_IT,
+                    f"{self.lora.name}: adapters of {adapter.name} are not planned, only LoRA's", hint=RUN_IT
                 )
             elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
                 self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"

@@ -29,14 +29,7 @@ from planner.readers import (
 )
 from planner.readers.formats import READERS, detect, of_mapping, with_words
 from planner.readers.launched import Launches, weight, with_open
-from planner.readers.loading import (
-    Parsed,
-    parse_documents,
-    parse_json,
-    parse_toml,
-    parse_yaml,
-    read_bounded,
-)
+from planner.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.outside import Sharding
 from planner.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.readers.types import ReadConfig

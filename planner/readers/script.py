@@ -47,8 +47,7 @@ def read(text: str, name: str, outside: Sharding, source: Source | None = None) 
         program = run(source.text, name, replace(outside.of_program(), newest=not pinned), source.label)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
-            f"{name} is not Python that can be read: {reason(error)}",
-            hint="give a script that Python itself accepts",
+            f"{name} is not Python that can be read: {reason(error)}", hint="give a script that Python itself accepts"
         ) from error
     return _Script(program, training.find(program, name), source, name, outside).config()
 

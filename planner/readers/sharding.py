@@ -97,13 +97,7 @@ def loaded(settings: Settings, kwargs: Settings) -> Spread | None:
     return distributed(settings, block) if isinstance(block, dict) and settings.outside.num_gpus > 1 else None
 
 
-_STRATEGIES = {
-    "1": "FULL_SHARD",
-    "2": "SHARD_GRAD_OP",
-    "3": "NO_SHARD",
-    "4": "HYBRID_SHARD",
-    "5": "HYBRID_SHARD_ZERO2",
-}
+_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 """Accelerate's numbers for FSDP1's strategies."""
 
 

@@ -133,6 +133,5 @@ def determined(config: ReadConfig) -> ReadConfig:
     options = " ".join(dict.fromkeys(one.option for one in config.missing))
     words = "; words of its command line go into --args" if config.format.endswith("script") else ""
     raise Undetermined(
-        f"{config.path} ({config.format}) does not determine {'; '.join(lines)}",
-        hint=f"add {options}{words}",
+        f"{config.path} ({config.format}) does not determine {'; '.join(lines)}", hint=f"add {options}{words}"
     )

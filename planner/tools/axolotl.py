@@ -63,11 +63,7 @@ AXOLOTL = Tool(
         Field(of="packing", key="sample_packing", default=False),
         Field(of="optimizer", key="optimizer", default="adamw-fused", words=OPTIMIZERS),
         Field(of="attention", key="attn_implementation", older=("flash_attention",), words=ATTENTIONS),
-        Field(
-            of="checkpointing",
-            key="gradient_checkpointing",
-            edit=_checkpointing,
-        ),
+        Field(of="checkpointing", key="gradient_checkpointing", edit=_checkpointing),
         Field(
             of="loss",
             key="chunked_cross_entropy",

@@ -50,19 +50,13 @@ BATCH = (
 )
 OPTIMIZER = Field(of="optimizer", key="optim", default="adamw-fused", words=OPTIMIZERS)
 CHECKPOINTING = Field(
-    of="checkpointing",
-    key="activation_checkpointing",
-    older=("gradient_checkpointing",),
-    edit=_checkpointing,
+    of="checkpointing", key="activation_checkpointing", older=("gradient_checkpointing",), edit=_checkpointing
 )
 KERNELS = Field(of="kernels", key="use_liger_kernel", older=("use_liger",), edit=_liger)
 COMPILE = Field(of="compile", key="torch_compile", default=False)
 PARALLEL = Field(of="parallel", key="deepspeed", more=("fsdp", "fsdp_config"), fix=False)
 
-_PEFT = (
-    Field(of="lora_rank", key="r", fix=False),
-    Field(of="lora_targets", key="target_modules", fix=False),
-)
+_PEFT = (Field(of="lora_rank", key="r", fix=False), Field(of="lora_targets", key="target_modules", fix=False))
 SCRIPT = Tool(
     name="hf-script",
     title="transformers",

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING
 from planner.readers.program.embedding import fitted
 from planner.readers.program.files import to_value
 from planner.readers.program.modules import above, command_line, of_module, parameters
-from planner.readers.program.objects import (
-    argument_defaults,
-    as_table,
-    is_followed,
-    is_trainer,
-    items_of,
-    trainer_of,
-)
+from planner.readers.program.objects import argument_defaults, as_table, is_followed, is_trainer, items_of, trainer_of
 from planner.readers.program.options import PARSERS, of_parser
 from planner.readers.program.values import (
     Class,

@@ -5,18 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from planner.readers.program.values import (
-    Class,
-    Function,
-    Instance,
-    Items,
-    Known,
-    Made,
-    Table,
-    Unknown,
-    Value,
-    plain,
-)
+from planner.readers.program.values import Class, Function, Instance, Items, Known, Made, Table, Unknown, Value, plain
 
 MAX_TEXT = 10_000
 MAX_NUMBER = 1 << 80
