@@ -96,11 +96,11 @@ def detect(values: dict[str, Any]) -> str:
 
 def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
     """Whose settings these are, of the tools and programs that take transformers' names."""
-    others = keys - trl.known_keys()
+    others = keys - schema.accepted(trl.FORMAT)
     of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
     if not keys & {"stage", "finetuning_type"} and own.is_training(values):
-        known = {*schema.known(llamafactory.FORMAT), *schema.LEGACY_HF}
-        of_llamafactory = of_llamafactory and len(keys - known) <= max(2, MAX_STRANGERS * len(keys))
+        strange = len(keys - schema.accepted(llamafactory.FORMAT))
+        of_llamafactory = of_llamafactory and strange <= max(2, MAX_STRANGERS * len(keys))
     if of_llamafactory and ("model_name_or_path" in keys or not own.is_training(values)):
         return llamafactory.FORMAT
     if others & own.SPOKEN and own.is_training(values):

@@ -13,20 +13,6 @@ from planner.setup_fields import SHARDED
 from planner.tools.deepspeed import DEEPSPEED
 from planner.tools.others import ACCELERATE
 
-OLD_ACCELERATE = (
-    "dynamo_backend", "deepspeed_plugin", "megatron_lm_plugin", "tpu_name", "tpu_zone", "command_file", "commands",
-    "fsdp_plugin", "use_xpu", "ipex_config", "mpirun_config", "fp8_config", "parallelism_config", "kt_config",
-)  # fmt: skip
-DEEPSPEED_KEYS = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
-    "fp16", "amp", "zero_optimization", "optimizer", "scheduler", "steps_per_print", "wall_clock_breakdown",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type",
-    "activation_checkpointing",
-    "tensorboard", "wandb", "csv_monitor", "flops_profiler", "prescale_gradients", "gradient_predivide_factor",
-    "sparse_gradients", "dump_state", "data_types", "comms_logger", "aio", "checkpoint", "compile", "autotuning",
-    "tensor_parallel", "zero_force_ds_cpu_initialization", "memory_breakdown", "torch_autocast", "data_efficiency",
-    "elasticity", "sequence_parallel_size", "pipeline", "expert_parallel",
-)  # fmt: skip
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
 
@@ -38,7 +24,7 @@ def read_accelerate(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key, or a kind of launch that is not planned.
     """
     missing, base = _base(settings)
-    settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, ACCELERATE)
+    settings.note_unknown(schema.accepted("accelerate"), ACCELERATE)
     kind = _kind(settings)
     processes = num_processes(settings)
     spread, changes = _spread(settings, kind, processes)
@@ -139,7 +125,7 @@ def read_deepspeed(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key or a wrong value.
     """
     missing, base = _base(settings)
-    settings.note_unknown(DEEPSPEED_KEYS, DEEPSPEED)
+    settings.note_unknown(schema.blocks("deepspeed")[""], DEEPSPEED)
     changes: dict[str, Any] = {}
     for key, field in (
         ("train_micro_batch_size_per_gpu", "micro_batch_seqs"),

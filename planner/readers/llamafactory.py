@@ -41,7 +41,7 @@ def read(settings: Settings) -> ReadConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
     """
-    settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, LLAMAFACTORY)
+    settings.note_unknown(schema.accepted(FORMAT), LLAMAFACTORY)
     aim = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")

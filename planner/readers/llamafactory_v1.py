@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.readers import common
+from planner.readers import common, schema
 from planner.readers.fields import config, said
 from planner.readers.sharding import Spread, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -10,15 +10,6 @@ from planner.readers.values import Settings
 from planner.tools.llamafactory import V1
 
 FORMAT = "llamafactory-v1"
-KNOWN = (
-    "model", "model_class", "trust_remote_code", "template", "peft_config", "kernel_config", "dist_config",
-    "quant_config", "optim_config", "lr_scheduler_config", "init_config", "train_dataset", "eval_dataset", "output_dir",
-    "micro_batch_size", "global_batch_size", "cutoff_len", "learning_rate", "num_train_epochs", "max_steps",
-    "max_grad_norm", "bf16", "batching_strategy", "batching_workers", "enable_activation_checkpointing", "seed",
-    "sample_backend", "max_new_tokens", "logging_steps", "save_steps", "save_epochs", "report_to", "flash_attn",
-    "resume_from_checkpoint", "save_ckpt_as_hf", "save_total_limit", "weight_decay", "warmup_ratio", "warmup_steps",
-    "loss_config", "attn_implementation", "cp_size", "cp_mode", "ep_size",
-)  # fmt: skip
 
 
 def read(settings: Settings) -> ReadConfig:
@@ -27,7 +18,7 @@ def read(settings: Settings) -> ReadConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, not a training.
     """
-    settings.note_unknown(KNOWN, V1)
+    settings.note_unknown(schema.accepted(FORMAT), V1)
     dist, num_gpus = settings.block("dist_config"), settings.outside.num_gpus
     fields: dict[str, Any] = {
         **said(settings, V1, "micro_batch_seqs", "seq_len_tokens"),

@@ -5,42 +5,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# Names that published configs still carry and current parsers have dropped; none changes memory or speed unless a
-# reader looks at it.
-LEGACY_HF = (
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "warmup_ratio",
-    "group_by_length",
-    "logging_dir",
-    "save_safetensors",
-    "overwrite_output_dir",
-    "no_cuda",
-    "half_precision_backend",
-    "fp16_opt_level",
-    "evaluation_strategy",
-    "torch_dtype",
-    "max_seq_length",
-    "push_to_hub_model_id",
-    "push_to_hub_token",
-    "push_to_hub_organization",
-    "dataloader_num_workers",
-    "ddp_timeout",
-    "jit_mode_eval",
-    "use_ipex",
-    "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "tpu_num_cores",
-    "past_index",
-    "include_inputs_for_metrics",
-    "eval_use_gather_object",
-    "use_legacy_prediction_loop",
-    "mp_parameters",
-    "dispatch_batches",
-    "split_batches",
-    "tokenizers_parallelism",
-)
-
 
 @cache
 def snapshot() -> dict[str, Any]:
@@ -55,6 +19,15 @@ def known(tool: str) -> frozenset[str]:
     return frozenset((*entry["fields"], *entry.get("legacy", ())))
 
 
-def version(tool: str) -> str:
-    """The version of the tool whose settings `known` lists."""
-    return str(snapshot()[tool]["version"])
+def accepted(tool: str) -> frozenset[str]:
+    """What its files may hold beside that: the launch's settings, who rewards, other versions', whole blocks'; of tools
+    that take transformers' arguments, names that published configs still carry and its parser has dropped (none changes
+    memory or speed unless a reader looks at it)."""
+    of_transformers = snapshot()["transformers"]["legacy"] if tool in ("trl", "llamafactory") else ()
+    return known(tool).union(snapshot()[tool].get("beside", ()), of_transformers)
+
+
+def blocks(tool: str) -> dict[str, list[str]]:
+    """Block of a tool's file ("": the file itself) -> its settings."""
+    found: dict[str, list[str]] = snapshot()[tool]["blocks"]
+    return found

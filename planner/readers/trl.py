@@ -14,17 +14,6 @@ from planner.readers.values import Settings
 from planner.tools.trl import TRL
 
 FORMAT = "trl"
-EXTRA_KEYS = (
-    "env", "config", "accelerate_config", "num_processes", "num_machines", "machine_rank", "main_process_port",
-    "main_process_ip", "mixed_precision", "multi_gpu", "dynamo_backend", "gpu_ids", "reward_funcs",
-    "reward_model_name_or_path",
-)  # fmt: skip
-"""What `trl` accepts beside its trainers' arguments: its environment block, `accelerate launch`'s, who rewards."""
-
-
-def known_keys() -> set[str]:
-    """Every setting that TRL, transformers (older ones too) or the launch has."""
-    return {*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}
 
 
 def read(settings: Settings) -> ReadConfig:
@@ -33,7 +22,7 @@ def read(settings: Settings) -> ReadConfig:
     Raises:
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
-    settings.note_unknown(known_keys(), TRL)
+    settings.note_unknown(schema.accepted(FORMAT), TRL)
     values, versioned = settings.values, settings.outside.versions
     aim = _objective(settings)
     bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)

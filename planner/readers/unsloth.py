@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.readers import common
+from planner.readers import common, schema
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
@@ -10,24 +10,6 @@ from planner.readers.values import Settings
 from planner.tools.unsloth import UNSLOTH, own_kernels
 
 FORMAT = "unsloth"
-SECTIONS = {
-    "data": ("dataset", "local_dataset", "format_type"),
-    "training": (
-        "training_type", "max_seq_length", "load_in_4bit", "output_dir", "num_epochs", "learning_rate", "batch_size",
-        "gradient_accumulation_steps", "warmup_steps", "max_steps", "save_steps", "weight_decay", "random_seed",
-        "packing", "train_on_completions", "gradient_checkpointing",
-    ),
-    "lora": (
-        "lora_r", "lora_alpha", "lora_dropout", "target_modules", "vision_all_linear", "use_rslora", "use_loftq",
-        "use_dora", "finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules",
-        "finetune_mlp_modules",
-    ),
-    "logging": (
-        "enable_wandb", "wandb_project", "wandb_token", "enable_tensorboard", "tensorboard_dir", "hf_token",
-    ),
-}  # fmt: skip
-
-
 DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_on_completions", "format_type"}
 """Settings that only Unsloth's files have."""
@@ -35,9 +17,13 @@ MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_
 
 def is_config(values: dict[str, Any]) -> bool:
     """Whether a mapping has Unsloth's blocks and no others, or settings that only Unsloth has in one of them."""
-    blocks = [values[title] for title in SECTIONS if isinstance(values.get(title), dict)]
+    blocks = [values[title] for title in schema.blocks(FORMAT) if isinstance(values.get(title), dict)]
     own = any(MARKS & set(block) for block in blocks)
-    only = {"training", "lora"} & set(values) and set(values) <= {"model", *SECTIONS} and len(blocks) == len(values) - 1
+    only = (
+        {"training", "lora"} & set(values)
+        and set(values) <= {"model", *schema.blocks(FORMAT)}
+        and len(blocks) == len(values) - 1
+    )
     return bool(blocks) and (own or (bool(only) and isinstance(values.get("model"), str)))
 
 
@@ -48,9 +34,9 @@ def read(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key or section, a wrong value.
     """
     top = settings
-    top.note_unknown(("model", *SECTIONS), UNSLOTH)
-    parts = {section: top.block(section) for section in SECTIONS}
-    for section, known in SECTIONS.items():
+    top.note_unknown(("model", *schema.blocks(FORMAT)), UNSLOTH)
+    parts = {section: top.block(section) for section in schema.blocks(FORMAT)}
+    for section, known in schema.blocks(FORMAT).items():
         parts[section].note_unknown(known, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
     fields = _method(training, lora)
