@@ -7,7 +7,7 @@ from planner.choices.adapters import ADAPTERS
 from planner.readers import common, schema
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
-from planner.tools import Field, Tool
+from planner.tools import Tool
 
 
 def said(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
@@ -107,13 +107,9 @@ def origins(
         stands = [name for name in (field.key, *field.older, *field.more) if _value(values, name) is not None]
         if stands and stands[0] in lines:
             found[field.of] = f"{file}:{lines[stands[0]]}"
-        elif not stands and _has_default(field):
+        elif not stands and field.of not in ("model", "num_gpus", "parallel"):
             found[field.of] = default
     return found
-
-
-def _has_default(field: Field) -> bool:
-    return field.of not in ("model", "num_gpus", "parallel")
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

@@ -1,7 +1,7 @@
 """Hydra's and OmegaConf's files: those that `defaults:` names put in, `${...}` filled in; what stays open stays so."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -22,9 +22,8 @@ Read = Callable[[str], str | None]
 def is_composed(values: Mapping[str, Any]) -> bool:
     """Whether a file names others to be put in, or values to be filled in."""
     listed = values.get("defaults")
-    return (isinstance(listed, list) and all(isinstance(one, (str, Mapping)) for one in listed)) or any(
-        is_open(value) for _, value in _leaves(values)
-    )
+    names = isinstance(listed, list) and all(isinstance(one, (str, Mapping)) for one in listed)
+    return names or bool(without_open(values)[1])
 
 
 def is_open(value: Any) -> bool:
@@ -170,11 +169,3 @@ def without_open(values: Mapping[str, Any], above: str = "") -> tuple[dict[str, 
         else:
             known[key] = value
     return known, opened
-
-
-def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -3,7 +3,7 @@
 What stands there counts; what does not is asked for, never a default: the program that reads the file has its own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,19 +104,9 @@ NUMBERS = ("micro", "accumulation", "length", "rank")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
 SWITCHES = (
-    "four",
-    "eight",
-    "double",
-    "quantized",
-    "lora",
-    "bf16",
-    "fp16",
-    "packing",
-    "liger",
-    "flash",
-    "use_dora",
+    "four", "eight", "double", "quantized", "lora", "bf16", "fp16", "packing", "liger", "flash", "use_dora",
     "use_rslora",
-)
+)  # fmt: skip
 
 
 def _makes_sense(key: str, value: Any) -> bool:
@@ -249,7 +239,10 @@ def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]
 
 def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """What is asked -> (path of the key, value), where the file says one thing."""
-    leaves = [(path, value, _words(path)) for path, value in _leaves(values, ())]
+    # the last two of a path's names, as programs spell them
+    leaves = [
+        (path, value, [part.lower().replace("-", "_") for part in path[-2:]]) for path, value in _leaves(values, ())
+    ]
     found: dict[str, tuple[str, Any]] = {}
     for key, names in NAMES.items():
         for name in names:
@@ -271,12 +264,7 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _words(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The last two of a path's names, as programs spell them."""
-    return tuple([part.lower().replace("-", "_") for part in path[-2:]])
-
-
-def _is_named(words: tuple[str, ...], name: str) -> bool:
+def _is_named(words: Sequence[str], name: str) -> bool:
     block, dot, last = name.partition(".")
     return words[-1] == name if not dot else len(words) > 1 and words[-1] == last and words[-2].startswith(block)
 

@@ -213,11 +213,6 @@ def _on_gpu(value: Made, loader: Made) -> bool:
     return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
 
 
-def _freezes_eyes(text: str) -> bool:
-    """Whether a program switches the tower's parameters off."""
-    return any(part in subject.lower() for _, subject in _switches(text) for part in EYES)
-
-
 def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     lora.leave_out(NOT_COUNTED)
@@ -225,7 +220,8 @@ def note(found: Training, program: Program, text: str, *, lora: Settings, argume
         arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
-    if found.pictures and found.adapter is None and _freezes_eyes(text):
+    switched = " ".join(subject.lower() for _, subject in _switches(text)) if found.pictures else ""
+    if found.adapter is None and any(part in switched for part in EYES):
         arguments.approximate("a frozen tower is counted as trained")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")

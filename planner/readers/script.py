@@ -68,7 +68,12 @@ class _Script:
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
         self.aim = OBJECTIVES[found.objective]
-        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig") or _has_trainer(self.aim)
+        self.trl = (
+            self.unsloth
+            or kind == "SFTTrainer"
+            or any(one.name == "SFTConfig" for one in program.made)
+            or _has_trainer(self.aim)
+        )
         self.arguments = self.settings(found.arguments)
         self._trainer_extras()
         self.loader = self.settings(found.loader if found.handed is None else found.handed)
@@ -106,9 +111,6 @@ class _Script:
         made = self.found.arguments
         own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
         return (*self.arguments.values, *self.arguments.unknown) if own else ()
-
-    def _made(self, name: str) -> bool:
-        return any(one.name == name for one in self.program.made)
 
     def _trainer_extras(self) -> None:
         """Old TRL took some settings on the trainer itself."""
@@ -329,14 +331,10 @@ class _Script:
         if not loader.has(key):
             stored = self.model.config.get("torch_dtype") if self.model is not None and self.found.hears else None
             own = f"the checkpoint's own, {stored or 'taken to be bf16'}"
-            taken = own if default == "auto" else f"{default} ({self._why()})"
+            taken = own if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
             loader.assume(f"no dtype on from_pretrained: {taken}")
         weights = hf.weight_dtype(loader, key, default)
         return common.precision(self.arguments, weights, autocast, method)
-
-    def _why(self) -> str:
-        """How it is known that an older transformers is used."""
-        return f"{self.transformers.why}: transformers 4's default"
 
     def _trainer_prepares(self, quantization: str) -> bool:
         """Whether TRL prepares the quantized base by itself."""

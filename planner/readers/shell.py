@@ -122,7 +122,7 @@ def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Comma
         if unless_set := _DEFAULT.match(line):
             line = "=".join(unless_set.groups()) if not variables.get(unless_set[1]) else ""
         assigned = _SET.match(line)
-        if assigned and _is_assignment(assigned[2]):
+        if assigned and (assigned[2].startswith("(") or len(_words(assigned[2])) <= 1):
             _assign(assigned, line, variables)
             continue
         for part in _parts(line):
@@ -153,18 +153,26 @@ def _handed_to_shell(words: list[str]) -> str:
 
 def _parts(line: str) -> list[str]:
     """The commands of a line, cut where no quotes are open."""
-    held: list[str] = []
+    held = _Held("\x01")
+    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(held.hold, _QUOTED.sub(held.hold, line)))
+    return [held.back(part) for part in parts]
 
-    def hold(match: re.Match[str]) -> str:
-        held.append(match[0])
-        return f"\x01{len(held) - 1}\x01"
 
-    def back(text: str) -> str:
-        filled = re.sub(r"\x01(\d+)\x01", lambda match: held[int(match[1])], text)
-        return filled if filled == text else back(filled)
+class _Held:
+    """Pieces of a line that stay whole while it is cut: a mark stands for each."""
 
-    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(hold, _QUOTED.sub(hold, line)))
-    return [back(part) for part in parts]
+    def __init__(self, mark: str) -> None:
+        self.mark, self.pieces = mark, list[str]()
+
+    def hold(self, match: re.Match[str]) -> str:
+        """The mark of a piece."""
+        self.pieces.append(match[0])
+        return f"{self.mark}{len(self.pieces) - 1}{self.mark}"
+
+    def back(self, text: str) -> str:
+        """The text with its pieces back, those inside others too."""
+        filled = re.sub(rf"{self.mark}(\d+){self.mark}", lambda match: self.pieces[int(match[1])], text)
+        return filled if filled == text else self.back(filled)
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -199,10 +207,6 @@ def _is_open(value: str, opens: str) -> bool:
     if opens == "(":
         return ")" not in re.sub(r"\$\([^)]*\)|#.*", "", value)
     return value.count(opens) - value.count("\\" + opens) < 2
-
-
-def _is_assignment(value: str) -> bool:
-    return value.startswith("(") or len(_words(value)) <= 1
 
 
 def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> None:
@@ -253,18 +257,12 @@ def _sum(text: str) -> str | None:
 
 def _words(line: str) -> list[str]:
     """The words of a line; a command or sum that the shell would put in stays one word."""
-    held: list[str] = []
-
-    def hold(match: re.Match[str]) -> str:
-        held.append(match[0])
-        return f"\x00{len(held) - 1}\x00"
-
+    held = _Held("\x00")
     try:
-        words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(hold, line)), comments=True)
+        words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(held.hold, line)), comments=True)
     except ValueError:
         return []
-    back = (re.sub(r"\x00(\d+)\x00", lambda match: held[int(match[1])], word) for word in words)
-    return [word.replace("\x02", "#") for word in back]  # a comment starts a word
+    return [held.back(word).replace("\x02", "#") for word in words]  # a comment starts a word
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:

@@ -32,9 +32,6 @@ def fields(
         arguments.assume(f"texts are taken to be {tokens} tokens long: only the data says it (--set seq_len=N)")
     if arguments.flag("predict_with_generate", False):
         arguments.approximate("evaluation that generates is counted as forwards")
-    frozen = given["method"] == "full" and any("freeze_encoder" in one.called for one in _models(found))
+    models = [*found.touched, *([found.loader] if found.loader is not None else [])]
+    frozen = given["method"] == "full" and any("freeze_encoder" in one.called for one in models)
     return {"seq_len_tokens": tokens, "frozen_encoder": frozen, "loss": "full", "kernels": "eager"}
-
-
-def _models(found: Training) -> list[Any]:
-    return [*found.touched, *([found.loader] if found.loader is not None else [])]

@@ -147,7 +147,8 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
         NotPlanned: a model of another objective.
     """
     if found.loader is not None:
-        if found.objective == "sft" and "SequenceClassification" in found.loader.owner and _plain(found.trainer):
+        plainly = found.trainer is not None and found.trainer.name == "Trainer"  # transformers' own
+        if found.objective == "sft" and "SequenceClassification" in found.loader.owner and plainly:
             found.objective = "classification"
         if found.objective not in ("reward", "classification", "embedding"):
             _check_model_class(found, found.loader, program, name)
@@ -179,15 +180,12 @@ def _only_measures(program: Program, trainer: Made) -> bool:
     return bool(asked & {"evaluate", "predict"})
 
 
-def _plain(trainer: Made | None) -> bool:
-    """Whether a program's trainer is transformers' own."""
-    return trainer is not None and trainer.name == "Trainer"
-
-
 def _asked_to_train(arguments: Made | None) -> bool | None:
     """The arguments' `do_train`, None where they do not say."""
-    value = arguments.argument("do_train") if arguments is not None and not arguments.more else None
-    return plain(value) if isinstance(value, Known) else False if arguments is not None and not arguments.more else None
+    if arguments is None or arguments.more:
+        return None
+    value = arguments.argument("do_train")
+    return plain(value) if isinstance(value, Known) else False
 
 
 def _of_transformers(trainer: Made) -> bool:
@@ -305,7 +303,8 @@ def contrast(found: Training, arguments: Settings, missing: dict[str, str]) -> d
 def _only_loader(found: Training, program: Program) -> None:
     """The only model that the program loads, where the way to the trainer is not known."""
     loaders = [one for one in program.made if one.name == "from_pretrained" and loads_model(one.owner)]
-    names = {_said(plain(named_model(one))) for one in loaders}
+    named = [plain(named_model(one)) for one in loaders]
+    names = {"one that is not known" if isinstance(name, Unknown) else str(name) for name in named}
     if len(names) == 1:
         found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
         wrapped = [one for one in program.made if one.name == "get_peft_model"]
@@ -316,10 +315,6 @@ def _only_loader(found: Training, program: Program) -> None:
         found.prepared = found.prepared or (prepared[-1] if prepared else None)
     elif len(names) > 1:
         found.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
-
-
-def _said(name: object) -> str:
-    return "one that is not known" if isinstance(name, Unknown) else str(name)
 
 
 def loads_model(owner: str) -> bool:

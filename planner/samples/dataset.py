@@ -4,7 +4,8 @@ Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, e
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort_left
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from math import ceil
 from pathlib import Path
@@ -29,6 +30,14 @@ MAX_ARRAY_BYTES = 64 * 1024 * 1024
 MAX_SAMPLES = 20_000
 """Samples that are tokenized; of a larger file a fixed random choice."""
 
+COLUMNS = {
+    "messages": {"messages"},
+    "prompt-completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+    "preference": {"chosen", "rejected"},
+    "pairs": {"anchor", "positive"},
+}
+"""Kind of sample -> the columns that it has."""
 CountTokens = Callable[[str], int]
 
 
@@ -80,14 +89,14 @@ class DatasetStats:
         rows = 0
         for length in reversed(self.lengths_tokens):
             need = min(length, seq_len_tokens)
-            index = _first_at_least(room, need)
+            index = bisect_left(room, need)
             if index < len(room):
                 left = room.pop(index) - need
             else:
                 rows += 1
                 left = seq_len_tokens - need
             if left:
-                room.insert(_first_at_least(room, left), left)
+                insort_left(room, left)
         return self.kept_tokens(seq_len_tokens) / self.scale / (rows * seq_len_tokens)
 
     def padding_fraction(self, micro_batch_seqs: int, seq_len_tokens: int) -> float:
@@ -192,8 +201,6 @@ def measure(path: Path, *, tokenizer: Path | None = None, text_field: str = "tex
         index = total - 1 if total <= MAX_SAMPLES else dice.randrange(total)
         if index < MAX_SAMPLES:
             lengths[index : index + 1] = [_length(row, columns, text_field, count, str(path))]
-    if not lengths:
-        raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
     return DatasetStats(
         path=str(path),
         columns=columns,
@@ -243,20 +250,9 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
     Raises:
         ConfigError: none of the known kinds.
     """
-    if "messages" in row:
-        return "messages"
-    if {"prompt", "completion"} <= set(row):
-        return "prompt-completion"
-    if {"instruction", "output"} <= set(row):
-        return "alpaca"
-    if {"chosen", "rejected"} <= set(row):
-        return "preference"
-    if {"anchor", "positive"} <= set(row):
-        return "pairs"
-    if text_field in row:
-        return "text"
-    if "prompt" in row:
-        return "prompt"
+    for kind, names in (*COLUMNS.items(), ("text", {text_field}), ("prompt", {"prompt"})):
+        if names <= set(row):
+            return kind
     raise ConfigError(
         f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
         hint="messages; prompt and completion; instruction and output; chosen and rejected; anchor and positive; "
@@ -366,12 +362,6 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error
-
-
-def _first_at_least(ascending: Sequence[int], value: int) -> int:
-    from bisect import bisect_left
-
-    return bisect_left(ascending, value)
 
 
 def sample_columns(path: Path, text_field: str = "text") -> str:

@@ -83,12 +83,9 @@ def micro_batches(
         samples += samples
     whole = len(samples) // micro_batch_seqs * micro_batch_seqs
     starts = range(0, whole, micro_batch_seqs)
-    epoch = [min(seq_len_tokens, _padded(max(samples[start : start + micro_batch_seqs]))) for start in starts]
+    longest = [max(samples[start : start + micro_batch_seqs]) for start in starts]
+    epoch = [min(seq_len_tokens, -(-one // PAD_TO) * PAD_TO) for one in longest]
     drawn = epoch[:num]
     if max(epoch) not in drawn:
         drawn[-1] = max(epoch)
     return tuple(drawn)
-
-
-def _padded(length: int) -> int:
-    return -(-length // PAD_TO) * PAD_TO

@@ -119,9 +119,7 @@ class Functions(Expressions):
             self.depth -= 1
             self.running.pop()
         others = self.maybe_returned.pop()
-        if plain(result) is not result and isinstance(plain(result), Unknown) and _walks_modules(node):
-            return Known("all-linear", f"{call.where}, {node.name}()")
-        if isinstance(result, Unknown) and _walks_modules(node):
+        if isinstance(plain(result), Unknown) and _walks_modules(node):
             return Known("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
             made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)

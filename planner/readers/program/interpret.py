@@ -306,13 +306,9 @@ def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[
         if name in one and name in other and not same(one[name], other[name]):
             keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)
             different = either(one[name], other[name], f"{place} ({name})")
-            # one object or another of the same kind: what was made last stands for both, its settings are compared
-            found[name] = different if keep is None or _kinds(one[name], other[name]) else keep
+            # one object or another of the same kind: which of them is used is not known
+            made = [value.name for value in (one[name], other[name]) if isinstance(value, Made)]
+            found[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
         else:
             found[name] = one[name] if name in one else other[name]
     return found
-
-
-def _kinds(one: Value, other: Value) -> bool:
-    """Whether two objects were made by different calls of one name: which of them is used is not known."""
-    return isinstance(one, Made) and isinstance(other, Made) and one.name == other.name

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 TRAINS = re.compile(r"train|tune|sft|fit", re.IGNORECASE)
 """Names of subcommands that train."""
+OF_DATACLASSES = (
+    "parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_dict", "parse_json_file", "parse_yaml_file",
+    "parse_yaml_and_args",
+)  # fmt: skip
+"""Methods that make objects of dataclasses of the words."""
 PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
 
 
@@ -157,10 +162,6 @@ def option_default(reader: "Reading", name: str, value: Value) -> Value:
     return value
 
 
-def _namespace(options: list[Option], outside: "Outside") -> Instance:
-    return Instance({option.name: option.value(outside) for option in options})
-
-
 def parents_of(made: Made) -> list[Value]:
     """The options of a parser's `parents`."""
     parents = items_of(made.keywords.get("parents", Items([]))) or []
@@ -173,7 +174,8 @@ def _parsed(owner: Made, outside: "Outside") -> Instance:
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
     two of them have is not known.
     """
-    found = _namespace([Option.of(one) for one in owner.positional if isinstance(one, Made)], outside)
+    options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
+    found = Instance({option.name: option.value(outside) for option in options})
     subparsers = owner.keywords.get("subparsers")
     if isinstance(subparsers, Made):
         named = {name: one for name, one in subparsers.attributes.items() if isinstance(one, Made)}
@@ -272,17 +274,7 @@ def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
             found = _of_arguments(owner, made, reader.outside)
             return Items([found, Items([])]) if made.name == "parse_known_args" else found
-        case (
-            "parse_args_into_dataclasses"
-            | "parse_args_and_config"
-            | "parse"
-            | "parse_dict"
-            | "parse_json_file"
-            | "parse_yaml_file"
-            | "parse_yaml_and_args"
-        ):
-            return _dataclasses(reader, owner, made)
-    return None
+    return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
 
 def _of_file(reader: "Reading", owner: Made, made: Made) -> dict[str, Value]:

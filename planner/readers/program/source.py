@@ -51,7 +51,8 @@ def of_notebook(text: str, name: str) -> Source:
     try:
         tree_of(_joined(kept))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        kept = {number: _parses(code) for number, code in kept.items()}
+        # empty lines instead of a cell that Python cannot read: other languages, broken examples
+        kept = {number: _readable(code, "\n" * code.count("\n")) for number, code in kept.items()}
     origin = [(number, line) for number, code in kept.items() for line in range(1, len(code.splitlines()) + 1)]
 
     def label(line: int) -> str:
@@ -126,37 +127,30 @@ def _without_magics(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parses(code: str) -> str:
-    """A cell that Python can read, empty lines instead of one that it cannot (other languages, broken examples)."""
-    found = _readable(code)
-    return "\n" * code.count("\n") if found is None else found
-
-
 def parsable(text: str) -> str:
     """The text with the quotes inside f-strings changed where this Python (before 3.12) cannot read them nested."""
-    found = _readable(text)
-    return text if found is None else found
+    return _readable(text, text)
 
 
-def _readable(text: str) -> str | None:
-    """`parsable`, None where no Python reads it."""
+def _readable(text: str, otherwise: str) -> str:
+    """`parsable`; `otherwise` where no Python reads it."""
     for _ in range(MAX_REPAIRS):
         try:
             ast.parse(text)
         except SyntaxError as error:
             lines = text.splitlines(keepends=True)
             if error.lineno is None or not 0 < error.lineno <= len(lines) or "f-string" not in str(error):
-                return None
+                return otherwise
             repaired = _requoted(lines[error.lineno - 1])
             if repaired == lines[error.lineno - 1]:
-                return None
+                return otherwise
             lines[error.lineno - 1] = repaired
             text = "".join(lines)
         except (ValueError, RecursionError, MemoryError):
-            return None
+            return otherwise
         else:
             return text
-    return None
+    return otherwise
 
 
 def _requoted(line: str) -> str:

@@ -7,16 +7,9 @@ from typing import Any, Union
 from planner.records import dataclass
 
 NAMING = (
-    "inspect",
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "TaskType",
-    "IntervalStrategy",
-    "SchedulerType",
+    "inspect", "torch", "transformers", "trl", "peft", "TaskType", "IntervalStrategy", "SchedulerType",
     "OptimizerNames",
-)
+)  # fmt: skip
 """Libraries whose constants are named by their last word ("torch.bfloat16")."""
 
 Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance"]
