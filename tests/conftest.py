@@ -19,6 +19,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
+gc.set_threshold(200_000)  # collecting the tests makes a million objects that stay, and looked through them 5,000 times
+
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONWARNINGS"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm-256color"
@@ -149,7 +151,6 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Few collections by themselves, none of what collecting the tests has loaded."""
     _freeze_what_is_loaded()
-    gc.set_threshold(200_000)
 
 
 def pytest_unconfigure() -> None:
