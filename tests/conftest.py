@@ -78,8 +78,8 @@ settings.register_profile("explore", _ANY_SPEED, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _numbers = count()
-_num_frozen = [0]
-"""Modules that were loaded when their objects were last set aside."""
+MANY_OBJECTS = 50_000
+"""Made since objects were last set aside, and still there."""
 WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
 """Programs that start with the training libraries loaded (tests/warm): one server for all workers of the run."""
 _until_the_end = ExitStack()
@@ -112,11 +112,12 @@ def _own_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _freeze_what_is_loaded() -> None:
     """Loaded libraries are not looked through for garbage again and again (a sixth of the time), as `plan` does it:
-    models and trainers load most of them while the first tests run, and every probe and dry run collects."""
-    if len(sys.modules) > _num_frozen[0] + 100:
+    models and trainers load most of them while the first tests run, and every probe and dry run collects. Nor is what
+    the tests before left for good."""
+    made, looked_through, _ = gc.get_count()
+    if made > MANY_OBJECTS or looked_through:
         gc.collect()
         gc.freeze()
-        _num_frozen[0] = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
