@@ -21,6 +21,7 @@ from planner.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from planner.planning.runs import Known
     from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
     from search.corrections import Observation
@@ -146,29 +147,31 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     and which engine is faster than the planned one."""
     from planner.app.targets import with_engine_note
     from planner.planning.answer import plan_workload
+    from planner.planning.runs import Known
 
-    known = history_of(workload) if history else ()
-    found = climb_dry_run(workload, known) if dry_run else with_history(plan_workload(workload), known)
-    return with_engine_note(found) if isinstance(found, Plan) else found
+    known, walked = history_of(workload) if history else (), Known()
+    if dry_run:
+        found = climb_dry_run(workload, known, walked)
+    else:
+        found = with_history(plan_workload(workload, known=walked), known)
+    return with_engine_note(found, walked) if isinstance(found, Plan) else found
 
 
-def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:
+def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "Known") -> Plan | NoPlan:
     """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine
-    from planner.planning.runs import Known
 
     missing = dry_run_possible()
     if missing:
         print(f"formula only: {missing} not installed ({install_command('torch')})", file=sys.stderr)
-        return with_history(plan_workload(workload), known)
+        return with_history(plan_workload(workload, known=walked), known)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
         return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
 
-    walked = Known()
     try:
         with dry_runs_ahead():
             return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)

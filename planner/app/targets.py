@@ -16,6 +16,7 @@ from planner.notes import risk
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import choose, plan_workload
+from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.records import dataclass
 from planner.workload import Workload
@@ -76,10 +77,11 @@ ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "attention")
 4-bit form is left open."""
 
 
-def faster_engines(plan: Plan) -> list[TargetChoice]:
+def faster_engines(plan: Plan, known: Known) -> list[TargetChoice]:
     """Targets with a kernel family of their own that are predicted to train the chosen class faster, fastest first.
 
     Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
+    `known`: what walks of the model computed.
     """
     wish, chosen = plan.workload, plan.chosen
     mine = chosen.formula.tokens_per_s
@@ -99,23 +101,25 @@ def faster_engines(plan: Plan) -> list[TargetChoice]:
         for target in family.only:
             if target in wish.aim.targets:
                 theirs = replace(wish, targets=(target,), fixed={**fixed, **wish.fixed, "kernels": (family.name,)})
-                found.append(TargetChoice(target=target, title=TARGET_ROWS[target].title, candidate=_quick(theirs)))
+                found.append(
+                    TargetChoice(target=target, title=TARGET_ROWS[target].title, candidate=_quick(theirs, known))
+                )
     faster = [row for row in found if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
     return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
-def _quick(workload: Workload) -> Candidate | None:
+def _quick(workload: Workload, known: Known) -> Candidate | None:
     """What is planned, without the rest of a plan; None where nothing is."""
     try:
-        best = choose(workload, dimension_values(workload), Facts())[1]
+        best = choose(workload, dimension_values(workload), Facts(known=known))[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None
 
 
-def with_engine_note(plan: Plan) -> Plan:
+def with_engine_note(plan: Plan, known: Known) -> Plan:
     """The plan with one sentence on the fastest engine, where that is another one."""
-    rows = [(row.title, row.candidate.formula) for row in faster_engines(plan) if row.candidate is not None]
+    rows = [(row.title, row.candidate.formula) for row in faster_engines(plan, known) if row.candidate is not None]
     if not rows:
         return plan
     speed, band = rows[0][1].tokens_per_s or 0.0, rows[0][1].time_band_fraction or 0.0
