@@ -148,15 +148,9 @@ def _neo_pattern(fields: Fields, num_layers: int) -> tuple[bool, ...]:
             if len(pattern) > num_layers:
                 raise ValueError("length")
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f'{fields.where}: attention_types must be like [[["global", "local"], 12]], got {shown(types)}',
-            hint="correct the field in config.json",
-        ) from error
+        raise fields.wrong(f'attention_types must be like [[["global", "local"], 12]], got {shown(types)}') from error
     if len(pattern) != num_layers:
-        raise ConfigError(
-            f"{fields.where}: attention_types covers {len(pattern)} layers, num_layers is {num_layers}",
-            hint="correct the field in config.json",
-        )
+        raise fields.wrong(f"attention_types covers {len(pattern)} layers, num_layers is {num_layers}")
     return tuple(pattern)
 
 

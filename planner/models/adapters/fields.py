@@ -5,7 +5,7 @@ belong), reading it either gives a value of the asked type within sane bounds or
 expected and what came.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from planner.errors import ConfigError
@@ -74,10 +74,12 @@ class Fields:
             )
         return names[0], default
 
+    def wrong(self, problem: str) -> ConfigError:
+        """The error to raise for a value that is there and cannot be meant."""
+        return ConfigError(f"{self.where}: {problem}", hint="correct the field in config.json")
+
     def _wrong(self, name: str, expected: str, value: object) -> ConfigError:
-        return ConfigError(
-            f"{self.where}: {name} must be {expected}, got {shown(value)}", hint="correct the field in config.json"
-        )
+        return self.wrong(f"{name} must be {expected}, got {shown(value)}")
 
     def count(self, *names: str, kind: str = "width", default: Any = _ABSENT, at_least: int = 1) -> int:
         """A whole number within [at_least, the limit of its kind], the first of `names` that is not null."""
@@ -150,6 +152,13 @@ class Fields:
                 raise self._wrong(name, f"a list of {' | '.join(allowed)}", item)
         return tuple(value)
 
+    def layers_of(
+        self, kind: str, kinds: tuple[str, ...], num_layers: int, otherwise: Callable[[int], bool]
+    ) -> list[bool]:
+        """Whether each layer is of one of the kinds that `layer_types` may name, by its number where it is absent."""
+        types = self.texts("layer_types", num_layers, kinds)
+        return [otherwise(index) for index in range(num_layers)] if types is None else [one == kind for one in types]
+
     def bits(self, name: str, length: int) -> tuple[bool, ...] | None:
         """A list of `length` zeros and ones, None where absent, null or empty."""
         value = self.raw.get(name)
@@ -190,7 +199,4 @@ class Fields:
     def divides(self, name: str, divisor: int, whole_name: str, whole: int) -> None:
         """Check that `divisor` divides `whole`."""
         if whole % divisor:
-            raise ConfigError(
-                f"{self.where}: {whole_name} {whole} must be a multiple of {name} {divisor}",
-                hint="correct the field in config.json",
-            )
+            raise self.wrong(f"{whole_name} {whole} must be a multiple of {name} {divisor}")

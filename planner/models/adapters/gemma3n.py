@@ -10,7 +10,6 @@ Measured: equals the built module tree (tests/probes/test_gemma3n.py).
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import SANDWICH, Decoder, gated, gated_mlp, linear, norm
 from planner.models.eyes.mobilenet import NUM_PARAMS, embedder
@@ -73,10 +72,9 @@ class _Text(Decoder):
 
     def _pattern(self) -> tuple[bool, ...]:
         """Whether each layer is global."""
-        types = self.fields.texts("layer_types", self.num_layers, _TYPES)
-        if types is None:
-            return tuple((index + 1) % 5 == 0 for index in range(self.num_layers))
-        return tuple(one == "full_attention" for one in types)
+        return tuple(
+            self.fields.layers_of("full_attention", _TYPES, self.num_layers, lambda index: (index + 1) % 5 == 0)
+        )
 
     def _per_layer(self, name: str) -> Sequence[object] | None:
         """A list with an entry for every layer, None where the field is none."""
@@ -84,10 +82,7 @@ class _Text(Decoder):
         if not isinstance(found, list | tuple):
             return None
         if len(found) != self.num_layers:
-            raise ConfigError(
-                f"{self.fields.where}: {name} must have {self.num_layers} entries, one per layer, got {len(found)}",
-                hint="correct the field in config.json",
-            )
+            raise self.fields.wrong(f"{name} must have {self.num_layers} entries, one per layer, got {len(found)}")
         return found
 
     def _widths(self) -> list[int]:

@@ -6,7 +6,6 @@ Source: transformers 5.23, models/gemma4.
 
 from dataclasses import replace
 
-from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
 from planner.models.adapters.parts import (
@@ -91,11 +90,7 @@ class _Text(Decoder):
 
     def _pattern(self) -> tuple[bool, ...]:
         """Whether each layer is global; the last one always is."""
-        types = self.fields.texts("layer_types", self.num_layers, _TYPES)
-        if types is None:
-            full = [(index + 1) % 6 == 0 for index in range(self.num_layers)]
-        else:
-            full = [one == "full_attention" for one in types]
+        full = self.fields.layers_of("full_attention", _TYPES, self.num_layers, lambda index: (index + 1) % 6 == 0)
         full[-1] = True
         return tuple(full)
 
@@ -112,11 +107,8 @@ class _Text(Decoder):
             index = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 6 else -1
             changed = overrides.sub(key)
             if not 0 <= index < self.num_layers or set(changed.raw) - {"head_dim", "num_key_value_heads"}:
-                raise ConfigError(
-                    f"{overrides.where}: expected head_dim and num_key_value_heads by layer number, got {shown(key)}: "
-                    f"{shown(changed.raw)}",
-                    hint="correct the field in config.json",
-                )
+                got = f"{shown(key)}: {shown(changed.raw)}"
+                raise overrides.wrong(f"expected head_dim and num_key_value_heads by layer number, got {got}")
             num_kv = changed.count("num_key_value_heads", kind="heads", default=self.num_kv)
             self.fields.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
             sizes[index] = changed.count("head_dim", default=self.head_dim), num_kv

@@ -74,10 +74,7 @@ def build(fields: Fields) -> ModelSpec:
 def _full(base: Mixture) -> list[bool]:
     """Which layers have softmax attention: `layer_types`, else every n-th."""
     interval = base.fields.count("full_attention_interval", kind="layers", default=4)
-    types = base.fields.texts("layer_types", base.num_layers, _TYPES)
-    if types is not None:
-        return [one == "full_attention" for one in types]
-    return [(index + 1) % interval == 0 for index in range(base.num_layers)]
+    return base.fields.layers_of("full_attention", _TYPES, base.num_layers, lambda index: (index + 1) % interval == 0)
 
 
 def _gated_softmax(base: Mixture) -> tuple[LinearSpec, ...]:

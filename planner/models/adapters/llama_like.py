@@ -77,11 +77,7 @@ def window_by_layer_types(
     fields: Fields, num_layers: int, is_full: Callable[[int], bool], default_window: int
 ) -> Windows:
     """`layer_types` where the config gives them, else the family's pattern."""
-    types = fields.texts("layer_types", num_layers, _LAYER_TYPES)
-    if types is not None:
-        full = [one == "full_attention" for one in types]
-    else:
-        full = [is_full(index) for index in range(num_layers)]
+    full = fields.layers_of("full_attention", _LAYER_TYPES, num_layers, is_full)
     if all(full):
         return (None,) * num_layers
     window = fields.count("sliding_window", kind="window", default=default_window)

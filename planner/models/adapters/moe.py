@@ -4,7 +4,6 @@ transformers 5 stacks the experts of a layer into bare parameters (`gate_up_proj
 bare weight too: neither PEFT's "all-linear" nor bitsandbytes touches them.
 """
 
-from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.llama_like import layer_kind, window_by_layer_types, window_everywhere, window_qwen
 from planner.models.adapters.parts import PRE, Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
@@ -41,10 +40,7 @@ class Mixture(Decoder):
             count("default_inner", inner, kind="intermediate"),
         )
         if made.active > made.num:
-            raise ConfigError(
-                f"{self.fields.where}: {active} {made.active} must not exceed {num} {made.num}",
-                hint="correct the field in config.json",
-            )
+            raise self.fields.wrong(f"{active} {made.active} must not exceed {num} {made.num}")
         return made
 
     def router(self, name: str, experts: Experts, *, is_linear: bool = False, bias: bool = False) -> LinearSpec:
@@ -266,9 +262,7 @@ def llama4(fields: Fields) -> ModelSpec:
 def _llama4_chunked(text: Fields, num_layers: int) -> list[bool]:
     """Whether each layer attends inside chunks: `layer_types`, else `no_rope_layers` (1 where rotary embeddings ARE
     applied), else all but every n-th."""
-    types = text.texts("layer_types", num_layers, ("chunked_attention", "full_attention"))
     interval = text.count("no_rope_layer_interval", kind="layers", default=4)
-    rope = text.bits("no_rope_layers", num_layers)
-    if types is not None:
-        return [one == "chunked_attention" for one in types]
-    return list(rope) if rope else [(index + 1) % interval != 0 for index in range(num_layers)]
+    rope = text.bits("no_rope_layers", num_layers) or [(index + 1) % interval != 0 for index in range(num_layers)]
+    kinds = ("chunked_attention", "full_attention")
+    return text.layers_of("chunked_attention", kinds, num_layers, lambda index: rope[index])

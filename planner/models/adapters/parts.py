@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.spec import (
     AttentionSpec,
@@ -171,11 +170,8 @@ class Decoder:
         num = self.fields.count("num_kv_shared_layers", kind="layers", default=default, at_least=0)
         first = self.num_layers - num
         if num and (first < 1 or set(types[:first]) != set(types)):
-            raise ConfigError(
-                f"{self.fields.where}: num_kv_shared_layers {num} must leave at least one layer of each type that "
-                "makes its own keys and values",
-                hint="correct the field in config.json",
-            )
+            problem = "must leave at least one layer of each type that makes its own keys and values"
+            raise self.fields.wrong(f"num_kv_shared_layers {num} {problem}")
         return first
 
     def norms(self) -> tuple[NormSpec, ...]:

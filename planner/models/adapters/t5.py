@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import Decoder, gated, linear, norm, plain
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
@@ -71,10 +70,7 @@ def _mixer(fields: Fields) -> MlpSpec:
     inner = fields.count("d_ff", kind="intermediate")
     projection = fields.text("feed_forward_proj", default="relu")
     if projection.count("-") > 1 or (projection.count("-") == 1 and not projection.startswith("gated-")):
-        raise ConfigError(
-            f"{fields.where}: feed_forward_proj must be like 'relu' or 'gated-gelu', got {projection!r}",
-            hint="correct the field in config.json",
-        )
+        raise fields.wrong(f"feed_forward_proj must be like 'relu' or 'gated-gelu', got {projection!r}")
     if not projection.startswith("gated-"):
         return plain(inner, projection)
     return gated(inner, "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-"))
