@@ -14,7 +14,6 @@ from planner.cli.answer import workload_for
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
 from planner.cli.wish_options import WishOptions
-from planner.cli.writing import check_launch_words, known_targets, launch_sentences, next_command, write_out
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.exporters import Launch
 from planner.plan import NoPlan, Plan
@@ -42,6 +41,26 @@ class FileOptions:
         typer.Option(help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
     ] = None
     dataset: Annotated[str | None, typer.Option(help="Hub id or local file for the launch files.")] = None
+
+    def targets(self, gpus: int | None) -> tuple[str, ...]:
+        """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
+
+        Raises:
+            PlannerError: what the options contradict, or name and is not there.
+        """
+        if self.out is None and not (self.target or self.dataset or self.verify):
+            return ()
+        from planner.cli.writing import check_launch_words, known_targets
+
+        check_launch_words(self.target, self.dataset, self.out)
+        if self.verify:
+            traced = known_targets(self.verify)
+            if self.out is None or gpus not in (None, 1):
+                raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
+            from planner.cli.verify import check_tools
+
+            check_tools(traced)
+        return known_targets(self.target) if self.target else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +112,7 @@ def make(
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    check_launch_words(files.target, files.dataset, files.out)
-    if files.verify:
-        _check_verified(files, known_targets(files.verify), wish.gpus)
-    names = known_targets(files.target) if files.target else ()
+    names = files.targets(wish.gpus)
     asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
     with dry_runs_ahead(not rungs.no_dry_run):
         try:
@@ -110,15 +126,6 @@ def make(
         _write(written, files, files.out, _command(model, gpu))
     _show(written, show.names, as_json=as_json)
     _end(written, files)
-
-
-def _check_verified(files: FileOptions, targets: Sequence[str], gpus: int | None) -> None:
-    """That there will be launch files to trace, and their tools to trace them with."""
-    if files.out is None or gpus not in (None, 1):
-        raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
-    from planner.cli.verify import check_tools
-
-    check_tools(targets)
 
 
 def _end(written: "_Written", files: FileOptions) -> None:
@@ -149,6 +156,9 @@ class _Written:
 
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
+    from planner.cli.verify import sentences, trace_files, with_trace, withdraw
+    from planner.cli.writing import launch_sentences, next_command, write_out
+
     timeline = chosen_timeline(written.plan)
     write = partial(
         write_out, folder=folder, targets=files.target, dataset=files.dataset, command=command, timeline=timeline,
@@ -158,8 +168,6 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
     try:
         written.launches = write(written.plan)
         if verify and not isinstance(written.plan, NoPlan):
-            from planner.cli.verify import trace_files, with_trace, withdraw
-
             found, before = trace_files(written.plan, written.launches, folder, verify), written.launches
             written.plan = with_trace(written.plan, found)
             written.launches = write(written.plan, traces=found)
@@ -167,8 +175,6 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
         written.said = launch_sentences(written.launches, named=bool(files.target))
         written.following = next_command(written.launches, folder)
         if verify:
-            from planner.cli.verify import sentences
-
             written.said = (*written.said, *sentences(written.launches))
     except EnvironmentProblem as problem:
         written.problem = problem

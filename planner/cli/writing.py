@@ -8,23 +8,31 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from planner import __version__
+from planner.app.climb import dry_run_setup
 from planner.app.progress import say
 from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
+from planner.cli.verify import sentence
+from planner.decision.candidates import candidate
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch
+from planner.exporters.chat import lacks_template
+from planner.exporters.folder import folder_files
+from planner.hyperparameters import choose
 from planner.notes import Note, Place, risk
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
+from planner.planning.expressed import as_run
+from planner.samples.dataset import sample_columns
 from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload
-
-if TYPE_CHECKING:
-    from planner.exporters import DatasetChoice, ExportRequest, Launch
-    from reports.extras import Extras, Timeline
+from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline
+from reports.sensitivity import sensitivity
+from reports.setup_text import gpus_words
+from reports.write import plan_files
 
 FOLDER = "launch"
 """What stands for the files beside all targets', README.md and run.sh."""
@@ -38,10 +46,10 @@ def write_out(
     targets: Sequence[str] | None,
     dataset: str | None,
     command: Sequence[str],
-    timeline: "Timeline | None" = None,
+    timeline: Timeline | None = None,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
-) -> "tuple[Launch, ...]":
+) -> tuple[Launch, ...]:
     """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
     or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before.
 
@@ -49,7 +57,6 @@ def write_out(
         EnvironmentProblem: the directory cannot be written.
         UsageError: an unknown launch target.
     """
-    from reports.write import plan_files
 
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
@@ -73,7 +80,7 @@ def write_out(
     return tuple(launch for launch in launches if launch.target != FOLDER)
 
 
-def launch_sentences(launches: "Sequence[Launch]", *, named: bool) -> tuple[str, ...]:
+def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, ...]:
     """Files that are predicted to run out of memory, written or not; where targets were named also why one has none."""
     forced = [
         risk(f"launch/{launch.target}, written with --force: {'; '.join(launch.about)}.")
@@ -85,12 +92,12 @@ def launch_sentences(launches: "Sequence[Launch]", *, named: bool) -> tuple[str,
     return (*forced, *said)
 
 
-def _place(launch: "Launch") -> Place:
+def _place(launch: Launch) -> Place:
     """Of why there are no files: what is predicted of a run must be known first."""
     return Place.RISK if launch.about else Place.PLAIN
 
 
-def next_command(launches: "Sequence[Launch]", folder: Path) -> str:
+def next_command(launches: Sequence[Launch], folder: Path) -> str:
     """The command that starts the first target whose files were written and that can run."""
     place = shlex.quote(str(folder))
     for launch in launches:
@@ -121,7 +128,6 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UsageError: an unknown one.
     """
-    from planner.exporters import EXPORTERS
 
     names = tuple(dict.fromkeys(targets or EXPORTERS))
     for name in names:
@@ -141,7 +147,7 @@ def launch_files(
     *,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
-) -> "tuple[Launch, ...]":
+) -> tuple[Launch, ...]:
     """The launch of every wanted target (all by default); one without files says why.
 
     A target that runs the setup otherwise than planned is predicted as it runs, on the plan's rung. Files that would
@@ -149,9 +155,6 @@ def launch_files(
     `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
     said; its figure stands above the plan's rung.
     """
-    from planner.exporters import Launch
-    from planner.exporters.folder import folder_files
-    from planner.planning.expressed import as_run
 
     chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
     request = _request(plan.workload, chosen, dataset, folder)
@@ -176,7 +179,6 @@ def launch_files(
 def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
     """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
     one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
-    from planner.planning.expressed import as_run
 
     runs = as_run(target, setup, workload.model)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
@@ -184,11 +186,8 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
     return setup.with_(loss="full") if "full" in setup.aim.losses else setup
 
 
-def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> "ExportRequest":
+def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> ExportRequest:
     """What the launch files of every target are made of."""
-    from planner.exporters import ExportRequest
-    from planner.exporters.chat import lacks_template
-    from planner.hyperparameters import choose
 
     return ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
@@ -211,16 +210,14 @@ def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder:
 
 def _launch(
     name: str,
-    request: "ExportRequest",
+    request: ExportRequest,
     chosen: Candidate,
     really: Candidate,
     workload: Workload,
     force: bool,
     traced: Prediction | ProbeFailure | None,
-) -> "Launch":
+) -> Launch:
     """One target's files with what is predicted of the run, or the prediction that forbids them."""
-    from planner.cli.verify import sentence
-    from planner.exporters import EXPORTERS, Difference, Launch
 
     told: tuple[str, ...] = ()
     if traced:
@@ -250,8 +247,6 @@ def _launch(
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
     """What a target makes of the chosen setup, on the rung of the plan."""
-    from planner.app.climb import dry_run_setup
-    from planner.decision.candidates import candidate
 
     workload = plan.workload
     found = candidate(workload, setup)
@@ -264,7 +259,6 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
     """What is predicted of the run that a target makes of the plan: one number, with its rung."""
-    from reports.setup_text import gpus_words
 
     evidence = really.memory_evidence
     rung = evidence.rung.value.replace("_", " ")
@@ -284,7 +278,7 @@ def _from_folder(name: str, folder: Path) -> str:
     return os.path.relpath(name, folder) if Path(name).exists() else name
 
 
-def dataset_choice(dataset: str | None, folder: Path) -> "DatasetChoice | None":
+def dataset_choice(dataset: str | None, folder: Path) -> DatasetChoice | None:
     """A hub id as it is; a local file or directory by its path and with its columns.
 
     Raises:
@@ -292,12 +286,9 @@ def dataset_choice(dataset: str | None, folder: Path) -> "DatasetChoice | None":
     """
     if dataset is None:
         return None
-    from planner.exporters import DatasetChoice
 
     path = Path(dataset)
     if path.exists():
-        from planner.samples.dataset import sample_columns
-
         return DatasetChoice(path=_from_folder(dataset, folder), columns=sample_columns(path), local=True)
     if path.suffix in (".json", ".jsonl", ".parquet", ".csv") or dataset.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"no data set at {dataset}", hint="give a hub id, or a file that exists")
@@ -305,15 +296,11 @@ def dataset_choice(dataset: str | None, folder: Path) -> "DatasetChoice | None":
 
 
 def _extras(
-    plan: Plan | NoPlan, launches: "Sequence[Launch]", command: Sequence[str], timeline: "Timeline | None"
-) -> "Extras":
-    from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint
-    from reports.sensitivity import sensitivity
+    plan: Plan | NoPlan, launches: Sequence[Launch], command: Sequence[str], timeline: Timeline | None
+) -> Extras:
 
     moved: tuple[SensitivityPoint, ...] = ()
     if isinstance(plan, Plan):
-        from planner.decision.candidates import candidate
-
         moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
     return Extras(
         planner_version=__version__,
