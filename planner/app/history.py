@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner import __version__
 from planner.app import machine
+from planner.errors import SetupError
+from planner.interchange import setup_from_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Answer, NoPlan, Plan, trade
+from planner.predict import predict
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,10 +51,6 @@ def history_of(workload: Workload, store: Path | None = None) -> tuple["Observat
 
 
 def _observation(record: "Record", workload: Workload) -> "Observation | None":
-    from planner import __version__
-    from planner.errors import SetupError
-    from planner.interchange import setup_from_dict
-    from planner.predict import predict
     from search.corrections import Observation
 
     measured = record.outcome

@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from planner.decision.candidates import candidate
 from planner.outcome import Candidate
 from planner.plan import Plan
+from planner.planning.space import dimension_values
+from planner.planning.walk import Point, walk
 
 if TYPE_CHECKING:
-    from planner.planning.walk import Point
     from search.problem import Unprobed
 
 
@@ -36,8 +38,6 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     adapters among adapters (quantized or not). With several GPUs every way of spreading the job keeps its best, however
     fast the others are; of a way that no probe can run only the fastest that fits stays, told with its prediction.
     """
-    from planner.decision.candidates import candidate
-
     wish = plan.workload
     full = plan.chosen.setup.method == "full"
     limit_bytes = wish.budget_bytes * (1 + NEAR_MISS_FRACTION)
@@ -64,11 +64,8 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     return tuple(candidate(wish, setup) for setup in setups)
 
 
-def _walked(plan: Plan) -> "Iterable[Point]":
+def _walked(plan: Plan) -> Iterable[Point]:
     """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
-    from planner.planning.space import dimension_values
-    from planner.planning.walk import walk
-
     wish = plan.workload
     if wish.num_gpus == 1:
         return walk(wish)
@@ -80,8 +77,8 @@ def _walked(plan: Plan) -> "Iterable[Point]":
 
 
 def _probed_and_told(
-    points: "Sequence[Point]", unprobed: "Unprobed", budget_bytes: int
-) -> "tuple[list[Point], list[Point]]":
+    points: Sequence[Point], unprobed: "Unprobed", budget_bytes: int
+) -> tuple[list[Point], list[Point]]:
     """(what a probe can run, of every spread that none can the first that fits)."""
     from planner.decision.spreads import spread_key
 
@@ -99,7 +96,7 @@ def _probed_and_told(
     return probed, list(told.values())
 
 
-def _best_of_each(points: "Sequence[Point]", num: int) -> "Iterator[Point]":
+def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
     """The first points of every spread."""
     from planner.decision.spreads import spread_key
 

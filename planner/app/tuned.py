@@ -4,9 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from planner.decision.candidates import candidate
+from planner.decision.spreads import spread_name
+from planner.interchange import setup_to_dict
 from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Plan, with_trades
+from planner.units import gib
+from reports.evidence import search_values
 from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
@@ -22,8 +27,6 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
 
     What no probe can run stands beside it with its prediction and the reason, never among what was measured.
     """
-    from reports.evidence import search_values
-
     trials = [(record.setup, record.origin, record.evidence, record.excluded) for record in result.trials]
     values: Mapping[str, object] = {
         **search_values(trials, result.reason, plan.workload.budget_bytes),
@@ -58,10 +61,6 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
 
 def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
     """Of every spread that no probe here can run: its setup in the study, why, and what the formula says of it."""
-    from planner.decision.candidates import candidate
-    from planner.decision.spreads import spread_name
-    from planner.interchange import setup_to_dict
-
     rows = []
     for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
         formula = candidate(plan.workload, setup).formula
@@ -78,8 +77,6 @@ def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") ->
 
 def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One sentence for each reason."""
-    from planner.units import gib
-
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
@@ -99,7 +96,6 @@ def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction
 
 
 def _pareto_point(candidate: Candidate) -> dict[str, Any]:
-    from planner.interchange import setup_to_dict
 
     return {
         "setup": setup_to_dict(candidate.setup),

@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner import __version__
 from planner.app import machine
+from planner.app.history import history_of
 from planner.app.progress import ProgressLine, say
 from planner.app.search_space import search_candidates
 from planner.app.tuned import tuned
@@ -15,6 +17,7 @@ from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.plan import Plan
 from planner.records import dataclass
 from planner.setup import TrainSetup
+from planner.units import gib
 from planner.workload import Workload
 from reports.setup_text import trial_words
 
@@ -150,8 +153,6 @@ class _Learned:
 
     def elsewhere(self) -> "Sequence[Elsewhere]":
         """What is known before the first probe."""
-        from planner import __version__
-        from planner.app.history import history_of
         from search.corrections import as_elsewhere
 
         known = history_of(self._wish, self._store)
@@ -162,7 +163,6 @@ class _Learned:
 
     def keep(self, candidates: Sequence[Candidate], line: ProgressLine) -> None:
         """Adds what was measured on several GPUs, or says what kept it from being kept."""
-        from planner import __version__
         from search.corrections import observations_of
 
         if self._wish.num_gpus == 1:
@@ -203,8 +203,6 @@ def _dry_run(wish: Workload, line: ProgressLine, setup: TrainSetup) -> Predictio
 
 def trial_line(record: "TrialRecord") -> str:
     """One finished trial for a person."""
-    from planner.units import gib
-
     what = trial_words(record.setup)
     if record.excluded:
         return f"  excluded  {what}: {record.excluded}"
