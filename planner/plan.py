@@ -117,7 +117,7 @@ class Plan:
     workload: Workload
     chosen: Candidate
     alternatives: tuple[Alternative, ...]
-    ranked: tuple[Candidate, ...]
+    ranked: Sequence[Candidate]
     tree: tuple[Answer, ...]
     space: SpaceCount
     notes: tuple[str, ...] = ()

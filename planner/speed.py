@@ -1,13 +1,13 @@
 """The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput import StepTime, conditions_of, load_calibration, throughput_profile
+from planner.throughput import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -17,8 +17,11 @@ Pairs = Sequence[tuple[int, int]]
 """(micro-batch, accumulation)."""
 
 
-Speeds = Callable[[str | None, Pairs], list[float]]
-"""Tokens/s of all GPUs at every pair with an optimizer; with None at least those with the fastest."""
+class Speeds(Protocol):
+    """The speeds of setups that differ only in optimizer, micro-batch and accumulation."""
+
+    def tokens_per_s(self, optimizer: str | None, pairs: Pairs, /) -> list[float]:
+        """Tokens/s of all GPUs at every pair; with None as optimizer at least those with the fastest."""
 
 
 class SpeedProfile(Protocol):
@@ -46,17 +49,28 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
-def family_speeds(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None) -> Speeds:
-    """The speeds of a setup with any optimizer, micro-batch and accumulation."""
+def family_speeds(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: "Cluster | None" = None,
+    like: Speeds | None = None,
+) -> Speeds:
+    """The speeds of a setup with any optimizer, micro-batch and accumulation.
+
+    Args:
+        like: those of a setup with all else the same but what is recomputed and the loss, where some are at hand.
+    """
     if setup.num_gpus == 1:
-        return throughput_profile(
-            headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup)
-        ).tokens_per_s
+        profile = like if isinstance(like, ThroughputProfile) else None
+        head = headed(model, setup.aim.head)
+        return throughput_profile(head, gpu, setup, conditions=conditions_of(setup), like=profile)
+    from planner.parallel.speed import Loop, spread_loop  # one GPU never needs it
 
-    from planner.parallel.speed import spread_loop  # one GPU never needs it
-
+    if isinstance(like, Loop):
+        return like.beside(setup)
     cluster, used = cluster_of(gpu, setup, cluster), load_calibration()
-    return spread_loop(model, gpu, setup, cluster, used, conditions_of(setup)).tokens_per_s
+    return spread_loop(model, gpu, setup, cluster, used, conditions_of(setup))
 
 
 def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from planner.hardware.gpu import GpuSpec
@@ -217,7 +217,7 @@ def metric_of(setup: TrainSetup) -> str:
 
 @lru_cache(maxsize=1)
 def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
-    text = (resources.files("planner") / "data" / "bands.json").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "data" / "bands.json").read_text(encoding="utf-8")
     found = {}
     for values in json.loads(text):
         key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))

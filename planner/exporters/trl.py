@@ -1,6 +1,6 @@
 """TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
 
-from importlib.resources import files as files_text
+from pathlib import Path
 
 from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
@@ -75,7 +75,7 @@ def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
 def shipped(path: str, name: str) -> LaunchFile:
     """A program beside the configuration: rewards, or the one that trains ORPO from a file of `trl`'s form, with the
     model and its adapters as `trl sft` makes them."""
-    return LaunchFile(path=path, text=files_text("planner").joinpath("data", name).read_text("utf-8"))
+    return LaunchFile(path=path, text=(Path(__file__).parent.parent / "data" / name).read_text("utf-8"))
 
 
 def file_of(setup: TrainSetup) -> str:

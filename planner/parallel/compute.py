@@ -47,11 +47,17 @@ class Rank:
     __slots__ = ("_host_s", "_setup", "_speed", "add_s", "part", "profile", "traffic")
 
     def __init__(
-        self, part: ModelSpec, gpu: GpuSpec, setup: TrainSetup, calibration: Calibration, conditions: Conditions
+        self,
+        part: ModelSpec,
+        gpu: GpuSpec,
+        setup: TrainSetup,
+        calibration: Calibration,
+        conditions: Conditions,
+        like: ThroughputProfile | None = None,
     ) -> None:
         self._setup, self.part = setup, part
         self.profile: ThroughputProfile = throughput_profile(
-            part, gpu, computed(setup, conditions), calibration=calibration, conditions=conditions
+            part, gpu, computed(setup, conditions), calibration=calibration, conditions=conditions, like=like
         )
         self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)

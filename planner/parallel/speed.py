@@ -86,20 +86,45 @@ class Links:
         return offload.host_rate(self.cluster, self.constants)
 
 
+_layout = attrgetter("loss", "checkpointing", "activation_offload", "selective_checkpointing")
+
+
 class Loop:
     """All setups of a spread that differ only in optimizer, micro-batch and accumulation: the distinct ranks, what each
     waits for, and what follows the last backward."""
 
-    __slots__ = ("_after", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order", "ranks")
+    __slots__ = (
+        "_after", "_beside", "_given", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order", "ranks",
+    )  # fmt: skip
 
-    def __init__(self, links: Links, gpu: GpuSpec, setup: TrainSetup, used: Calibration, stack: Conditions) -> None:
+    def __init__(
+        self,
+        links: Links,
+        gpu: GpuSpec,
+        setup: TrainSetup,
+        used: Calibration,
+        stack: Conditions,
+        like: "Loop | None" = None,
+    ) -> None:
         constants = used.constants_for(gpu)
+        self._given, self._beside = (gpu, used, stack), {_layout(setup): self}
         self._setup, self._links, self.order = setup, links, links.order
         self._micro_s = constants.micro_overhead_s if stack.trainer_overhead else 0.0
         self._step_s = constants.step_overhead_s if stack.trainer_overhead else 0.0
-        self.ranks = [Rank(part, gpu, setup, used, stack) for part in links.parts]
+        known = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
+        pairs = zip(links.parts, known, strict=True)
+        self.ranks: list[Rank] = [Rank(part, gpu, setup, used, stack, profile) for part, profile in pairs]
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str | None, Mapping[str, float]] = {}
+
+    def beside(self, setup: TrainSetup) -> "Loop":
+        """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
+        key = _layout(setup)
+        found = self._beside.get(key)
+        if found is None:
+            gpu, used, stack = self._given
+            found = self._beside[key] = Loop(self._links, gpu, setup, used, stack, self)
+        return found
 
     def at(self, seqs: int) -> list[Stage]:
         """Every distinct rank's micro-batch of so many sequences."""
@@ -174,7 +199,7 @@ class Loop:
         seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
         return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of all GPUs together at every (micro-batch, accumulation); None: as in `after`."""
         setup = self._setup
         tokens = setup.seqs_per_sample * setup.seq_len_tokens * setup.data_degree

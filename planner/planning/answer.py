@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.choices.kernels import KERNELS
 from planner.choices.packages import packages_of, requirement
 from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
-from planner.decision.candidates import candidate, communication_share
+from planner.decision.candidates import Ranked, candidate, communication_share
 from planner.decision.facts import Facts, add_spreads, best_spread, merged, walk_stages
 from planner.decision.job import job_notes
 from planner.decision.node import Node
@@ -50,6 +50,25 @@ COMMUNICATION_LIMIT = 0.25
 _FIRST = ("replicate", "shard", "other")
 
 
+class _Walked(NamedTuple):
+    """What was looked at for a workload: the node of the tree that is taken and its best point, None where nothing
+    fits."""
+
+    workload: Workload
+    values: Mapping[str, tuple[Any, ...]]
+    facts: Facts
+    node: Node | None
+    best: Point | None
+
+    @classmethod
+    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: Known) -> "_Walked":
+        """The whole space of a workload."""
+        if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
+            workload = replace(workload, targets=("axolotl",))  # the one target that has it
+        values, facts = dimension_values(workload), Facts(known=known)
+        return cls(workload, values, facts, *choose(workload, values, facts, corrections))
+
+
 def plan_workload(
     workload: Workload,
     corrections: Mapping[CorrectionKey, float] | None = None,
@@ -68,37 +87,48 @@ def plan_workload(
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
-        workload = replace(workload, targets=("axolotl",))  # the one target that has it
-    values = dimension_values(workload)
-    facts = Facts(known=known if known is not None else Known())
-    node, best = choose(workload, values, facts, corrections)
-    if best is not None and (written := _of_some_target(workload, best, corrections, facts.known)) is not None:
-        return written
-    space = _space_count(workload, values, facts)
-    if not space.walked:
-        spreads = facts.walked if workload.num_gpus > 1 else ()
-        check_something_expressed(workload, kinds(workload, values, spreads))
-        raise _nothing_to_walk(workload, facts)
+    walked = _Walked.all(workload, corrections, known if known is not None else Known())
+    if walked.node is None or walked.best is None:
+        return _nothing_fits(walked, corrections)
+    written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
+    return written if written is not None else _plan(walked, walked.node, walked.best, num_ranked)
+
+
+def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED) -> Plan:
+    """The answer where something fits."""
+    workload, facts = walked.workload, walked.facts
     alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
-    chosen = candidate(workload, best.setup) if best is not None else None
+    chosen = candidate(workload, best.setup)
     installed = _with_packages(workload, chosen, facts.known)
-    walked = tuple(answers(workload, facts, node, best, chosen, alone))
-    if node is None or best is None or chosen is None:
-        packed = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
-        notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
-        return packed if packed is not None else _refused(workload, facts, walked, space, notes)
     fastest = merged(facts.of_node(node).values()).ranked()
-    ranked = [best, *(point for point in fastest if point is not best)][:num_ranked]
+    others = [point for point in fastest if point is not best][: num_ranked - 1]
     return Plan(
         workload=workload,
         chosen=chosen,
         alternatives=(*installed, *alternatives(workload, chosen, node, facts, alone)),
-        ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
-        tree=walked,
-        space=space,
+        ranked=Ranked(chosen, workload, others),
+        tree=tuple(answers(workload, facts, node, best, chosen, alone)),
+        space=_space_count(workload, walked.values, facts),
         notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )
+
+
+def _nothing_fits(walked: _Walked, corrections: Mapping[CorrectionKey, float] | None) -> Plan | NoPlan:
+    """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
+    workload, facts = walked.workload, walked.facts
+    space = _space_count(workload, walked.values, facts)
+    if not space.walked:
+        spreads = facts.walked if workload.num_gpus > 1 else ()
+        check_something_expressed(workload, kinds(workload, walked.values, spreads))
+        raise _nothing_to_walk(workload, facts)
+    instead = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
+    if instead is not None:
+        return instead
+    alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
+    tree = tuple(answers(workload, facts, None, None, None, alone))
+    installed = _with_packages(workload, None, facts.known)
+    notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
+    return _refused(workload, facts, tree, space, notes)
 
 
 def _refused(
@@ -262,14 +292,15 @@ def _with_packed_experts(
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     wish = _packed(workload)
+    if wish is None:
+        return None
     try:
-        if wish is None or choose(wish, dimension_values(wish), Facts(known=known), corrections)[1] is None:
-            return None
-        plan = plan_workload(wish, corrections, known)
+        walked = _Walked.all(wish, corrections, known)
     except UsageError:
         return None
-    if not isinstance(plan, Plan):
+    if walked.node is None or walked.best is None:
         return None
+    plan = _plan(walked, walked.node, walked.best)
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
     return replace(plan, notes=(risk(note), *plan.notes))
 
@@ -283,18 +314,18 @@ def _of_some_target(
     if not reason:
         return None
     order = preferred_nodes(workload)
-    options = []
+    options: list[tuple[int, float, str, _Walked]] = []
     for name in writers(workload):
-        wish = replace(workload, targets=(name,))
         with suppress(UsageError):
-            node, point = choose(wish, dimension_values(wish), Facts(known=known), corrections)
-            if node is not None and point is not None:
-                options.append((order.index(node), -point.tokens_per_s, name))
+            walked = _Walked.all(replace(workload, targets=(name,)), corrections, known)
+            if walked.node is not None and walked.best is not None:
+                options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
     if not options:
         return None
-    plan = plan_workload(replace(workload, targets=(min(options)[-1],)), corrections, known)
-    if not isinstance(plan, Plan):
-        return None
+    walked = min(options, key=lambda option: option[:3])[-1]
+    assert walked.node is not None
+    assert walked.best is not None
+    plan = _plan(walked, walked.node, walked.best)
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
     return replace(plan, notes=(found(f"no tool has a file for the fastest setup ({speed}): {reason}"), *plan.notes))
 

@@ -6,6 +6,7 @@ compares it with `predict_memory`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.in_flight import boundary_bytes, in_flight_bytes
 from planner.memory.layer_costs import in_common
 from planner.memory.loss import LossMoment, loss_beside
-from planner.memory.micro_batch import groundwork
-from planner.memory.moments import computing
+from planner.memory.micro_batch import Groundwork, groundwork
+from planner.memory.moments import Moment, computing
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
@@ -33,22 +34,32 @@ class Peaks(NamedTuple):
     """The device peaks of a run with one loss.
 
     Attributes:
-        by_optimizer: at every (micro-batch, accumulation); `first`: which of them is the smallest at the first.
+        by_optimizer: at every (micro-batch, accumulation), or at the first alone where none is within the limit;
+            `first`: which of them is the smallest at the first.
         lowest: the smallest of all optimizers at every pair.
-        ordered: all of them, rising.
+        ordered: all of them, rising; number: how many there are at all pairs.
+        bound: what no pair is below, where the first alone is known; None: all are.
     """
 
     by_optimizer: list[list[int]]
     first: int
     lowest: list[int]
     ordered: list[int]
+    number: int
+    bound: int | None = None
+
+    def answers(self, limit_bytes: int | None) -> bool:
+        """Whether they say which pairs are within a limit."""
+        return self.bound is None or (limit_bytes is not None and limit_bytes < self.bound)
 
     @classmethod
-    def of(cls, by_optimizer: list[list[int]]) -> "Peaks":
+    def of(cls, by_optimizer: list[list[int]], num_pairs: int, bound: int | None = None) -> "Peaks":
         """All of it from the peaks."""
         at_first = [peaks[0] for peaks in by_optimizer]
         lowest = list(map(min, zip(*by_optimizer, strict=True)))
-        return cls(by_optimizer, at_first.index(min(at_first)), lowest, sorted(chain.from_iterable(by_optimizer)))
+        ordered = sorted(chain.from_iterable(by_optimizer))
+        number = num_pairs * len(by_optimizer)
+        return cls(by_optimizer, at_first.index(min(at_first)), lowest, ordered, number, bound)
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -59,19 +70,32 @@ def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
     return list(alike.values())
 
 
-class _Activations(NamedTuple):
-    """A part's activations at micro-batch 1, and its moments as straight lines."""
+class _Activations:
+    """A part's activations at micro-batch 1.
 
-    parts: ActivationParts
-    lines: MomentLines
+    Attributes:
+        at_one: by moment, bytes of the largest such moment.
+    """
+
+    def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
+        self._layers, self._inner = layers, inner
+        self.parts, self._one = layers.computed(inner, 1)
+        self.at_one: dict[str, int] = {}
+        for moment in self._one:
+            self.at_one[moment.name] = max(self.at_one.get(moment.name, 0), moment.size_bytes)
+
+    @cached_property
+    def lines(self) -> MomentLines:
+        """Its moments as straight lines."""
+        return MomentLines.through(self._one, self._layers.computed(self._inner, 2)[1])
 
 
 class _Layers:
     """What the layers of one part hold whichever of them are checkpointed, as long as some are or none is."""
 
     def __init__(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup) -> None:
-        self._part, self._gpu = part, gpu
-        self._grounds = [groundwork(part.model, gpu, inner.trusted_with(micro_batch_seqs=seqs)) for seqs in (1, 2)]
+        self._part, self._gpu, self._inner = part, gpu, inner
+        self._grounds: dict[int, Groundwork] = {}
         self._activations: dict[tuple[int, bool, bool], _Activations] = {}
 
     def activations(self, inner: TrainSetup) -> _Activations:
@@ -79,12 +103,18 @@ class _Layers:
         key = (inner.checkpointing, inner.activation_offload, inner.selective_checkpointing)
         found = self._activations.get(key)
         if found is None:
-            part, gpu, (first, second) = self._part, self._gpu, self._grounds
-            one = step_parts(part.model, gpu, inner, first)
-            two = step_parts(part.model, gpu, inner.trusted_with(micro_batch_seqs=2), second)
-            at_one, at_two = (computing(part.model, parts, last=part.last) for parts in (one, two))
-            found = self._activations[key] = _Activations(one, MomentLines.through(at_one, at_two))
+            found = self._activations[key] = _Activations(self, inner)
         return found
+
+    def computed(self, inner: TrainSetup, seqs: int) -> tuple[ActivationParts, tuple[Moment, ...]]:
+        """The activations of a micro-batch of so many samples, and what computing holds."""
+        part, gpu = self._part, self._gpu
+        ground = self._grounds.get(seqs)
+        if ground is None:
+            ground = groundwork(part.model, gpu, self._inner.trusted_with(micro_batch_seqs=seqs))
+            self._grounds[seqs] = ground
+        parts = step_parts(part.model, gpu, inner.trusted_with(micro_batch_seqs=seqs), ground)
+        return parts, computing(part.model, parts, last=part.last)
 
 
 class SharedLayers:
@@ -130,6 +160,8 @@ class Rank:
 
     Attributes:
         pairs: (micro-batch, accumulation); flights: micro-batches in flight at each.
+        beside: bytes that are there whatever it holds: workspaces, the context, communicators, vLLM.
+        fits: whether some run of it was seen to fit.
     """
 
     def __init__(
@@ -141,16 +173,17 @@ class Rank:
         known: SharedLayers,
     ) -> None:
         self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
+        self.fits = False
         self.engine = engine_of(setup)
-        self.workspace = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
-        self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+        self.beside = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
+        self.beside += context_bytes(gpu) + communicator_bytes(gpu, setup)
         self.flights = [0] * len(pairs)
         if setup.pipeline_degree > 1:
             self.flights = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
         self._layers: dict[tuple[object, ...], _Layers] = {}
         self._held: dict[tuple[bool, str, bool], _Held] = {}
-        self._chains: dict[str, list[tuple[LossChain, int, int]]] = {}
-        self._in_loss: dict[tuple[bool, str], list[_InLoss]] = {}
+        self._chains: dict[tuple[str, int], tuple[LossChain, int, int]] = {}
+        self._in_loss: dict[tuple[bool, str, bool], dict[int, _InLoss]] = {}
 
     def activations(self, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
         """The activations of a setup of this branch; `inner` has micro-batch 1."""
@@ -184,30 +217,19 @@ class Rank:
                 known[optimizer] = (states, step, reserved_bytes(step))
         return [known[optimizer] for optimizer in optimizers]
 
-    def in_loss(self, setup: TrainSetup, loss: str) -> list[_InLoss]:
-        """The loss at every pair; none of a part that has no loss."""
-        if not self.part.last:
-            return []
-        key = (setup.checkpointing > 0, loss)
-        found = self._in_loss.get(key)
-        if found is None:
-            found = self._in_loss[key] = []
-            for (_, steps), (chain, outputs, others) in zip(self.pairs, self._chained(setup, loss), strict=True):
-                accumulated = steps > 1 or setup.cached_seqs > 0
-                state = self.held(setup, loss, accumulated=accumulated).state
-                found.append(_InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes))
-        return found
+    def in_loss(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> dict[int, _InLoss]:
+        """What is known of the loss by the pair's place."""
+        return self._in_loss.setdefault((setup.checkpointing > 0, loss, accumulated), {})
 
-    def _chained(self, setup: TrainSetup, loss: str) -> list[tuple[LossChain, int, int]]:
-        """`loss_beside` at every pair."""
-        found = self._chains.get(loss)
-        if found is None:
-            inner = self.engine.computes(setup)
-            found = self._chains[loss] = [
-                loss_beside(self.part, setup, inner.trusted_with(loss=loss, micro_batch_seqs=micro), flight)
-                for (micro, _), flight in zip(self.pairs, self.flights, strict=True)
-            ]
-        return found
+    def find_loss(self, setup: TrainSetup, loss: str, index: int, state: RankState) -> _InLoss:
+        """The loss at one pair."""
+        key = (loss, index)
+        chained = self._chains.get(key)
+        if chained is None:
+            inner = state.setup.trusted_with(loss=loss, micro_batch_seqs=self.pairs[index][0])
+            chained = self._chains[key] = loss_beside(self.part, setup, inner, self.flights[index])
+        chain, outputs, others = chained
+        return _InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
 
 
 class Family:
@@ -217,25 +239,53 @@ class Family:
         self._rank, self._setup = rank, setup
         self._inner = rank.engine.computes(setup)
         self._activations = rank.activations(self._inner, kernels)
+        self.pairs = rank.pairs
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
+
+    @property
+    def ordered(self) -> bool:
+        """Whether no pair takes less than one sequence does, with accumulation or without."""
+        rank, setup = self._rank, self._setup
+        seen = self._activations.parts.tower.inputs
+        return rank.pairs[0][0] == 1 and not (rank.flights[0] or seen or setup.aim.rolls_out or setup.cached_seqs)
+
+    def smallest(self, loss: str, optimizers: Sequence[str], *, accumulated: bool) -> list[int]:
+        """Per optimizer, the device peak of one sequence."""
+        rank, at_one, parts = self._rank, self._activations.at_one, self._activations.parts
+        held = rank.held(self._setup, loss, accumulated=accumulated)
+        state, moments = held.state, held.state.moment_bytes
+        resident = moments["resident"] + rank.beside
+        in_loss = 0
+        if rank.part.last:
+            known = rank.in_loss(self._setup, loss, accumulated=accumulated)
+            found = known.get(0) or known.setdefault(0, rank.find_loss(self._setup, loss, 0, state))
+            in_loss = found.moment.largest(parts) + found.others
+            resident += found.kept
+        largest = max([moments[name] + size for name, size in at_one.items()])
+        largest = max(largest, moments["loss"] + at_one["loss"] + in_loss)
+        before = reserved_bytes(largest)
+        return [
+            resident + states + (before if step <= largest else stepped)
+            for states, step, stepped in rank.stepping(held, optimizers)
+        ]
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         """Per optimizer, the device peak at every (micro-batch, accumulation)."""
-        rank, setup, (parts, _) = self._rank, self._setup, self._activations
+        rank, setup, parts = self._rank, self._setup, self._activations.parts
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
-        in_losses, always = rank.in_loss(setup, loss), setup.cached_seqs > 0
+        always, last = setup.cached_seqs > 0, rank.part.last
         for index, (micro, steps) in enumerate(rank.pairs):
-            state, lines, stepping, resident = variants[steps > 1 or always]
+            state, lines, stepping, resident, losses = variants[steps > 1 or always]
             resident += micro * steps * parts.tower.inputs
             in_loss = in_flight = 0
             if rank.flights[index]:
                 boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
                 resident += boundary
-            if in_losses:
-                moment, others, kept = in_losses[index]
-                in_loss = moment.largest(parts) + others
-                resident += kept
+            if last:
+                one = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
+                in_loss = one.moment.largest(parts) + one.others
+                resident += one.kept
             largest = lines.largest(micro, in_loss) + in_flight
             if parts.tower.mask:  # beyond its straight line through 1 and 2
                 largest += (micro - 1) * (micro - 2) * parts.tower.mask
@@ -257,8 +307,9 @@ class Family:
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int, int]], int]:
-        """(state, lines, per optimizer its `Stepping`, resident bytes) with accumulation or without."""
+    ) -> tuple[RankState, Lines, list[tuple[int, int, int]], int, dict[int, _InLoss]]:
+        """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
+        without."""
         rank = self._rank
         held = rank.held(self._setup, loss, accumulated=accumulated)
         state = held.state
@@ -266,8 +317,28 @@ class Family:
         lines = self._lines.get(key)
         if lines is None:
             lines = self._lines[key] = Lines.through(state, self._activations.lines)
-        resident = state.moment_bytes["resident"] + rank.workspace + rank.outside
-        return state, lines, rank.stepping(held, optimizers), resident
+        losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
+        return state, lines, rank.stepping(held, optimizers), state.moment_bytes["resident"] + rank.beside, losses
+
+
+def hopeless_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str], limit_bytes: int) -> Peaks | None:
+    """The peaks at the first pair alone, where no pair is within the limit; None where one may be."""
+    if not all(family.ordered for family in families):
+        return None
+    pairs = families[0].pairs
+    accumulated = pairs[0][1] > 1
+    first = _worst_smallest(families, loss, optimizers, accumulated=accumulated)
+    bound = min(first)
+    if bound > limit_bytes and accumulated:
+        bound = min(bound, *_worst_smallest(families, loss, optimizers, accumulated=False))
+    return Peaks.of([[peak] for peak in first], len(pairs), bound) if bound > limit_bytes else None
+
+
+def _worst_smallest(
+    families: Sequence[Family], loss: str, optimizers: Sequence[str], *, accumulated: bool
+) -> list[int]:
+    every = [family.smallest(loss, optimizers, accumulated=accumulated) for family in families]
+    return every[0] if len(every) == 1 else [max(ranks) for ranks in zip(*every, strict=True)]
 
 
 def worst_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str]) -> list[list[int]]:

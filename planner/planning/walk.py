@@ -100,14 +100,18 @@ class _Speeds:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._known: dict[tuple[int, str], Speeds] = {}
+        self._alike: dict[tuple[object, ...], Speeds] = {}
 
     def of_rows(self, run: Run, loss: str) -> Speeds:
         """Tokens/s of full rows."""
         found = self._known.get((id(run), loss))
         if found is None:
-            workload = self._workload
-            found = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster)
+            workload, shared = self._workload, run.shared
+            group = (id(run.ranks), shared.kernels, shared.attention, shared.checkpointing > 0)
+            like = self._alike.get(group)
+            found = family_speeds(workload.model, workload.gpu, run.whole(loss), workload.cluster, like)
             self._known[id(run), loss] = found
+            self._alike.setdefault(group, found)
         return found
 
     def useful(self, run: Run, loss: str) -> Speeds:
@@ -133,7 +137,7 @@ def _walk(
         ):
             continue
         for loss in run.choices:
-            peaks, least = known.peaks(workload, run, loss), -1.0
+            peaks, least = known.peaks(workload, run, loss, limit_bytes), -1.0
             if limit_bytes is not None and floor is not None:
                 least = floor(run.shared)
             yield from _points(run, loss, peaks, speeds, limit_bytes, least)
@@ -152,12 +156,12 @@ def _points(
     shared, pairs, speeds_of = run.shared, run.pairs, speeds.useful(run, loss)
     if limit_bytes is not None and least > 0:
         most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
-        if max(speeds_of(None, most)) <= least:
+        if max(speeds_of.tokens_per_s(None, most)) <= least:
             yield _counted(run, loss, peaks, limit_bytes)
             return
     for optimizer, own in zip(run.choices[loss], peaks.by_optimizer, strict=True):
         listed = _num_listed(own, limit_bytes)
-        found = speeds_of(optimizer, pairs[:listed])
+        found = speeds_of.tokens_per_s(optimizer, pairs[:listed])
         for attention in run.attentions:
             beyond = len(pairs) - listed  # counted with the last
             for index in range(listed):
@@ -170,7 +174,7 @@ def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
     """The smallest of a run's points with one loss, without a speed, for all of them: none can be kept."""
     optimizer, own = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first]
     fitting = bisect_right(peaks.ordered, limit_bytes) * len(run.attentions)
-    others = len(peaks.ordered) * len(run.attentions) - fitting
+    others = peaks.number * len(run.attentions) - fitting
     mine = own[0] <= limit_bytes
     micro, steps = run.pairs[0]
     return Point(
@@ -182,14 +186,14 @@ def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -
     """Whether any point of a run fits; where nothing limits them all do."""
     if limit_bytes is None:
         return True
-    return any(known.peaks(workload, run, loss).ordered[0] <= limit_bytes for loss in run.choices)
+    return any(known.peaks(workload, run, loss, limit_bytes).ordered[0] <= limit_bytes for loss in run.choices)
 
 
 def _outrun(speeds: _Speeds, run: Run, rival: Run) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
     loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
-    mine, first = (speeds.of_rows(one, loss)(one.choices[loss][0], ends) for one in (run, rival))
+    mine, first = (speeds.of_rows(one, loss).tokens_per_s(one.choices[loss][0], ends) for one in (run, rival))
     return all(own < (1 - PREFERENCE_FRACTION) * best for own, best in zip(mine, first, strict=True))
 
 

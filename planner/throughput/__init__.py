@@ -36,9 +36,10 @@ __all__ = [
 ]
 
 _MAX_MODELS = 64
-_MODELS: dict[tuple[int, int, int, Conditions], SpeedModel] = {}
-"""The last ones made. Each holds its model, GPU and calibration, so that no other object can take their identity. Not
-kept with the model (`ModelSpec.once`): the catalogue's live as long as the process, and each card adds a megabyte."""
+_MODELS: dict[tuple[int, int, int, int], tuple[SpeedModel, tuple[object, ...]]] = {}
+"""The last ones made, each with its model, GPU, calibration and conditions, so that no other object can take their
+identity. Not kept with the model (`ModelSpec.once`): the catalogue's live as long as the process, and each card adds a
+megabyte."""
 
 
 def speed_model(
@@ -46,13 +47,13 @@ def speed_model(
 ) -> SpeedModel:
     """The (remembered) speed model of one model on one GPU."""
     used = calibration if calibration is not None else load_calibration()
-    key = (id(model), id(gpu), id(used), conditions)
+    key = (id(model), id(gpu), id(used), id(conditions))
     found = _MODELS.get(key)
     if found is None:
         if len(_MODELS) >= _MAX_MODELS:
             del _MODELS[next(iter(_MODELS))]
-        found = _MODELS[key] = SpeedModel(model, gpu, used, conditions)
-    return found
+        found = _MODELS[key] = SpeedModel(model, gpu, used, conditions), (model, gpu, used, conditions)
+    return found[0]
 
 
 def throughput_profile(
@@ -62,18 +63,26 @@ def throughput_profile(
     *,
     calibration: Calibration | None = None,
     conditions: Conditions = CURRENT,
+    like: ThroughputProfile | None = None,
 ) -> ThroughputProfile:
     """The profile of `setup`: the same answer object for every micro-batch and accumulation of it.
 
     Its `step_time(setup)` is the predicted time of one optimizer step, with where it goes.
+
+    Args:
+        like: that of a setup with all else the same but what is recomputed, loss and optimizer, where one is at hand.
 
     Source: Williams et al. 2009, Roofline, https://doi.org/10.1145/1498765.1498785, per operator class; counts in
     `planner.throughput.counts`, constants in `planner/data/calibration.json`.
     Not counted: communication between GPUs, allocator retries near the memory limit.
     Measured: docs/speed-accuracy.md.
     """
-    speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-    family = family_of(speed, setup)
+    if like is None:
+        speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
+        family = family_of(speed, setup)
+    else:
+        speed = like.speed
+        family = family_of(speed, setup, like.family.work)
     alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
     found: ThroughputProfile | None = alike.get(setup.optimizer)
     if found is None:

@@ -40,17 +40,17 @@ work_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards", "compiled")
 """What setups of one `Work` share: every field that is not named here, so that a new one cannot be forgotten, the
 forwards without gradients, which for completions follow from the global batch, those of a micro-batch's pieces, and
 whether the layers are compiled, which checkpointing decides too."""
-_recomputed_key = attrgetter(*_RECOMPUTED)
 
 
-def family_of(speed: SpeedModel, setup: TrainSetup) -> "Family":
-    """The (remembered) family of a setup."""
-    key = work_key(setup)
-    work, families = speed.works.get(key) or speed.works.setdefault(key, (Work(speed, setup), {}))
-    again = _recomputed_key(setup)
-    found: Family | None = families.get(again)
+def family_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -> "Family":
+    """The (remembered) family of a setup; `work`: its own, where that is known."""
+    if work is None:
+        key = work_key(setup)
+        work = speed.works.get(key) or speed.works.setdefault(key, Work(speed, setup))
+    again = (id(work), setup.checkpointing, setup.activation_offload, setup.selective_checkpointing)
+    found: Family | None = speed.families.get(again)
     if found is None:
-        found = families[again] = Family(work, setup)
+        found = speed.families[again] = Family(work, setup)
     return found
 
 

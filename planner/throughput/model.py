@@ -95,7 +95,7 @@ class SpeedModel:
     """Times of one model on one GPU under one calibration and one software stack.
 
     Attributes:
-        works, profiles: what `planner.throughput` made of it, by what each depends on.
+        works, families, profiles: what `planner.throughput` made of it, by what each depends on.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, conditions: Conditions) -> None:
@@ -110,7 +110,8 @@ class SpeedModel:
         self.rates: Rates = rates_of(gpu, calibration, self.constants)
         self.drag = drag_of(self.rates.bandwidth)
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
-        self.works: dict[tuple[object, ...], tuple[Any, dict[tuple[object, ...], Any]]] = {}
+        self.works: dict[tuple[object, ...], Any] = {}
+        self.families: dict[tuple[int, int, bool, bool], Any] = {}
         self.profiles: dict[tuple[object, ...], dict[str, Any]] = {}
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}

@@ -98,7 +98,7 @@ class ThroughputProfile:
         step = self._steps_s(self._step_s, (pair,))[0]
         return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one; None:
         with one that takes no time."""
         family, step_s = self._family, self._trainer_s

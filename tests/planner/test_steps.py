@@ -165,7 +165,9 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
         assert isinstance(blind, Plan)
         setup, useful = plan.chosen.setup, useful_tokens_per_s(asked, plan.chosen)
         pairs = [(micro, asked.global_batch_seqs // micro) for micro in (1, 2, 4, 8)]
-        assert useful >= (1 - PREFERENCE_FRACTION) * max(useful_speeds(asked, setup)(setup.optimizer, pairs))
+        assert useful >= (1 - PREFERENCE_FRACTION) * max(
+            useful_speeds(asked, setup).tokens_per_s(setup.optimizer, pairs)
+        )
         epochs[packing] = epoch_s(asked, plan.chosen), epoch_s(asked, blind.chosen)
         assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(asked, plan.chosen)
     assert epochs[False][0] < 0.97 * epochs[False][1]
