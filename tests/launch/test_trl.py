@@ -68,14 +68,13 @@ def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, lau
         lora_rank=8,
         lora_targets="attention",
         micro_batch_seqs=2,
-        accumulation_steps=2,
         seq_len_tokens=96,
         checkpointing=0,
     )
     request = ExportRequest(
         model_id="./smollm2",
         setup=setup,
-        hyper=replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=1e-3),
+        hyper=replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=2e-3),
         dataset=DatasetChoice(path="./chats", local=True),
         logging_steps=1,
     )

@@ -54,6 +54,11 @@ PUBLISHED = {
 TOWERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_position_embeddings": 16}
 
 AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+LLAMA4_TOWER = {
+    **TOWERS, "model_type": "llama4_vision_model", "num_attention_heads": 2, "vision_output_dim": 32,
+    "projector_input_dim": 32, "projector_output_dim": 32, "image_size": 56,
+}  # fmt: skip
+"""transformers' own tower, where a configuration names none, has 400 million parameters."""
 
 
 def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
@@ -74,6 +79,8 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
         text["word_embed_proj_dim"] //= 2
     text.update({name: value for name, value in SMALL.items() if text.get(name)})
     _layers(text)
+    if entry.model_type == "llama4":
+        config["vision_config"] = LLAMA4_TOWER
     for tower in ("vision_config", "audio_config"):
         if config.get(tower):
             small = {name: value for name, value in TOWERS.items() if name in config[tower]}
