@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*SPREAD_FIELDS, *LATER_FIELDS))
-_LISTS = ("lora_targets", "modules_to_save")
+_LISTS = ("lora_targets", "modules_to_save", "trained_layers")
 _SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
 
 

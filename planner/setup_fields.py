@@ -95,8 +95,19 @@ def check(setup: SetupValues) -> None:
 
 def _check_partial(setup: SetupValues) -> None:
     """Layers that train alone."""
-    if setup.trained_layers < 0:
-        raise SetupError(f"trained_layers must not be negative, got {setup.trained_layers}", hint="0 trains all layers")
+    asked = setup.trained_layers
+    numbers = asked if isinstance(asked, tuple) else ()
+    counted = all(type(one) is int and one >= 0 for one in numbers) and list(numbers) == sorted(set(numbers))
+    if not isinstance(asked, (int, tuple)) or not counted:
+        raise SetupError(
+            f"trained_layers must be a number of layers or a list of their numbers in order, got {asked!r}",
+            hint="0 trains all layers, 4 the last four, -4 the first four, [0, 4, 8] those",
+        )
+    if (numbers or setup.trained_layers < 0) and setup.parallel not in ("none", "ddp"):  # type: ignore[operator]
+        raise SetupError(
+            "first layers and lists of layers (trained_layers) are planned on one GPU and under ddp",
+            hint="the last layers are planned under every engine",
+        )
     if setup.pipeline_degree > 1 or setup.images is not None or setup.objective not in ("sft", "pretrain"):
         raise SetupError("trained_layers is known for supervised training on text without pipeline stages")
     if setup.method != "full" and not setup.kind.like_lora:

@@ -56,7 +56,8 @@ class SetupValues:
         offload: one of OFFLOADS.
         modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
             type of their weights.
-        trained_layers: so many of the last layers train, or carry the adapters, and nothing else; 0: all.
+        trained_layers: the layers that train, or carry the adapters, and nothing else: so many of the last, as a
+            negative number of the first, or a tuple of their numbers in order; 0: all.
         stack: one of STACK_NAMES, whose training step it is (`planner.choices.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
         quantize_experts: stacked experts are stored in the base's 4 bits too and unpacked whole, a layer's at a time
@@ -105,7 +106,7 @@ class SetupValues:
     fsdp_version: int = 2
     offload: str = "none"
     modules_to_save: tuple[str, ...] = ()
-    trained_layers: int = 0
+    trained_layers: int | tuple[int, ...] = 0
     stack: str = _DEFAULT_STACK
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
@@ -359,10 +360,15 @@ class SetupValues:
         return self.global_batch_seqs * self.seqs_per_sample * self.seq_len_tokens
 
     @property
+    def trains_everything(self) -> bool:
+        """Whether the weights train, those outside the layers too."""
+        return self.method == "full" and not self.trained_layers
+
+    @property
     def widens_trained(self) -> bool:
         """Whether layers that train alone are fp32 beside a frozen rest in 16 bits.
 
         Source: LLaMA-Factory 0.9 `model/adapter.py` init_adapter, cast_trainable_params_to_fp32.
         """
-        partial = self.trained_layers > 0 and self.method == "full"
+        partial = bool(self.trained_layers) and self.method == "full"
         return partial and self.stack == "llamafactory" and self.autocast_dtype is not None

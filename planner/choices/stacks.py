@@ -41,6 +41,7 @@ class Stack:
             `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
         plain_adapters: data type of the adapters of a 16-bit base, "" for the base's own.
         reentrant_checkpointing: the form of checkpointing that it asks for by itself.
+        checkpoints_trained: it checkpoints those layers alone of which something trains.
         expandable_segments: whether it, or what starts it, sets the allocator so.
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
@@ -66,6 +67,7 @@ class Stack:
     quantized_adapters: str = "fp32"
     plain_adapters: str = "fp32"
     reentrant_checkpointing: bool = False
+    checkpoints_trained: bool = False
     expandable_segments: bool = False
     trainer_overhead: bool = True
     fused: bool = False
@@ -264,9 +266,11 @@ _ROWS = (
         title="LLaMA-Factory",
         widens_outputs=True,
         reentrant_checkpointing=True,
+        checkpoints_trained=True,
         wide_embedding_states=True,
         source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
-        "parameters in fp32 unless pure_bf16)",
+        "parameters in fp32 unless pure_bf16), model/model_utils/checkpointing.py "
+        "get_custom_gradient_checkpointing_func (trained layers alone, whose input it makes ask for gradients)",
     ),
 )
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import Flow
-from planner.memory.trained import decoder_alone, trained_parameters
+from planner.memory.trained import decoder_alone, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -48,12 +48,14 @@ class WeightCasts(NamedTuple):
     """Copies of fp32 matrices.
 
     Attributes:
-        size_bytes: of all matrices.
+        size_bytes: of all matrices, of those that train alone where others do not.
+        frozen_bytes: of those beside them, which only the graph keeps.
         trained: whether they are cached until the forward ends; else only the graph keeps them.
         gone: whether none of them outlives the forward, whichever layers keep their activations.
     """
 
     size_bytes: int = 0
+    frozen_bytes: int = 0
     trained: bool = False
     gone: bool = False
 
@@ -61,8 +63,8 @@ class WeightCasts(NamedTuple):
         """Bytes alive in (forward and loss, backward) where so many of the layers keep their activations."""
         if self.gone:
             return self.size_bytes, 0
-        of_kept = self.size_bytes * kept // max(1, layers)
-        return self.size_bytes if self.trained else of_kept, of_kept
+        of_kept, frozen = (size * kept // max(1, layers) for size in (self.size_bytes, self.frozen_bytes))
+        return frozen + (self.size_bytes if self.trained else of_kept), frozen + of_kept
 
 
 def weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> WeightCasts:
@@ -83,10 +85,17 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> WeightCasts
     if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
         return WeightCasts()
     copied = decoder_alone(model) if setup.frozen_encoder else model
-    copies = sum(
-        num * one.num_weights
-        for layer, num in copied.layer_counts
-        for one in layer.linears
-        if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
-    )
-    return WeightCasts(2 * copies, trained)
+    each = [
+        2
+        * sum(
+            one.num_weights
+            for one in layer.linears
+            if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
+        )
+        for layer in copied.layer_kinds
+    ]
+    if trained and setup.trained_layers:
+        reached = copied.layer_order[frozen_below(model, setup) :]
+        frozen = sum(each[kind] for kind in reached if copied.layer_kinds[kind].frozen)
+        return WeightCasts(sum(each[kind] for kind in reached) - frozen, frozen, trained=True)
+    return WeightCasts(sum(each[kind] for kind in copied.layer_order), trained=trained)

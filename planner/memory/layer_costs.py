@@ -5,6 +5,7 @@ is any checkpointing: a walk over the space works it out once for all of those (
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
@@ -97,9 +98,11 @@ def layer_costs(
     found = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
         own = setup.trusted_with(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
+        if layer.frozen:  # as under adapters, of which it has none
+            own = own.trusted_with(method="lora")
         context = LayerContext(
             setup=own,
-            flow=flow,
+            flow=replace(flow, table="fp32") if setup.widens_trained and not layer.frozen else flow,
             adapted=names,
             kernel=_kernel(model, layer, gpu, own, flow),
             tokens=own.forward_tokens,

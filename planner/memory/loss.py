@@ -25,7 +25,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[flow.autocast or flow.table],
         hidden_bytes=SIZE_BYTES[flow.residual],
-        head_trained=setup.method == "full"
+        head_trained=setup.trains_everything
         or bool(set(setup.modules_to_save) & set(SAVED_HEADS))
         or aim.head == "score",
         softcap=model.logit_softcap,

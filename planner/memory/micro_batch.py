@@ -20,7 +20,7 @@ from planner.memory.parts import PARTS, ActivationParts
 from planner.memory.position_bias import position_bias
 from planner.memory.reference import asked_bytes
 from planner.memory.streams import held_by_the_forward
-from planner.memory.trained import adapted_names, frozen_below
+from planner.memory.trained import adapted_names, frozen_below, parted, whole_where_frozen
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -81,12 +81,13 @@ def groundwork(
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
     flow, below = step_flow(model, setup), frozen_below(model, setup)
+    model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs = costs_of(model, gpu, setup, flow) if costs is None else costs
     outside, final_norm = kept_outside(model, setup, flow)
     return Groundwork(
         flow=flow,
         costs=costs,
-        layers=_checkpointed(model, setup.checkpointing, below)[0],
+        layers=_counted(model, setup, below)[0],
         below=below,
         outside={**outside, "masks": _masks(model, costs)},
         final_norm=final_norm,
@@ -106,8 +107,9 @@ def activation_parts(
         ground: what `groundwork` says of this setup, where it is known already.
     """
     ground = groundwork(model, gpu, setup) if ground is None else ground
+    model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
-    kept = _checkpointed(model, setup.checkpointing, ground.below)[1]
+    kept = _counted(model, setup, ground.below)[1]
     num, num_kept = sum(counts), sum(kept)
     stored = _stored(model, setup, ground, kept)
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
@@ -183,7 +185,7 @@ def _encoder(
     found = around_the_encoder(model, setup, ground.flow, reached=reached)
     stored["sound"], stored["output"] = found.sound, found.output
     # with nothing to keep its layers run as checkpointed ones do
-    run = halves.encoder if reached else (_checkpointed(model, 1, 0)[0], [0] * len(costs))
+    run = halves.encoder if reached else (_checkpointed(model, 1, 0, False)[0], [0] * len(costs))
     forward = _forward_temporaries(setup, costs, *Halves.of(model, *run).encoder, 0)
     return replace(found, layers=layers, forward=forward, moments=_largest_moments(setup, costs, counts, kept, 0))
 
@@ -298,7 +300,7 @@ def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Seque
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
-    counts, kept = _checkpointed(model, setup.checkpointing, frozen_below(model, setup))
+    counts, kept = _counted(model, setup, frozen_below(model, setup))
     size = SIZE_BYTES[step_flow(model, setup).residual]
     return (
         (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
@@ -319,16 +321,22 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return (2 if setup.reentrant_checkpointing else 1) * checkpointed_inputs_bytes(model, setup)
 
 
+def _counted(model: ModelSpec, setup: TrainSetup, below: int) -> tuple[Sequence[int], Sequence[int]]:
+    """`_checkpointed` of a setup."""
+    return _checkpointed(model, setup.checkpointing, below, whole_where_frozen(setup))
+
+
 @lru_cache(maxsize=1024)
-def _checkpointed(model: ModelSpec, every: int, below: int) -> tuple[Sequence[int], Sequence[int]]:
+def _checkpointed(model: ModelSpec, every: int, below: int, whole: bool) -> tuple[Sequence[int], Sequence[int]]:
     """For each kind of layer above the first `below`: how many there are, and how many keep their activations (layer i
-    is checkpointed when i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
+    is checkpointed when i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`; with `whole` no frozen
+    one)."""
     counts = [0] * len(model.layer_kinds)
     kept = [0] * len(model.layer_kinds)
     for position, kind in enumerate(model.layer_order):
         if position < below:
             continue
         counts[kind] += 1
-        if not every or position % every:
+        if not every or position % every or (whole and model.layer_kinds[kind].frozen):
             kept[kind] += 1
     return counts, kept

@@ -61,7 +61,7 @@ def _outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -
     """Bytes that the norms around the layers keep of one forward: (before them, to the backward's end; the last one
     behind them)."""
     around = LayerContext(
-        setup=setup,
+        setup=setup.trusted_with(method="lora") if setup.trained_layers else setup,
         flow=flow,
         adapted=frozenset(),
         kernel="flash",

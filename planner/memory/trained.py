@@ -54,7 +54,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
     if setup.trained_layers:
-        model = last_layers(model, setup.trained_layers)
+        model = layers_alone(model, setup.trained_layers)
     if setup.frozen_encoder and model.is_encoder_decoder:
         model = decoder_alone(model)
     if setup.method == "full":
@@ -69,14 +69,31 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
 
 
+Layers = int | tuple[int, ...]
+"""`TrainSetup.trained_layers`."""
+
+
+def layer_numbers(asked: Layers, full: int) -> Sequence[int]:
+    """Numbers of the layers that train, of so many.
+
+    Raises:
+        SetupError: a number that no layer has.
+    """
+    if isinstance(asked, tuple):
+        if asked[-1] >= full:
+            raise SetupError(f"trained_layers names layer {asked[-1]}, the last of {full} has number {full - 1}")
+        return asked
+    return range(min(full, -asked)) if asked < 0 else range(max(0, full - (asked or full)), full)
+
+
 @lru_cache(maxsize=256)
-def last_layers(model: ModelSpec, num: int) -> ModelSpec:
-    """The last so many layers alone: nothing before them, nothing behind.
+def layers_alone(model: ModelSpec, asked: Layers) -> ModelSpec:
+    """The layers that train alone: nothing before them, between them or behind.
 
     Source: LLaMA-Factory 0.9 `model/adapter.py` _setup_freeze_tuning (whatever is no trained layer is frozen,
     embeddings, norm and head too); peft 0.21 LoraConfig.layers_to_transform.
     """
-    order = model.layer_order[-num:]
+    order = [model.layer_order[number] for number in layer_numbers(asked, model.num_layers)]
     used = sorted(set(order))
     layers = tuple(model.layer_kinds[kind] for kind in used)
     return replace(
@@ -94,14 +111,35 @@ def last_layers(model: ModelSpec, num: int) -> ModelSpec:
     )
 
 
+@lru_cache(maxsize=256)
+def parted(model: ModelSpec, asked: Layers) -> ModelSpec:
+    """The model whose layers that do not train are kinds of their own, behind the others; itself where all do."""
+    numbers = set(layer_numbers(asked, model.num_layers))
+    order = tuple(kind if place in numbers else -1 - kind for place, kind in enumerate(model.layer_order))
+    frozen = sorted({-1 - kind for kind in order if kind < 0})
+    if not frozen:
+        return model
+    place = {-1 - kind: len(model.layer_kinds) + number for number, kind in enumerate(frozen)}
+    kinds = (*model.layer_kinds, *(replace(model.layer_kinds[kind], frozen=True) for kind in frozen))
+    return replace(model, layer_kinds=kinds, layer_order=tuple(place.get(kind, kind) for kind in order))
+
+
 def frozen_below(model: ModelSpec, setup: TrainSetup) -> int:
     """Layers below the first that trains, which keep nothing for the backward: it ends above them. With checkpointing
-    adapters make the embeddings ask for gradients (`enable_input_require_grads`), and it goes through all layers."""
+    transformers makes the embeddings ask for gradients, and it goes through all layers.
+
+    Source: transformers 5.23 `PreTrainedModel.activation_checkpointing_enable` (enable_input_require_grads).
+    """
     if model.is_encoder_decoder and not _reaches_encoder(model, setup):
         return model.num_encoder_layers
-    if not setup.trained_layers or (setup.method != "full" and setup.checkpointing):
+    if not setup.trained_layers or (setup.checkpointing and not whole_where_frozen(setup)):
         return 0
-    return max(0, model.num_layers - setup.trained_layers)
+    return layer_numbers(setup.trained_layers, model.num_layers)[0]
+
+
+def whole_where_frozen(setup: TrainSetup) -> bool:
+    """Whether layers that do not train run without a checkpoint, whatever the others do."""
+    return setup.by.checkpoints_trained and bool(setup.trained_layers) and setup.method == "full"
 
 
 def _reaches_encoder(model: ModelSpec, setup: TrainSetup) -> bool:
@@ -308,4 +346,4 @@ def adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> tu
     names: dict[int, frozenset[str]] = {}
     for layer, _, linears in lora_linears(model, targets):
         names[id(layer)] = frozenset(one.name for one in linears)
-    return tuple(names.get(id(layer), frozenset()) for layer in model.layer_kinds)
+    return tuple(frozenset() if one.frozen else names.get(id(one), frozenset()) for one in model.layer_kinds)

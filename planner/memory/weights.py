@@ -1,7 +1,7 @@
 """Weights: what the frozen or trained base model holds, after loading."""
 
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.trained import last_layers
+from planner.memory.trained import layers_alone
 from planner.memory.traits import traits_of
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
@@ -102,7 +102,7 @@ def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
         + layer_extra_bytes(model, setup)
-        + ((4 - plain) * last_layers(model, setup.trained_layers).num_params if setup.widens_trained else 0),
+        + ((4 - plain) * layers_alone(model, setup.trained_layers).num_params if setup.widens_trained else 0),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
         "outer": outer,

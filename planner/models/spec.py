@@ -169,6 +169,7 @@ class LayerSpec:
             position table).
         fixed_tokens: so many tokens of every sequence pass through it, whatever the text's length (Whisper's encoder);
             0: the text's.
+        frozen: nothing of it trains and it has no adapters, where other layers do (`planner.memory.trained.parted`).
     """
 
     kind: str
@@ -181,6 +182,7 @@ class LayerSpec:
     num_other_params: int = 0
     path: str = "model.layers"
     fixed_tokens: int = 0
+    frozen: bool = False
 
     @property
     def looks(self) -> bool:

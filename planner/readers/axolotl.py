@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
-from planner.readers import common, hf, schema
+from planner.readers import common, hf, partial, schema
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -23,7 +23,6 @@ OLD_ATTENTION_SWITCHES = {
 }
 NOT_COUNTED = {
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
-    "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",
     "relora_steps": "ReLoRA's restarts are not counted",
     "qat": "quantization-aware training's fake quantization is not counted",
@@ -76,7 +75,8 @@ def read(settings: Settings) -> ReadConfig:
         if "context_degree" in fields:
             fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    fields |= common.last_layers(settings, "peft_layers_to_transform", fields)
+    fields |= partial.adapted_layers(settings, "peft_layers_to_transform", fields)
+    fields |= partial.frozen_but(settings, settings.model, fields)
     common.pictures(settings, "processor_type")
     settings.leave_out(NOT_COUNTED)
     config_of = settings.raw("overrides_of_model_config")

@@ -1,6 +1,5 @@
 """Names back into setup values: the inverse of `planner.exporters.common`, wider where tools have aliases."""
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -163,19 +162,6 @@ def modules_to_save(settings: Settings, key: str, said_to: Settings | None = Non
     if others:
         (said_to or settings).approximate(f"{key} {', '.join(others)}: trained in full, not counted")
     return tuple(name for name in names if name in SAVED_MODULES)
-
-
-def last_layers(settings: Settings, key: str, fields: Mapping[str, Any]) -> dict[str, int]:
-    """How many of the last layers carry adapters; nothing where a setting names none, or others, which is said."""
-    numbers, model = settings.raw(key), settings.model
-    if numbers in (None, False, [], ""):
-        return {}
-    named = sorted(numbers) if isinstance(numbers, list) and all(type(one) is int for one in numbers) else []
-    counted = fields["method"] != "full" and fields.get("objective", "sft") in ("sft", "pretrain")
-    if counted and model is not None and named and named == list(range(named[0], model.num_layers)):
-        return {"trained_layers": len(named)} if named[0] else {}
-    settings.approximate(f"adapters on some layers ({key}) are counted on all of them")
-    return {}
 
 
 CONFIGS = {row.config: row for row in ADAPTERS.values() if row.config != "LoraConfig"}

@@ -123,7 +123,7 @@ def _method(settings: Settings) -> dict[str, Any]:
     if kind not in ("full", "lora", "freeze", "oft"):
         raise settings.error("finetuning_type", "full, lora, freeze or oft", kind)
     if kind in ("full", "freeze"):
-        layers = {"trained_layers": _last_layers(settings)} if kind == "freeze" else {}
+        layers = {"trained_layers": _layers(settings)} if kind == "freeze" else {}
         return {"method": "full", "quantization": "none", "lora_rank": 0} | layers
     quantization = "none"
     if settings.has("quantization_bit"):
@@ -152,17 +152,23 @@ def _method(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _last_layers(settings: Settings) -> int:
-    """How many of the last layers freeze tuning trains; 0, all, where a setup cannot say which parameters it does.
+def _layers(settings: Settings) -> int:
+    """The layers that freeze tuning trains; 0, all, where a setup cannot say which parameters it does.
 
-    Source: LLaMA-Factory 0.9 `hparams/finetuning_args.py` FreezeArguments: freeze_trainable_layers 2, its modules all.
+    Source: LLaMA-Factory 0.9 `hparams/finetuning_args.py` FreezeArguments (freeze_trainable_layers 2, its modules all),
+    `model/adapter.py` _setup_freeze_tuning.
     """
     layers = settings.raw("freeze_trainable_layers", 2)  # negative: the first ones
-    whole = settings.text("freeze_trainable_modules", "all") == "all" and not settings.raw("freeze_extra_modules")
-    if isinstance(layers, int) and layers > 0 and whole and not settings.flag("fp16", False):
-        return int(layers)
-    settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
-    return 0
+    asked = layers if type(layers) is int else 0
+    outside = settings.raw("freeze_extra_modules") or settings.flag("use_llama_pro", False)
+    sharded = settings.raw("deepspeed") or settings.raw("fsdp")
+    if outside or settings.flag("fp16", False) or (sharded and asked < 0):
+        asked = 0
+    if not asked:
+        settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
+    elif settings.text("freeze_trainable_modules", "all") != "all":
+        settings.approximate("freeze tuning trains single modules of layers: these are counted whole, an upper bound")
+    return asked
 
 
 def _precision(settings: Settings, *, widens: bool) -> str:

@@ -23,7 +23,6 @@ NOT_COUNTED = {
     "trainable_token_indices": "single trained rows of the embeddings (trainable_token_indices) are not counted",
     "lora_bias": "biases of adapters (lora_bias) are not counted",
     "target_parameters": "adapters on stacked expert parameters are not counted",
-    "layers_to_transform": "adapters on some layers (layers_to_transform) are counted on all of them",
 }
 """LoRA's settings that the memory model leaves out -> what is said of it."""
 LAYERS = ("layers", "h", "blocks")

@@ -11,7 +11,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
-from planner.readers import common, evaluating, hf, lengths, program_changes, sound, training, versions
+from planner.readers import common, evaluating, hf, lengths, partial, program_changes, sound, training, versions
 from planner.readers.fields import said
 from planner.readers.objectives import CONFIGS
 from planner.readers.outside import Sharding
@@ -186,7 +186,8 @@ class _Script:
             fields["stack"] = "sentence-transformers"
             fields |= training.contrast(self.found, arguments, self.missing)
         fields |= sound.fields(self.found, self.model, arguments, fields, self.missing) | self._spread(constants)
-        return common.adapter(arguments, fields, self.adapters.kind())
+        fields = common.adapter(arguments, fields, self.adapters.kind())
+        return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
 
     def _method(self) -> dict[str, Any]:
         """Method, quantization, precision and adapters."""

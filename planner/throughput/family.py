@@ -9,7 +9,7 @@ from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.counts import SINGLE_HOST
 from planner.throughput.model import SpeedModel
 from planner.throughput.types import WITHOUT_GRADIENTS
-from planner.throughput.work import Work
+from planner.throughput.work import Work, trained_share
 
 SELECTIVE_HOST = 1.7
 """Further host time of an operation under selective checkpointing, in the forward and in the recomputation, as a
@@ -149,7 +149,7 @@ class Family:
         again_token, again_seq, again_micro, again = self._recompute
         matmul = layers.forward + self._above * layers.input_gradient
         if setup.method == "full":
-            matmul += layers.weight_gradient * (setup.trained_layers / work.speed.inv.num_layers or 1.0)
+            matmul += layers.weight_gradient * trained_share(work.speed, setup)
         elif self._skip_first:
             matmul -= layers.first_input_gradient
         # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
-from planner.memory.trained import trained_parameters
+from planner.memory.trained import layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
@@ -178,19 +178,26 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         thin, passes, constant, step_s = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0, 0.0
         params, tensors = per_rank * setup.lora_rank, 2 * calls
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
+    share = trained_share(speed, setup)
     return _Trained(
-        params=params,
-        tensors=tensors,
+        params=share * params,
+        tensors=round(share * tensors),
         size_bytes=SIZE_BYTES[flow.adapter],
-        token_s=token_s + passes * thin,
-        micro_s=micro_s + constant,
-        forward_token_s=moved.forward_bytes * per_byte + thin,
-        forward_micro_s=moved.forward_kernels * gap + constant,
-        forward_kernels=moved.forward_kernels,
-        backward_kernels=moved.backward_kernels,
-        calls=calls - apart,
+        token_s=share * (token_s + passes * thin),
+        micro_s=share * (micro_s + constant),
+        forward_token_s=share * (moved.forward_bytes * per_byte + thin),
+        forward_micro_s=share * (moved.forward_kernels * gap + constant),
+        forward_kernels=share * moved.forward_kernels,
+        backward_kernels=share * moved.backward_kernels,
+        calls=share * (calls - apart),
         step_s=step_s,
     )
+
+
+def trained_share(speed: SpeedModel, setup: TrainSetup) -> float:
+    """Of the layers, those that train or carry the adapters."""
+    num = speed.model.num_layers
+    return len(layer_numbers(setup.trained_layers, num)) / num if setup.trained_layers else 1.0
 
 
 class _Unpacked(NamedTuple):

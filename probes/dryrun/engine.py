@@ -89,7 +89,7 @@ def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) ->
     # layers that train are not like those that do not; a prefix is one parameter as wide as all layers together, and so
     # is the group in which FSDP2 gathers a reference
     one_group = setup.parallel == "fsdp2" and setup.copies_reference
-    whole = full_depth or setup.trained_layers > 0 or setup.kind.form == "prefix" or one_group
+    whole = full_depth or bool(setup.trained_layers) or setup.kind.form == "prefix" or one_group
     return plan_depth(config, checkpointing=setup.checkpointing, full_depth=whole, unlike=unlike)
 
 

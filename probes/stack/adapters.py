@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.memory.trained import of_tokens, scaled_inputs
+from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
@@ -80,8 +80,7 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
 
 def trained_layers(config: Any, setup: TrainSetup) -> list[int]:
     """Numbers of the layers that train."""
-    full = num_layers(config)
-    return list(range(max(0, full - setup.trained_layers), full))
+    return list(layer_numbers(setup.trained_layers, num_layers(config)))
 
 
 def freeze_others(model: Any, setup: TrainSetup) -> None:
@@ -93,6 +92,25 @@ def freeze_others(model: Any, setup: TrainSetup) -> None:
         parameter.requires_grad_(found is not None and int(found[1]) in trained)
         if parameter.requires_grad and setup.widens_trained:
             parameter.data = parameter.data.to(torch.float32)
+    if setup.checkpointing and setup.by.checkpoints_trained:
+        _checkpoint_trained(model)
+
+
+def _checkpoint_trained(model: Any) -> None:
+    """Checkpoints the trained layers alone and makes their input, not the embeddings, ask for gradients (LLaMA-Factory
+    0.9.5 `get_custom_gradient_checkpointing_func`)."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.disable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.gradient_checkpointing = any(one.requires_grad for one in module.parameters())
+            if module.gradient_checkpointing:
+                module.register_forward_pre_hook(_ask)
+
+
+def _ask(_: Any, inputs: tuple[Any, ...]) -> None:
+    inputs[0].requires_grad_(True)
 
 
 def norm_modules(model: Any, spec: ModelSpec) -> list[str]:

@@ -99,8 +99,8 @@ def test_what_peft_does_not_take_is_refused_with_the_kinds_name(values: dict[str
         setup_from_dict(values)
 
 
-def test_a_scripts_partial_layers_are_said_and_its_own_ia3_targets_taken() -> None:
-    """What is not counted is a note; what peft fills in is an assumption."""
+def test_a_scripts_partial_layers_and_its_own_ia3_targets_are_taken() -> None:
+    """What peft fills in is an assumption."""
     head = "from peft import IA3Config, LoraConfig\nfrom trl import SFTConfig, SFTTrainer\n"
     train = "SFTTrainer('Qwen/Qwen2.5-1.5B', args=SFTConfig(max_length=512), peft_config=adapter).train()\n"
     model = catalogue.load("Qwen/Qwen2.5-1.5B")
@@ -109,7 +109,8 @@ def test_a_scripts_partial_layers_are_said_and_its_own_ia3_targets_taken() -> No
         "train.py",
         model=model,
     )
-    assert "layers_to_transform" in " ".join(partial.approximations)
+    assert partial.setup.trained_layers == -2
+    assert "layers_to_transform" not in " ".join(partial.approximations)
     scaled = read_text(f"{head}adapter = IA3Config()\n{train}", "train.py", model=model)
     assert (scaled.setup.adapter, scaled.setup.lora_rank) == ("ia3", 0)
     assert scaled.setup.lora_targets == ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")

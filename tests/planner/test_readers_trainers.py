@@ -277,7 +277,7 @@ def test_the_form_that_a_model_is_told_counts() -> None:
 
 
 def test_layers_that_train_alone_are_read() -> None:
-    """LLaMA-Factory's freeze: trained layers fp32 beside 16 bits; Axolotl's list, where it is the last ones."""
+    """LLaMA-Factory's freeze: trained layers fp32 beside 16 bits; Axolotl's lists and patterns of names."""
     model = catalogue.load("meta-llama/Llama-3.1-8B")
     head = "stage: sft\nmodel_name_or_path: meta-llama/Llama-3.1-8B\ntemplate: llama3\nbf16: true\n"
     head += "do_train: true\nfinetuning_type: freeze\n"
@@ -285,10 +285,30 @@ def test_layers_that_train_alone_are_read() -> None:
     assert (last.setup.trained_layers, last.setup.precision, last.approximations) == (4, "bf16-autocast", ())
     assert last.setup.widens_trained
     first = read_text(head + "freeze_trainable_layers: -4\n", "freeze.yaml", model=model)
-    assert (first.setup.trained_layers, first.setup.precision) == (0, "bf16-mixed")
-    assert "upper bound" in " ".join(first.approximations)
+    assert (first.setup.trained_layers, first.setup.precision, first.approximations) == (-4, "bf16-autocast", ())
+    parts = read_text(head + "freeze_trainable_modules: mlp\n", "freeze.yaml", model=model)
+    assert parts.setup.trained_layers == 2
+    outside = read_text(head + "freeze_extra_modules: norm\n", "freeze.yaml", model=model)
+    assert (outside.setup.trained_layers, outside.setup.precision) == (0, "bf16-mixed")
+    for one in (parts, outside):
+        assert "upper bound" in " ".join(one.approximations)
     adapters = "base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nlora_target_linear: true\nsequence_len: 512\n"
-    for numbers, layers in (("[30, 31]", 2), ("[0, 1]", 0)):
+    for numbers, layers in (("[30, 31]", 2), ("[0, 1]", -2), ("[4, 0, 8]", (0, 4, 8)), ("[40]", 0)):
         found = read_text(f"{adapters}peft_layers_to_transform: {numbers}\n", "axolotl.yaml", model=model)
         assert found.setup.trained_layers == layers
         assert ("peft_layers_to_transform" in " ".join(found.approximations)) == (layers == 0)
+    full = "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 512\nunfrozen_parameters:\n"
+    for pattern, layers, said in (
+        ("model.layers.3[01].", 2, ""),
+        ("model.layers.[0-3]..*", -4, ""),
+        ("model.layers.(4|8).mlp.down_proj", (4, 8), "counted whole"),
+        ("model.layers.31.", 1, ""),
+        ("^lm_head.weight$", 0, "counted as full"),
+        ("layers.31.", 0, "counted as full"),  # matched from the name's beginning
+        ("model.layers.31.mlp.up_proj.weight$[:100]", 1, "counted whole"),
+    ):
+        found = read_text(f"{full}  - '{pattern}'\n", "axolotl.yaml", model=model)
+        assert found.setup.trained_layers == layers, pattern
+        told = " ".join(found.approximations)
+        assert said in told
+        assert bool(said) == ("unfrozen" in told)

@@ -86,11 +86,12 @@ def test_reentrant_checkpointing_is_traced(method: str) -> None:
     ],
     ids=["adapters", "adapters, all kept", "whole layers", "LLaMA-Factory's freeze"],
 )
-def test_last_layers_alone_are_counted_as_they_train(fields: dict[str, object]) -> None:
+@pytest.mark.parametrize("layers", [2, -2, (1, 4)], ids=["last", "first", "between"])
+def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layers: int | tuple[int, ...]) -> None:
     """Two of six layers: states, gradients, and where the backward ends; the formula lies within 1 % of the dry run."""
     config = small_config("qwen2") | {"vocab_size": 4000, "num_hidden_layers": 6}
     model, card = spec_from_config(config, model_id="small", source="test"), find_gpu("a100-80gb")
-    setup = TrainSetup(seq_len_tokens=128, trained_layers=2, **fields)  # type: ignore[arg-type]
+    setup = TrainSetup(seq_len_tokens=128, trained_layers=layers, **fields)  # type: ignore[arg-type]
     found = dry_run(model, card, setup, use_cache=False)
     assert isinstance(found, Prediction), found
     formula = predict_memory(model, card, setup)
