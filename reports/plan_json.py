@@ -234,7 +234,10 @@ def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
 def _workload(values: Mapping[str, Any]) -> Workload:
     clean = {key: value for key, value in values.items() if key != "budget_bytes"}
     model = {key: value for key, value in clean.pop("model").items() if key != "num_params"}
-    fixed = {key: tuple(_hashable(item) for item in items) for key, items in clean.pop("fixed").items()}
+    fixed = {
+        key: tuple(tuple(one) if isinstance(one, list) else one for one in items)
+        for key, items in clean.pop("fixed").items()
+    }
     gpu = clean.pop("gpu")
     data = {name: clean.pop(key) for key, name in _DATA_KEYS.items() if key in clean}
     plain = {
@@ -254,10 +257,6 @@ _WORKLOAD_FIELDS: dict[str, Any] = {
     for name, hint in get_type_hints(Workload, localns={"Cluster": Cluster}).items()
     if name not in ("model", "gpu", "fixed", "data")
 }
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:

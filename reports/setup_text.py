@@ -61,15 +61,11 @@ def quantization_words(setup: TrainSetup) -> str:
 def batch_words(setup: TrainSetup) -> str:
     """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
     gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
+    images = f" with {setup.images.words}" if setup.images is not None else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
-        f"of {setup.seq_len_tokens:,} tokens{image_words(setup)}{rollout_words(setup)}"
+        f"of {setup.seq_len_tokens:,} tokens{images}{rollout_words(setup)}"
     )
-
-
-def image_words(setup: TrainSetup) -> str:
-    """The pictures of a sample, as the end of a sentence; "" of text alone."""
-    return f" with {setup.images.words}" if setup.images is not None else ""
 
 
 def rollout_words(setup: TrainSetup) -> str:
@@ -204,18 +200,13 @@ def gpus_words(workload: Workload) -> str:
 
 def workload_words(workload: Workload) -> str:
     """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
-    model = clean(workload.model.model_id)
+    model, front = clean(workload.model.model_id), workload.model.front_end
+    clips = "" if front is None else f"clips of {front.seconds:g} s with "
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{_of_sound(workload)}{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
+        f"{clips}{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
         f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
     )
-
-
-def _of_sound(workload: Workload) -> str:
-    """What a sample is beside its text, "" of text alone."""
-    front = workload.model.front_end
-    return "" if front is None else f"clips of {front.seconds:g} s with "
 
 
 def _of_images(workload: Workload) -> str:

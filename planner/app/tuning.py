@@ -149,7 +149,8 @@ class _Learned:
 
         self._wish, self._store = wish, store
         self._place = place_of(wish.gpu.key, wish.cluster)
-        self._kept = CorrectionStore(corrections if corrections is not None else default_corrections_path())
+        beside = machine.default_store_path().with_name("corrections.json")
+        self._kept = CorrectionStore(corrections if corrections is not None else beside)
 
     def elsewhere(self) -> "Sequence[Elsewhere]":
         """What is known before the first probe."""
@@ -213,8 +214,3 @@ def trial_line(record: "TrialRecord") -> str:
         return f"  {what}"
     speed = f"{evidence.tokens_per_s:,.0f} tokens/s" if evidence.tokens_per_s else "speed not measured"
     return f"  {speed}, {gib(evidence.peak_device_bytes)}  {what}"
-
-
-def default_corrections_path() -> Path:
-    """Beside the user's store of measurements."""
-    return machine.default_store_path().with_name("corrections.json")

@@ -148,12 +148,8 @@ def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
     assert row.gpu is not None  # comparable rows have a card
     if row.model is not None:
         return _model(row.model), _cards()[row.gpu]
-    return _inline(row), _cards()[row.gpu]
-
-
-def _inline(row: MeasuredRow) -> ModelSpec:
     assert row.config is not None
-    return spec_from_config(row.config, model_id=row.model_name, source=row.source)
+    return spec_from_config(row.config, model_id=row.model_name, source=row.source), _cards()[row.gpu]
 
 
 def _write(directory: Path, rung: str, tables: Sequence[AccuracyTable], command: str) -> None:

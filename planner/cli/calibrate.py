@@ -1,7 +1,7 @@
 """`plan calibrate`: fit the speed model's constants to measurements, tested on what the fit did not see."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +70,8 @@ def _calibrated(
         )
     if measurements is not None:
         report, left_out = _fit(measurements, start)
-        answer |= _report_to_dict(report, left_out)
+        held_out = {name: value for name, value in asdict(report).items() if name != "calibration"}
+        answer |= {"held_out": held_out, "left_out": left_out, "improved": report.improved}
         lines += _report_lines(report, left_out)
         start = report.calibration
     answer["calibration"] = calibration_to_dict(start)
@@ -125,12 +126,6 @@ def _fit(file: Path, start: Calibration) -> tuple[FitReport, dict[str, int]]:
         return fit(read.points, start), dict(read.left_out)
     except ImportError as error:
         raise EnvironmentProblem(f"fitting needs scipy: {error}", hint=install_command("search")) from error
-
-
-def _report_to_dict(report: FitReport, left_out: dict[str, int]) -> dict[str, Any]:
-    values = asdict(replace(report, calibration=report.calibration))
-    values.pop("calibration")
-    return {"held_out": values, "left_out": left_out, "improved": report.improved}
 
 
 def _report_lines(report: FitReport, left_out: dict[str, int]) -> list[str]:

@@ -130,7 +130,10 @@ def _one(
             over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
     if as_json:
         document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
-        document |= {} if cluster is None else {"cluster": cluster_to_dict(cluster)}
+        if cluster is not None:
+            between = None if cluster.between is None else cluster.between.key
+            links_used = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
+            document["cluster"] = links_used
         print_json(document | ({} if over is None else {"over_lengths": over_lengths_to_dict(over)}))
     else:
         _show(result, spec, card, cluster, memory.of(card)[0], over)
@@ -186,12 +189,6 @@ def candidate_of(
     if dry:
         result = with_dry_run(result, spec, card, memory_bytes=memory)
     return result
-
-
-def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The links that the speed was predicted over."""
-    between = None if cluster.between is None else cluster.between.key
-    return {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
 
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:

@@ -122,16 +122,6 @@ class ImageOptions:
         return Images(num=num, width=int(width), height=int(height))
 
 
-def check_ranks(rank: int | None, min_rank: int | None) -> None:
-    """Refuses a fixed rank below the floor.
-
-    Raises:
-        UsageError: --rank below --min-rank.
-    """
-    if rank is not None and min_rank is not None and rank < min_rank:
-        raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
-
-
 def objective_fields(objective: str | None, *, packing: bool | None, num_gpus: int) -> dict[str, tuple[Any, ...]]:
     """The objective as a setup field that the user decided; nothing for supervised training.
 

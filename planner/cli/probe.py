@@ -12,7 +12,6 @@ from planner.cli import options, probing
 from planner.cli.flags import takes_options
 from planner.cli.output import tell
 from planner.cli.setups import SetupOptions
-from planner.codec import Outcome
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.models.resolve import resolve_model
@@ -87,12 +86,8 @@ def probe(
         known = None if how.again else prober.stored(setup)
         outcome = known or prober.finish(setup, prober.submit(setup))
     line.close()
-    return _tell_outcome(spec.model_id, setup, outcome, from_store=known is not None, as_json=as_json)
-
-
-def _tell_outcome(model: str, setup: TrainSetup, outcome: Outcome, *, from_store: bool, as_json: bool) -> int:
-    """Shows what was measured; the exit code."""
-    document = {"setup": {"model": model, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
+    from_store = known is not None
+    document = {"setup": {"model": spec.model_id, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
     tell({**document, "from_store": from_store}, outcome_lines(outcome, from_store=from_store), as_json=as_json)
     return exit_code(outcome)
 

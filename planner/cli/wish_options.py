@@ -104,7 +104,8 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
-        options.check_ranks(self.rank, self.min_rank)
+        if self.rank is not None and self.min_rank is not None and self.rank < self.min_rank:
+            raise UsageError(f"--rank {self.rank} is below --min-rank {self.min_rank}", hint="leave one of the two out")
         num_gpus = self.gpus or 1
         aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
         if rollout := self.rollout(self.objective, self.seq_len):
