@@ -5,6 +5,7 @@ are the defaults of its configuration classes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from planner.models.adapters.fields import Fields
@@ -13,6 +14,8 @@ from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormK
 from planner.records import dataclass
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+_ALL = ("eager", "sdpa", "flash-attention-2")
 
 Windows = tuple[int | None, ...]
 
@@ -62,7 +65,7 @@ class Knobs:
     rope: Callable[[Fields, int], tuple[bool, ...]] | None = None
     activation: tuple[str, ...] = ("hidden_act",)
     activation_default: str = "silu"
-    attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
+    attentions: tuple[str, ...] = _ALL
 
 
 def window_everywhere(fields: Fields, num_layers: int, absent: int | None = None) -> Windows:
@@ -115,6 +118,34 @@ def _window_smollm3(fields: Fields, num_layers: int) -> Windows:
     return window_by_layer_types(fields, num_layers, lambda index: rope[index], window)
 
 
+_OLMO2 = Knobs(
+    built="Olmo2ForCausalLM",
+    bias="attention_bias",
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    qk_norm="full",
+)
+_GLM = Knobs(
+    built="GlmForCausalLM",
+    kv_heads=2,
+    head_dim=128,
+    bias="attention_bias",
+    o_bias=False,
+    bias_default=True,
+    rotary_fraction=0.5,
+    mlp="fused",
+)
+_GEMMA2 = Knobs(
+    built="Gemma2ForCausalLM",
+    tied=True,
+    kv_heads=4,
+    head_dim=256,
+    bias="attention_bias",
+    norms=SANDWICH,
+    windows=lambda fields, num_layers: window_by_layer_types(fields, num_layers, lambda index: index % 2 == 1, 4096),
+    activation=("hidden_activation",),
+    activation_default="gelu_pytorch_tanh",
+    attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
+)
 FAMILIES: dict[str, Knobs] = {
     "llama": Knobs(built="LlamaForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
     # Remote code on the hub; its maths is Llama's (transformers builds it from a converted LlamaConfig).
@@ -142,17 +173,10 @@ FAMILIES: dict[str, Knobs] = {
         built="Ernie4_5ForCausalLM", tied=True, kv_heads=2, head_dim=128, bias="use_bias", mlp_bias="use_bias"
     ),
     "olmo": Knobs(built="OlmoForCausalLM", bias="attention_bias", norm_kind="layer", norm_weight=False),
-    "olmo2": Knobs(
-        built="Olmo2ForCausalLM",
-        bias="attention_bias",
-        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qk_norm="full",
-    ),
-    "olmo3": Knobs(
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
         built="Olmo3ForCausalLM",
-        bias="attention_bias",
-        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qk_norm="full",
         windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 4),
     ),
     "cohere": Knobs(
@@ -212,27 +236,8 @@ FAMILIES: dict[str, Knobs] = {
         activation_default="gelu_new",
     ),
     "phi3": Knobs(built="Phi3ForCausalLM", mlp="fused", rotary_fraction=1.0, fused_qkv=True, windows=window_everywhere),
-    "glm": Knobs(
-        built="GlmForCausalLM",
-        kv_heads=2,
-        head_dim=128,
-        bias="attention_bias",
-        o_bias=False,
-        bias_default=True,
-        rotary_fraction=0.5,
-        mlp="fused",
-    ),
-    "glm4": Knobs(
-        built="Glm4ForCausalLM",
-        kv_heads=2,
-        head_dim=128,
-        bias="attention_bias",
-        o_bias=False,
-        bias_default=True,
-        rotary_fraction=0.5,
-        norms=(*PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
-        mlp="fused",
-    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, built="Glm4ForCausalLM", norms=(*PRE, "post_self_attn_layernorm", "post_mlp_layernorm")),
     "gemma": Knobs(
         built="GemmaForCausalLM",
         tied=True,
@@ -241,31 +246,13 @@ FAMILIES: dict[str, Knobs] = {
         bias="attention_bias",
         activation_default="gelu_pytorch_tanh",
     ),
-    "gemma2": Knobs(
-        built="Gemma2ForCausalLM",
-        tied=True,
-        kv_heads=4,
-        head_dim=256,
-        bias="attention_bias",
-        norms=SANDWICH,
-        windows=lambda fields, num_layers: window_by_layer_types(
-            fields, num_layers, lambda index: index % 2 == 1, 4096
-        ),
-        activation=("hidden_activation",),
-        activation_default="gelu_pytorch_tanh",
-        attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
-    ),
-    "gemma3_text": Knobs(
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
         built="Gemma3ForCausalLM",
-        tied=True,
-        kv_heads=4,
-        head_dim=256,
-        bias="attention_bias",
-        norms=SANDWICH,
         qk_norm="head",
         windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 6),
-        activation=("hidden_activation",),
-        activation_default="gelu_pytorch_tanh",
+        attentions=_ALL,
     ),
 }
 
