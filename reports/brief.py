@@ -12,22 +12,11 @@ from planner.notes import Place
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.units import gib
+from reports import text
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of
 from reports.setup_text import workload_words
-from reports.text import (
-    epoch_sentence,
-    memory_mark,
-    memory_sentence,
-    nearest_sentence,
-    nothing_sentence,
-    sentence_style,
-    speed_sentence,
-    spread_sentence,
-    verdict_sentence,
-    verdict_style,
-)
 
 MAX_LINES = 25
 NUM_BESIDE = 3
@@ -71,10 +60,10 @@ def render_brief(
 
     @cache
     def lines(part: Part) -> int:
-        text = StringIO()
+        file = StringIO()
         # a size and no terminal: it would look for both at each line
-        part(Page(Console(file=text, width=console.width, height=MAX_LINES, force_terminal=False)))
-        return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
+        part(Page(Console(file=file, width=console.width, height=MAX_LINES, force_terminal=False)))
+        return sum(max(1, -(-len(line) // console.width)) for line in file.getvalue().splitlines())
 
     def height(shown: int, beside: int) -> int:
         return sum(lines(part) for part in parts(shown, beside))
@@ -101,8 +90,8 @@ def _head(page: Page, answer: Plan | NoPlan) -> None:
     """What to train with, and where the memory goes."""
     chosen = _subject(answer)
     page.line(workload_words(answer.workload), style="bold")
-    page.line(verdict_sentence(answer) if isinstance(answer, Plan) else nearest_sentence(answer))
-    for sentence in (spread_sentence(chosen), epoch_sentence(answer.workload, chosen)):
+    page.line(text.verdict_sentence(answer) if isinstance(answer, Plan) else text.nearest_sentence(answer))
+    for sentence in (text.spread_sentence(chosen), text.epoch_sentence(answer.workload, chosen)):
         if sentence and isinstance(answer, Plan):
             page.line(sentence)
     page.line()
@@ -134,12 +123,14 @@ def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: S
     if command:
         page.command(command)
     for sentence in launches:
-        page.line(clean(sentence), style=sentence_style(sentence))
+        page.line(clean(sentence), style=text.sentence_style(sentence))
     if isinstance(answer, Plan):
-        verdict = " ".join(one for one in (memory_sentence(answer.chosen), speed_sentence(answer.chosen)) if one)
+        verdict = " ".join(
+            one for one in (text.memory_sentence(answer.chosen), text.speed_sentence(answer.chosen)) if one
+        )
     else:
-        verdict = nothing_sentence(answer)
-    page.line(verdict, style=verdict_style(_subject(answer)))
+        verdict = text.nothing_sentence(answer)
+    page.line(verdict, style=text.verdict_style(_subject(answer)))
 
 
 def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
@@ -153,7 +144,7 @@ def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
             words = f"free, {gib(kept_free)} of it kept free" if label == FREE else label
             page.row(table, words, gib(size), ("░" if label == FREE else "█") * cells)
     page.console.print(table)
-    mark = memory_mark(best_terms(candidate))
+    mark = text.memory_mark(best_terms(candidate))
     page.line(f"of {gib(memory_bytes)} at the peak [{mark}]", style="dim")
 
 

@@ -8,6 +8,7 @@ from planner.interchange import asked_form
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
+from reports import text
 from reports.charts import (
     Chart,
     accuracy_chart,
@@ -26,26 +27,6 @@ from reports.extras import Extras, LaunchTarget
 from reports.plain import clean
 from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
 from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
-from reports.text import (
-    REMEDY_HEADER,
-    behind_the_branch,
-    dollars,
-    epoch_s,
-    failure_words,
-    fit_word,
-    memory_band,
-    memory_mark,
-    memory_sentence,
-    needs_words,
-    plan_sentences,
-    rank_peaks_rows,
-    rate,
-    remedy_rows,
-    space_sentence,
-    speed_band,
-    speed_mark,
-    verdict_sentence,
-)
 
 BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
 METER_SHARE = 70
@@ -57,19 +38,19 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
     wish = plan.workload
     parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
-    named = memory_mark(parts.terms_evidence)
+    named = text.memory_mark(parts.terms_evidence)
     charts = _charts(plan, extras, name)
     view: dict[str, Any] = {
         "id": name,
         "single": single,
-        "fits": fit_word(chosen) if isinstance(plan, Plan) else "no",
+        "fits": text.fit_word(chosen) if isinstance(plan, Plan) else "no",
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
         "launch": [_launch_view(one) for one in extras.launch],
         "setup_json": _setup_json(plan, chosen),
         "rungs": _rungs(chosen),
-        "failures": [failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
+        "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
         "terms": table_of(
             ("term", "size", "of the card", "up to"),
             (
@@ -78,9 +59,9 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
             ),
         ),
         "ranks": _ranks(chosen),
-        "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
+        "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "tree": _tree(plan.tree),
-        "space": space_sentence(plan),
+        "space": text.space_sentence(plan),
         "notes": notes_of(plan),
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),
@@ -104,8 +85,8 @@ def _found(plan: Plan) -> dict[str, Any]:
     chosen = plan.chosen
     spread = f", {spread_words(chosen.setup)}" if chosen.setup.num_gpus > 1 else ""
     return {
-        "verdict": verdict_sentence(plan),
-        "sentences": plan_sentences(plan),
+        "verdict": text.verdict_sentence(plan),
+        "sentences": text.plan_sentences(plan),
         "leaf": f"{method_words(chosen.setup)}{spread}",
         "beside": _beside(plan) if plan.alternatives else [],
         "search_note": clean(str(plan.search.get("stop_reason") or "")),
@@ -118,17 +99,17 @@ def _missing(plan: NoPlan) -> dict[str, Any]:
     nearest = plan.nearest
     return {
         "verdict": f"Nothing fits: {gib(plan.missing_bytes)} missing.",
-        "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", memory_sentence(nearest)],
+        "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", text.memory_sentence(nearest)],
         "leaf": "nothing fits",
         "beside": [],
         "search_note": "",
-        "remedies": table_of(REMEDY_HEADER, remedy_rows(plan)),
+        "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)),
     }
 
 
 def _ranks(chosen: Candidate) -> dict[str, Any] | None:
     """The peaks of GPUs that hold different parts of the job, None where all are alike."""
-    rows = rank_peaks_rows(chosen)
+    rows = text.rank_peaks_rows(chosen)
     return table_of(("GPUs", "number", "peak", "of the fullest"), rows) if rows else None
 
 
@@ -192,21 +173,25 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
 def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
     wish, memory = plan.workload, chosen.memory_evidence
     tiles: list[tuple[str, str, tuple[str, ...]]] = [
-        ("Peak on the device", gib(memory.peak_device_bytes), (f"of {gib(chosen.budget_bytes)}", memory_mark(memory)))
+        (
+            "Peak on the device",
+            gib(memory.peak_device_bytes),
+            (f"of {gib(chosen.budget_bytes)}", text.memory_mark(memory)),
+        )
     ]
     speed = chosen.speed_evidence
     if speed.tokens_per_s and speed.step_time_s:
-        mark = speed_mark(speed)
-        per_second = rate(speed.tokens_per_s).removesuffix(" tokens/s")
+        mark = text.speed_mark(speed)
+        per_second = text.rate(speed.tokens_per_s).removesuffix(" tokens/s")
         tiles += [("Tokens per second", per_second, (mark,)), ("Optimizer step", seconds(speed.step_time_s), (mark,))]
         if speed.mfu_fraction:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
         if wish.data.epoch_tokens:
             tiles.append(
-                ("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
+                ("One epoch", seconds(text.epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
             )
         if isinstance(plan, Plan) and wish.price_per_hour is not None:
-            price = f"{dollars(wish.price_per_hour)} per GPU hour"
+            price = f"{text.dollars(wish.price_per_hour)} per GPU hour"
             tiles.append(("Million tokens", cost_words(plan), (price, mark)))
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
 
@@ -215,7 +200,7 @@ def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
     nodes = []
     for answer in walk:
         node = _bytes(answer)
-        cuts = [{"branch": clean(cut.branch), "words": behind_the_branch(cut, answer)} for cut in answer.cuts]
+        cuts = [{"branch": clean(cut.branch), "words": text.behind_the_branch(cut, answer)} for cut in answer.cuts]
         words = {"question": clean(answer.question), "choice": clean(answer.choice), "reason": clean(answer.reason)}
         nodes.append({**words, **node, "cuts": cuts})
     return nodes
@@ -225,7 +210,7 @@ def _bytes(one: Answer) -> dict[str, Any]:
     needed, budget = one.needed_bytes, one.budget_bytes
     filled = min(100.0, METER_SHARE * needed / budget) if needed is not None and budget else 0.0
     return {
-        "words": needs_words(needed, budget),
+        "words": text.needs_words(needed, budget),
         "needed_bytes": needed,
         "budget_bytes": budget,
         "needed_percent": round(filled, 1),
@@ -238,12 +223,12 @@ def _beside(plan: Plan) -> list[dict[str, str]]:
         {
             "label": clean(label),
             "difference": setup_difference(plan.chosen.setup, candidate.setup),
-            "speed": rate(speed.tokens_per_s or 0.0),
-            "speed_mark": speed_mark(speed),
+            "speed": text.rate(speed.tokens_per_s or 0.0),
+            "speed_mark": text.speed_mark(speed),
             "peak": gib(peak.peak_device_bytes),
-            "memory_mark": memory_mark(peak),
+            "memory_mark": text.memory_mark(peak),
             "rank": str(candidate.setup.lora_rank or "-"),
-            "fits": fit_word(candidate),
+            "fits": text.fit_word(candidate),
             "trade": clean(trade),
         }
         for label, candidate, peak, speed, trade in compared(plan)
@@ -256,11 +241,11 @@ def _rungs(candidate: Candidate) -> dict[str, Any]:
     for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
         cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)
         figures.append((f"{label} peak", *cells))
-    figures.append(("memory band", *(memory_band(one) or "-" for _, one in present)))
+    figures.append(("memory band", *(text.memory_band(one) or "-" for _, one in present)))
     known = [one if isinstance(one, (Prediction, Measurement)) and one.tokens_per_s else None for _, one in present]
     figures.append(("step time", *("-" if one is None else seconds(one.step_time_s or 0.0) for one in known)))
-    figures.append(("speed", *("-" if one is None else rate(one.tokens_per_s) for one in known)))
-    figures.append(("time band", *("-" if one is None else speed_band(one) or "-" for one in known)))
+    figures.append(("speed", *("-" if one is None else text.rate(one.tokens_per_s) for one in known)))
+    figures.append(("time band", *("-" if one is None else text.speed_band(one) or "-" for one in known)))
     return table_of(("", *(name for name, _ in present)), figures)
 
 

@@ -6,28 +6,11 @@ from collections.abc import Iterable, Sequence
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import gib, percent, seconds
+from reports import text
 from reports.extras import Extras
 from reports.plain import clean
 from reports.rows import SOURCE_HEADER, breakdown, compared, evidence_columns, notes_of, source_rows
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import (
-    FIT_WORDS,
-    REMEDY_HEADER,
-    cut_words,
-    failure_words,
-    fit_word,
-    memory_mark,
-    memory_sentence,
-    needs_words,
-    parameter_words,
-    plan_sentences,
-    rank_peaks_rows,
-    rate,
-    remedy_rows,
-    space_sentence,
-    speed_mark,
-    verdict_sentence,
-)
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")
 
@@ -38,12 +21,12 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks: list[str] = []
     if isinstance(plan, Plan):
         chosen = plan.chosen
-        blocks += [f"**{escape(verdict_sentence(plan))}**", bullets(plan_sentences(plan))]
+        blocks += [f"**{escape(text.verdict_sentence(plan))}**", bullets(text.plan_sentences(plan))]
     else:
         chosen = plan.nearest
         blocks += [
             f"**Nothing fits: {gib(plan.missing_bytes)} missing.**",
-            f"The nearest setup is {escape(setup_words(chosen.setup))}. {escape(memory_sentence(chosen))}",
+            f"The nearest setup is {escape(setup_words(chosen.setup))}. {escape(text.memory_sentence(chosen))}",
             "## What would make it fit, smallest change first",
             _remedies(plan),
         ]
@@ -54,7 +37,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     if isinstance(plan, Plan):
         blocks += _alternatives(plan)
         blocks += _sensitivity(extras)
-    blocks += [escape(space_sentence(plan))]
+    blocks += [escape(text.space_sentence(plan))]
     blocks += _rungs(chosen)
     notes = notes_of(plan)
     if notes:
@@ -63,9 +46,9 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     return document(workload_words(plan.workload), *blocks)
 
 
-def escape(text: str) -> str:
+def escape(words: str) -> str:
     """Text from outside, so that Markdown shows it as it is."""
-    return _SPECIAL.sub(r"\\\1", clean(text))
+    return _SPECIAL.sub(r"\\\1", clean(words))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
@@ -96,11 +79,11 @@ def bullets(items: Iterable[str]) -> str:
     return "\n".join(f"- {escape(item)}" for item in items)
 
 
-def fenced(text: str, language: str = "") -> str:
+def fenced(code: str, language: str = "") -> str:
     """A code block that its own content cannot close."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+    return f"{fence}{language}\n{code.rstrip()}\n{fence}"
 
 
 def _launch(extras: Extras) -> list[str]:
@@ -121,10 +104,10 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
         (row.label, gib(row.size_bytes), percent(row.size_bytes / memory_bytes, 1), gib(row.end_bytes))
         for row in parts.rows
     ]
-    words = f"The peak falls in the {parts.terms_evidence.peak_phase} phase. Peak: {memory_mark(peak)}."
+    words = f"The peak falls in the {parts.terms_evidence.peak_phase} phase. Peak: {text.memory_mark(peak)}."
     if parts.terms_evidence is not peak:
-        words += f" Terms: {memory_mark(parts.terms_evidence)}."
-    ranks = rank_peaks_rows(candidate)
+        words += f" Terms: {text.memory_mark(parts.terms_evidence)}."
+    ranks = text.rank_peaks_rows(candidate)
     header = ("GPUs", "number", "peak", "of the fullest")
     return [
         f"## Memory at the peak of a {gib(memory_bytes)} card",
@@ -139,17 +122,17 @@ def _tree(walk: Sequence[Answer]) -> list[str]:
     for number, answer in enumerate(walk, 1):
         lines.append(f"{number}. {escape(answer.question)} **{escape(answer.choice)}**")
         lines.append(f"   {escape(answer.reason)}")
-        if words := needs_words(answer.needed_bytes, answer.budget_bytes):
+        if words := text.needs_words(answer.needed_bytes, answer.budget_bytes):
             lines.append(f"   ({words})")
         for cut in answer.cuts:
-            lines.append(f"   - cut: {escape(cut_words(cut, answer))}")
+            lines.append(f"   - cut: {escape(text.cut_words(cut, answer))}")
     return ["## Why: the decision tree", "\n".join(lines)] if lines else []
 
 
 def _remedies(no_plan: NoPlan) -> str:
     if not no_plan.remedies:
         return "No single change is enough."
-    return table(REMEDY_HEADER, remedy_rows(no_plan), right=("saves",))
+    return table(text.REMEDY_HEADER, text.remedy_rows(no_plan), right=("saves",))
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -163,11 +146,11 @@ def _alternatives(plan: Plan) -> list[str]:
                 label,
                 setup_difference(chosen.setup, candidate.setup),
                 f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
-                speed_mark(speed),
+                text.speed_mark(speed),
                 gib(peak.peak_device_bytes),
-                memory_mark(peak),
+                text.memory_mark(peak),
                 str(candidate.setup.lora_rank or "-"),
-                fit_word(candidate),
+                text.fit_word(candidate),
                 trade,
             )
         )
@@ -180,11 +163,11 @@ def _sensitivity(extras: Extras) -> list[str]:
         return []
     rows = [
         (
-            parameter_words(point.parameter),
+            text.parameter_words(point.parameter),
             f"{point.value:,}" + (" (planned)" if point.chosen else ""),
             f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else "-",
             gib(point.peak_device_bytes),
-            FIT_WORDS[point.verdict],
+            text.FIT_WORDS[point.verdict],
             point.rung.replace("_", " "),
         )
         for point in extras.sensitivity
@@ -198,7 +181,7 @@ def _rungs(candidate: Candidate) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name, evidence in present:
         if isinstance(evidence, ProbeFailure):
-            rows.append((name, *("-",) * 5, failure_words(evidence)))
+            rows.append((name, *("-",) * 5, text.failure_words(evidence)))
         else:
             rows.append((name, *_figures(evidence)))
     header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
@@ -210,9 +193,9 @@ def _rungs(candidate: Candidate) -> list[str]:
 
 def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
     step = seconds(evidence.step_time_s) if evidence.step_time_s else "-"
-    speed = rate(evidence.tokens_per_s) if evidence.tokens_per_s else "-"
+    speed = text.rate(evidence.tokens_per_s) if evidence.tokens_per_s else "-"
     peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
-    marks = memory_mark(evidence) + (f"; {speed_mark(evidence)}" if evidence.tokens_per_s else "")
+    marks = text.memory_mark(evidence) + (f"; {text.speed_mark(evidence)}" if evidence.tokens_per_s else "")
     return (*(gib(peak) for peak in peaks), step, speed, marks)
 
 

@@ -14,38 +14,13 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
+from reports import text
 from reports.around import around
 from reports.brief import render_brief
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import (
-    REMEDY_HEADER,
-    cut_words,
-    failure_words,
-    fit_word,
-    hanging,
-    memory_band,
-    memory_mark,
-    memory_sentence,
-    nearest_sentence,
-    needs_words,
-    nothing_sentence,
-    plan_sentences,
-    rank_peaks_rows,
-    rate,
-    remedy_rows,
-    sentence_style,
-    sides_words,
-    space_sentence,
-    speed_band,
-    speed_mark,
-    speed_sentence,
-    spread_sentence,
-    verdict_sentence,
-    verdict_style,
-)
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
@@ -79,8 +54,8 @@ def render_plan(
         return
     page.line(workload_words(plan.workload), style="bold")
     page.line()
-    page.line(verdict_sentence(plan), style=verdict_style(plan.chosen))
-    for sentence in plan_sentences(plan):
+    page.line(text.verdict_sentence(plan), style=text.verdict_style(plan.chosen))
+    for sentence in text.plan_sentences(plan):
         page.line(sentence)
     _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
@@ -88,7 +63,7 @@ def render_plan(
     _tree(page, plan.tree)
     _alternatives(page, plan)
     page.line()
-    page.line(space_sentence(plan))
+    page.line(text.space_sentence(plan))
     _notes(page, notes_of(plan))
     _next(page, plan, next_command)
 
@@ -112,18 +87,18 @@ def render_no_plan(
         return
     page.line(workload_words(no_plan.workload), style="bold")
     page.line()
-    page.line(nothing_sentence(no_plan), style="bold red")
-    page.line(nearest_sentence(no_plan))
+    page.line(text.nothing_sentence(no_plan), style="bold red")
+    page.line(text.nearest_sentence(no_plan))
     _launches(page, launches)
     page.head("What would make it fit, smallest change first")
     if no_plan.remedies:
-        page.whole(REMEDY_HEADER, remedy_rows(no_plan), right=("saves",))
+        page.whole(text.REMEDY_HEADER, text.remedy_rows(no_plan), right=("saves",))
     else:
         page.line("No single change is enough.", indent=2)
     _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
     _tree(page, no_plan.tree)
     page.line()
-    page.line(space_sentence(no_plan))
+    page.line(text.space_sentence(no_plan))
     _notes(page, notes_of(no_plan))
 
 
@@ -131,7 +106,7 @@ def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Co
     """The tree ("why") and every term ("memory") before the short answer."""
     if "why" in show:
         _tree(page, answer.tree)
-        page.line(space_sentence(answer))
+        page.line(text.space_sentence(answer))
     if "memory" in show:
         _memory(page, candidate, answer.workload.memory_bytes)
         around(page, answer.workload, candidate)
@@ -142,7 +117,7 @@ def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Co
 def _launches(page: Page, sentences: Sequence[str]) -> None:
     """What to know of the launch files, a part of the verdict."""
     for sentence in sentences:
-        page.line(clean(sentence), style=sentence_style(sentence))
+        page.line(clean(sentence), style=text.sentence_style(sentence))
 
 
 def render_estimate(
@@ -163,8 +138,8 @@ def render_estimate(
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
     page.line(f"{setup_words(candidate.setup)}.")
     page.line()
-    page.line(memory_sentence(candidate), style=verdict_style(candidate))
-    for words in (speed_sentence(candidate), spread_sentence(candidate)):
+    page.line(text.memory_sentence(candidate), style=text.verdict_style(candidate))
+    for words in (text.speed_sentence(candidate), text.spread_sentence(candidate)):
         if words:
             page.line(words)
     if over is not None:
@@ -181,7 +156,7 @@ def render_estimate(
     page.whole(("", *rungs), [(label, *cells) for label, cells in _rung_rows(present)], right=rungs)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
-            page.line(failure_words(evidence), indent=2)
+            page.line(text.failure_words(evidence), indent=2)
     _memory(page, candidate, memory_bytes or gpu.memory_bytes)
     _notes(page, (*notes, *candidate.notes))
 
@@ -197,11 +172,11 @@ def _rung_rows(
             if isinstance(evidence, ProbeFailure):
                 words.append("failed" if figure == "peak_allocated_bytes" else "-")
             elif figure == "band" and isinstance(evidence, Prediction) and "device" in evidence.bands:
-                words.append(sides_words(*evidence.bands["device"]))
+                words.append(text.sides_words(*evidence.bands["device"]))
             elif figure == "band":
-                words.append(memory_band(evidence).removeprefix("±") or "measured")
+                words.append(text.memory_band(evidence).removeprefix("±") or "measured")
             elif figure == "speed_band":
-                words.append(speed_band(evidence).removeprefix("±") or "-")
+                words.append(text.speed_band(evidence).removeprefix("±") or "-")
             elif figure == "phase":
                 words.append(evidence.peak_phase if isinstance(evidence, Prediction) else "-")
             else:
@@ -224,7 +199,7 @@ _FIGURES = {
     "peak_reserved_bytes": ("reserved peak", gib),
     "peak_device_bytes": ("device peak", gib),
     "step_time_s": ("step time", seconds),
-    "tokens_per_s": ("speed", rate),
+    "tokens_per_s": ("speed", text.rate),
     "mfu_fraction": ("share of peak FLOP/s", percent),
 }
 
@@ -234,7 +209,7 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     parts = breakdown(candidate, memory_bytes, max_terms=MAX_TERMS)
     peak, named = parts.peak_evidence, best_terms(candidate)
     card = "card" if candidate.setup.num_gpus == 1 else "card, the fullest GPU"
-    page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} {card}", memory_mark(peak))
+    page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} {card}", text.memory_mark(peak))
     scale_bytes = max(memory_bytes, peak.peak_device_bytes)
     longest = max(len(row.label) for row in parts.rows)
     term_width = 2 + max(len("peak on the device"), min(MAX_TERM_WIDTH, longest))
@@ -245,7 +220,7 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         filled = "░" if row.category in ("free", "headroom") else "█"
         page.row(
             table,
-            hanging(row.label, term_width),
+            text.hanging(row.label, term_width),
             gib(row.size_bytes),
             _bar(row, scale_bytes, memory_bytes, width, filled),
         )
@@ -258,12 +233,12 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         style="bold",
     )
     page.console.print(table)
-    for name, number, size, share in rank_peaks_rows(candidate):
+    for name, number, size, share in text.rank_peaks_rows(candidate):
         page.line(f"{name}, {number} {plural(int(number), 'GPU')}: {size} ({share} of the fullest)", indent=2)
     allocated, reserved = gib(peak.peak_allocated_bytes), gib(peak.peak_reserved_bytes)
     page.line(f"PyTorch would report {allocated} allocated, {reserved} reserved.", style="dim", indent=2)
     if named is not peak:
-        page.line(f"The terms are from: {memory_mark(named)}.", style="dim", indent=2)
+        page.line(f"The terms are from: {text.memory_mark(named)}.", style="dim", indent=2)
 
 
 def _bar(row: MemoryRow, scale_bytes: int, memory_bytes: int, width: int, filled: str) -> str:
@@ -283,10 +258,10 @@ def _tree(page: Page, walk: Sequence[Answer]) -> None:
     for number, answer in enumerate(walk, 1):
         page.line(f"{number}. {clean(answer.question)} → {clean(answer.choice)}", indent=1)
         page.line(clean(answer.reason), indent=4)
-        if words := needs_words(answer.needed_bytes, answer.budget_bytes):
+        if words := text.needs_words(answer.needed_bytes, answer.budget_bytes):
             page.line(words, indent=4, style="dim")
         for cut in answer.cuts:
-            page.line(f"✗ {cut_words(cut, answer)}", indent=6)
+            page.line(f"✗ {text.cut_words(cut, answer)}", indent=6)
 
 
 def _alternatives(page: Page, plan: Plan) -> None:
@@ -308,26 +283,26 @@ def _alternatives(page: Page, plan: Plan) -> None:
     for label, candidate, peak, speed, trade in rows:
         setup = candidate.setup
         words = setup_difference(plan.chosen.setup, setup)
-        extra = (speed_mark(speed), words) if wide else ()
+        extra = (text.speed_mark(speed), words) if wide else ()
         page.row(
             table,
             clean(label),
             f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
             gib(peak.peak_device_bytes),
             str(setup.lora_rank) if setup.lora_rank else "-",
-            fit_word(candidate),
+            text.fit_word(candidate),
             *extra,
             clean(trade),
             style="bold" if candidate is plan.chosen else "",
         )
     page.console.print(table)
-    peaks = _marks([memory_mark(row.peak) for row in rows])
-    speeds = _marks([speed_mark(row.speed) for row in rows])
+    peaks = _marks([text.memory_mark(row.peak) for row in rows])
+    speeds = _marks([text.speed_mark(row.speed) for row in rows])
     words = f"Peaks: {peaks}. Speeds: {speeds}."
     mine = plan.chosen.memory_evidence
     if mine is not rows[0].peak:
         words += f" One rung for all rows; the chosen setup's own peak is {gib(mine.peak_device_bytes)} "
-        words += f"({memory_mark(mine)})."
+        words += f"({text.memory_mark(mine)})."
     page.line(words, style="dim", indent=2)
 
 
