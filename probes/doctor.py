@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import field
-from importlib import metadata
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from planner.units import GIB, gib
 from probes.gpu.environment import device_status, library_versions
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology
+from probes.installed import installed
 
 Level = Literal["ok", "warning", "missing"]
 
@@ -50,6 +50,13 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def _judged(
+    name: str, good: bool, text: str, mend: str, *, level: Level = "warning", facts: dict[str, Any] | None = None
+) -> Finding:
+    """In order, or to be mended."""
+    return Finding(name=name, level="ok" if good else level, text=text, mend="" if good else mend, facts=facts or {})
+
+
 def examine() -> list[Finding]:
     """Everything the planner may want of a machine, looked at one by one."""
     findings = [*_python(), *_driver(), *_versions()]
@@ -68,12 +75,12 @@ def can_probe(findings: list[Finding]) -> bool:
 
 def _python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    yield Finding(
-        name="Python",
-        level="ok" if good else "missing",
-        text=f"{version} ({sys.executable})",
-        mend="" if good else "Python 3.11 or newer is needed",
+    yield _judged(
+        "Python",
+        sys.version_info >= (3, 11),
+        f"{version} ({sys.executable})",
+        "Python 3.11 or newer is needed",
+        level="missing",
         facts={"version": version},
     )
 
@@ -148,22 +155,15 @@ def _gpu(device: str) -> Finding:
                 text += f", {limit_w:.0f} W limit"
             except (module.NVMLError, LookupError):
                 pass  # hidden in some containers
-    if used > GIB:
-        return Finding(
-            name=f"GPU {device}",
-            level="warning",
-            text=text,
-            mend="end what runs on it (nvidia-smi lists it): probes on a shared GPU measure the neighbours too",
-            facts=facts,
-        )
-    return Finding(name=f"GPU {device}", level="ok", text=text, facts=facts)
+    mend = "end what runs on it (nvidia-smi lists it): probes on a shared GPU measure the neighbours too"
+    return _judged(f"GPU {device}", used <= GIB, text, mend, facts=facts)
 
 
 def _versions() -> Iterator[Finding]:
+    found = installed(TESTED_RANGES)
     for name, (low, high) in TESTED_RANGES.items():
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = found.get(name)
+        if version is None:
             optional = OPTIONAL.get(name)
             yield Finding(
                 name=name,
@@ -173,13 +173,8 @@ def _versions() -> Iterator[Finding]:
             )
             continue
         inside = at_least(version, low) and not at_least(version, high)
-        yield Finding(
-            name=name,
-            level="ok" if inside else "warning",
-            text=f"{version}" + ("" if inside else f", tested from {low} to below {high}"),
-            mend="" if inside else f"pip install '{name}>={low},<{high}'",
-            facts={"version": version},
-        )
+        text = version if inside else f"{version}, tested from {low} to below {high}"
+        yield _judged(name, inside, text, f"pip install '{name}>={low},<{high}'", facts={"version": version})
 
 
 def at_least(version: str, bound: str) -> bool:
@@ -240,30 +235,20 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     problems: dict[str, str] = facts.get("problems", {})
     yield _gpus_finding(facts, problems)
     if facts.get("bf16") is not None:
-        yield Finding(
-            name="bf16",
-            level="ok" if facts["bf16"] else "warning",
-            text="runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU",
-            mend="" if facts["bf16"] else "use --precision fp16-mixed or fp16-autocast",
-        )
+        text = "runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU"
+        yield _judged("bf16", bool(facts["bf16"]), text, "use --precision fp16-mixed or fp16-autocast")
     yield from _kernel_findings(facts, problems)
     if facts.get("rocm"):
         grows = bool(facts.get("expandable"))
-        yield Finding(
-            name="ROCm",
-            level="ok" if grows else "warning",
-            text=f"{facts.get('built_for')}: probes run through torch.cuda"
-            + ("" if grows else "; this torch ignores expandable_segments, more memory is lost to fragments"),
-            mend="" if grows else "torch 2.12 or newer for ROCm 7 or newer grows segments",
-            facts={"expandable_segments": grows},
-        )
+        text = f"{facts.get('built_for')}: probes run through torch.cuda"
+        if not grows:
+            text += "; this torch ignores expandable_segments, more memory is lost to fragments"
+        mend = "torch 2.12 or newer for ROCm 7 or newer grows segments"
+        yield _judged("ROCm", grows, text, mend, facts={"expandable_segments": grows})
     works = bool(facts.get("flash"))
-    yield Finding(
-        name="flash-attn",
-        level="ok" if works else "warning",
-        text="kernels work" if works else problems.get("flash", "needs a GPU of compute capability 8.0 or newer"),
-        mend="" if works else "optional: pip install flash-attn --no-build-isolation; SDPA is used otherwise",
-    )
+    text = "kernels work" if works else problems.get("flash", "needs a GPU of compute capability 8.0 or newer")
+    mend = "optional: pip install flash-attn --no-build-isolation; SDPA is used otherwise"
+    yield _judged("flash-attn", works, text, mend)
     for extra in ("liger-kernel", "trl"):
         version = library_versions().get(extra)
         if version is not None:
@@ -308,13 +293,9 @@ def _kernel_findings(facts: dict[str, Any], problems: dict[str, str]) -> Iterato
     for key, name, mend in KERNELS:
         works = bool(facts.get(key))
         untried = problems.get(key, "wrong results" if gpus else "kernels are tried on a GPU only")
-        yield Finding(
-            name=name,
-            level="ok" if works or not gpus else "warning",
-            text=f"kernels work on the GPU ({facts.get('seconds', {}).get(key, 0):.1f} s)" if works else untried,
-            mend="" if works or not gpus else mend,
-            facts={"seconds": facts.get("seconds", {}).get(key)},
-        )
+        seconds = facts.get("seconds", {}).get(key)
+        text = f"kernels work on the GPU ({seconds or 0:.1f} s)" if works else untried
+        yield _judged(name, works or not gpus, text, mend, facts={"seconds": seconds})
 
 
 def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
@@ -337,13 +318,9 @@ def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Fi
     nccl, gloo = str(ranks.get("nccl", "")), bool(ranks.get("gloo"))
     problem = facts.get("problems", {}).get("ranks", "this build of torch has none")
     missing = len(devices) > 1 and not nccl
-    yield Finding(
-        name="NCCL",
-        level="warning" if missing or not gloo else "ok",
-        text=(nccl or f"not there ({problem})") + (", gloo for the CPU" if gloo else ", and no gloo for the CPU"),
-        mend="install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them" if missing or not gloo else "",
-        facts={"nccl": nccl, "gloo": gloo},
-    )
+    text = (nccl or f"not there ({problem})") + (", gloo for the CPU" if gloo else ", and no gloo for the CPU")
+    mend = "install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them"
+    yield _judged("NCCL", gloo and not missing, text, mend, facts={"nccl": nccl, "gloo": gloo})
     deepspeed = library_versions().get("deepspeed")
     yield Finding(
         name="deepspeed",
@@ -357,14 +334,10 @@ def _disk() -> Iterator[Finding]:
     for name, path in (("temporary directory", Path(tempfile.gettempdir())), ("working directory", Path.cwd())):
         free = shutil.disk_usage(path).free
         writable = os.access(path, os.W_OK)
-        good = writable and free >= MIN_DISK_BYTES
-        yield Finding(
-            name=name,
-            level="ok" if good else "warning",
-            text=f"{path}: {gib(free)} free" + ("" if writable else ", not writable"),
-            mend="" if good else "free some space, or set TMPDIR / change the directory",
-            facts={"free_bytes": free, "writable": writable},
-        )
+        text = f"{path}: {gib(free)} free" + ("" if writable else ", not writable")
+        mend = "free some space, or set TMPDIR / change the directory"
+        facts = {"free_bytes": free, "writable": writable}
+        yield _judged(name, writable and free >= MIN_DISK_BYTES, text, mend, facts=facts)
 
 
 def _caches() -> Iterator[Finding]:
@@ -383,8 +356,5 @@ def findings_to_dict(findings: list[Finding]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "can_probe": can_probe(findings),
-        "findings": [
-            {"name": one.name, "level": one.level, "text": one.text, "mend": one.mend, "facts": one.facts}
-            for one in findings
-        ],
+        "findings": [asdict(one) for one in findings],
     }

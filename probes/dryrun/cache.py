@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from planner.interchange import setup_to_dict, to_jsonable
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from probes.dryrun.report import DryRunReport
+from probes.installed import installed
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
@@ -27,13 +27,8 @@ LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 @cache
 def library_versions() -> tuple[tuple[str, str], ...]:
     """Installed versions of what a dry run executes; "absent" where one is missing."""
-    found = []
-    for name in LIBRARIES:
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            found.append((name, "absent"))
-    return tuple(found)
+    found = installed(LIBRARIES)
+    return tuple((name, found.get(name, "absent")) for name in LIBRARIES)
 
 
 def default_directory() -> Path:

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from planner.exporters.common import allocator_settings
 from planner.hardware.driver import device_handle, nvml, text
 from planner.outcome import Environment
 from planner.records import dataclass
+from probes.installed import installed
 
 LIBRARIES = (
     "torch",
@@ -48,13 +48,7 @@ _THROTTLE_BITS = {
 
 def library_versions() -> dict[str, str]:
     """Installed versions of the libraries that can change a measurement; absent ones are left out."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return installed(LIBRARIES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`Prober`: `evaluate(setup) -> Measurement | ProbeFailure` for a search. With a store nothing is measured twice."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, field, replace
 from functools import cached_property
 
@@ -126,28 +126,6 @@ class Prober:
         refused = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED and not outcome.log_path
         if self.store is not None and not refused:
             self.store.append(record_of(self.request(setup), self.environment, outcome))
-
-    def many(self, setups: Iterable[TrainSetup]) -> Iterator[tuple[TrainSetup, Outcome]]:
-        """Outcomes of several setups as they come in, as many at a time as the executor takes."""
-        waiting: dict[Future[Outcome], TrainSetup] = {}
-        left = iter(setups)
-        exhausted = False
-        while waiting or not exhausted:
-            while not exhausted and len(waiting) < self.executor.num_parallel:
-                setup = next(left, None)
-                if setup is None:
-                    exhausted = True
-                    break
-                known = self.stored(setup)
-                if known is not None:
-                    self.on_event(ProbeEvent(setup=setup, outcome=known, from_store=True))
-                    yield setup, known
-                else:
-                    waiting[self.submit(setup)] = setup
-            done, _ = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-            for future in done:
-                setup = waiting.pop(future)
-                yield setup, self.finish(setup, future)
 
     def _with_utilisation(self, setup: TrainSetup, outcome: Outcome) -> Outcome:
         if isinstance(outcome, ProbeFailure) or self.gpu is None or outcome.environment.device == "cpu":

@@ -1,14 +1,13 @@
 """From what a phantom GPU recorded to a `TraceResult`."""
 
-import importlib.metadata
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
 
 from planner.trace_result import Holding, Refusal, TraceResult
 from probes.allocator import Alloc, Free
 from probes.dryrun.tracker import ROUND_BYTES
+from probes.installed import installed
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin
 
@@ -51,7 +50,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
         kernels={**phantom.log.chosen, **phantom.kernels},
         timeline=_timeline(phantom, totals),
-        libraries=_versions(),
+        libraries=installed(LIBRARIES),
         elapsed_s=elapsed_s,
     )
 
@@ -148,13 +147,3 @@ def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, st
                 phase = phantom.origins.found[event.id].phase
         points.append((start / len(totals), max(stretch), phase))
     return tuple(points)
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, Any] = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

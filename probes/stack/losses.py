@@ -43,16 +43,10 @@ class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
-        from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
-
         ctx.set_materialize_grads(False)
         device = hidden.device
         rows, vocab = hidden.shape[0], weight.shape[0]
-        dtype = hidden.dtype
-        if emulated_autocast_enabled():
-            dtype = emulated_autocast_dtype()
-        elif torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        dtype = _computed_in(hidden)
         stats = [torch.zeros((rows,), device=device, dtype=torch.float32) for _ in range(7)]
         tile_buffer = torch.empty((min(rows, TOKENS_PER_TILE), VOCAB_PER_TILE), device=device, dtype=dtype)
         maximum, total = stats[0].fill_(float("-inf")), stats[1]

@@ -80,10 +80,16 @@ def test_prober_measures_once_and_then_remembers(tmp_path: Path) -> None:
     assert len(Store(tmp_path / "s.jsonl").records()) == 1
 
 
-def test_prober_many_answers_all_and_stores_failures(tmp_path: Path) -> None:
+def side_by_side(evaluate: Prober, setups: list[TrainSetup]) -> dict[TrainSetup, Measurement | ProbeFailure]:
+    """Outcomes of several setups, all asked at once."""
+    asked = {setup: evaluate.submit(setup) for setup in setups}
+    return {setup: evaluate.finish(setup, future) for setup, future in asked.items()}
+
+
+def test_probes_asked_at_once_are_all_answered_and_failures_stored(tmp_path: Path) -> None:
     setups = [TrainSetup(micro_batch_seqs=size) for size in (1, 2, 4)]
     with local(tmp_path, ahead=1) as executor:
-        found = dict(prober(tmp_path, executor, model(fault="unsupported")).many(setups))
+        found = side_by_side(prober(tmp_path, executor, model(fault="unsupported")), setups)
     assert set(found) == set(setups)
     assert all(isinstance(one, ProbeFailure) and one.kind is FailureKind.UNSUPPORTED for one in found.values())
     assert len(Store(tmp_path / "s.jsonl").records()) == 3
@@ -116,8 +122,8 @@ def test_local_executor_runs_one_probe_per_device_at_a_time(tmp_path: Path) -> N
         folder = tmp_path / str(len(devices))
         spec = model(fault="meet", folder=str(folder / "met"), num=3, seconds=patience_s)
         with LocalExecutor(devices, work_dir=folder, argv=ARGV) as executor:
-            outcomes = [outcome for _, outcome in prober(folder, executor, spec).many(setups)]
-        met[len(devices)] = [isinstance(outcome, Measurement) for outcome in outcomes]
+            outcomes = side_by_side(prober(folder, executor, spec), setups)
+        met[len(devices)] = [isinstance(outcome, Measurement) for outcome in outcomes.values()]
     assert met == {1: [False] * 3, 3: [True] * 3}
 
 
