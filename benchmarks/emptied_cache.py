@@ -18,7 +18,7 @@ from probes.allocator.events import EmptyCache, Event, Phase
 from probes.allocator.stretches import Stretch
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace, standing_in_for
-from probes.stack import load_config
+from probes.stack.configs import load_config
 
 SLOW, REPEATED = ("2025-06-17", "2025-06-18"), ("2025-06-19", "2025-06-20")
 

@@ -169,7 +169,7 @@ def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) ->
         from probes.dryrun.splice import SpliceError, splice
         from probes.dryrun.startup import load_libraries
         from probes.dryrun.trace import trace_run
-        from probes.stack import load_config
+        from probes.stack.configs import load_config
 
         load_libraries()
         plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)

@@ -15,8 +15,11 @@ import torch
 from planner.setup import TrainSetup
 from probes.gpu.request import ProbeRequest
 from probes.gpu.run import attention_name
-from probes.stack import build_model, inner_model, make_batch, make_trainer, num_layers, optimizer_of, train_step
-from probes.stack.configs import load_config
+from probes.stack.batch import make_batch
+from probes.stack.build import build_model
+from probes.stack.configs import load_config, num_layers
+from probes.stack.optimizers import optimizer_of
+from probes.stack.step import inner_model, make_trainer, train_step
 
 MODEL = "Qwen/Qwen2.5-1.5B"
 DEPTH, WARMUP_STEPS, TIMED_STEPS = 8, 3, 10

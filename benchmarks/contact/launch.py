@@ -41,7 +41,7 @@ def make_model(config: Mapping[str, Any], folder: Path, device: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from probes.stack import load_config
+    from probes.stack.configs import load_config
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(load_config(config), dtype=torch.bfloat16)

@@ -22,17 +22,12 @@ from probes.gpu.failures import classify_exception
 from probes.gpu.meters import CudaMeter
 from probes.gpu.request import ProbeRequest
 from probes.gpu.run import attention_name
-from probes.stack import (
-    build_model,
-    inner_model,
-    make_batch,
-    make_trainer,
-    num_layers,
-    optimizer_of,
-    train_step,
-)
 from probes.stack.autocast import emulation_installed
-from probes.stack.configs import load_config
+from probes.stack.batch import make_batch
+from probes.stack.build import build_model
+from probes.stack.configs import load_config, num_layers
+from probes.stack.optimizers import optimizer_of
+from probes.stack.step import inner_model, make_trainer, train_step
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 DEPTH, STEPS = 2, 2

@@ -12,9 +12,8 @@ import torch
 
 from planner.records import dataclass
 from probes.dryrun.layer_map import LayerMap
-from probes.stack import layer_signatures, num_layers, period_of
 from probes.stack.build import bare_model
-from probes.stack.configs import config_of_layers, layers_of
+from probes.stack.configs import config_of_layers, layer_signatures, layers_of, num_layers, period_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.standins import given_up, load_real, standing_in
 from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
-from probes.stack import load_config
+from probes.stack.configs import load_config
 from probes.stack.images import deep_layers
 
 CONTEXT_BYTES = 500 * 1024**2

@@ -13,7 +13,7 @@ from probes.dryrun.metaops import quick_checks
 from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
 from probes.dryrun.tracker import Origin, Tracker
 from probes.dryrun.workspaces import temporaries
-from probes.stack import make_optimizer
+from probes.stack.optimizers import make_optimizer
 from probes.stack.step import make_scaler, optimizer_phase
 
 

@@ -21,8 +21,7 @@ from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Trace, load
 from probes.patching import Replacement, nothing, replaced
-from probes.stack import load_config
-from probes.stack.configs import num_layers, truncated_config
+from probes.stack.configs import load_config, num_layers, truncated_config
 from probes.stack.parallelize import Spread
 from probes.stack.pipeline import pipeline_spread
 

@@ -16,22 +16,14 @@ from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.tracker import WORKSPACE, Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
-from probes.stack import (
-    build_from_config,
-    inner_model,
-    layers_of,
-    make_batch,
-    make_trainer,
-    optimizer_of,
-    train_step,
-    wide_parameters,
-)
 from probes.stack.autocast import emulation_installed
-from probes.stack.batch import waiting_inputs
-from probes.stack.build import auto_class, build_reference
+from probes.stack.batch import make_batch, waiting_inputs
+from probes.stack.build import auto_class, build_from_config, build_reference
+from probes.stack.configs import layers_of
+from probes.stack.optimizers import optimizer_of, wide_parameters
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
-from probes.stack.step import Mark, Trainer, step_optimizer
+from probes.stack.step import Mark, Trainer, inner_model, make_trainer, step_optimizer, train_step
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""

@@ -24,7 +24,7 @@ from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace, standing_in_for
 from probes.dryrun.startup import collection_paused
 from probes.dryrun.trace import Trace
-from probes.stack import load_config
+from probes.stack.configs import load_config
 
 NUM_RUN = 8
 WHOLE = 128

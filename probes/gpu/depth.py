@@ -6,8 +6,8 @@ from typing import Any
 
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from probes.stack import bare_model, layer_signatures, load_config, num_layers, period_of, truncated_config
-from probes.stack.configs import unequal_halves
+from probes.stack.build import bare_model
+from probes.stack.configs import layer_signatures, load_config, num_layers, period_of, truncated_config, unequal_halves
 
 MIN_LAYERS = 2
 """The first and the last layer of a run differ from those between (nothing to recompute after, no gradient before)."""

@@ -32,11 +32,9 @@ from probes.gpu.reserved import growth_asked_for
 from probes.gpu.run import DepthRunner, attention_name
 from probes.gpu.timing import DepthRun, Extended, extend, miss_fraction
 from probes.gpu.topology import topology
-from probes.stack import (
-    build_model,
-    load_config,
-)
 from probes.stack.autocast import emulation_installed
+from probes.stack.build import build_model
+from probes.stack.configs import load_config
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import shards_first, whole_quantized_bytes
 
@@ -127,7 +125,7 @@ def cuda_problem() -> str:
 
 def _depths(request: ProbeRequest) -> Depths:
     if request.full_depth:
-        from probes.stack import num_layers
+        from probes.stack.configs import num_layers
 
         return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
     chosen = choose_depths(request.config, request.setup, check=request.check_depth)

@@ -13,7 +13,7 @@ from planner.outcome import ProbeFailure
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.gpu.environment import ALLOCATOR_VARIABLES
-from probes.stack import load_config, truncated_config
+from probes.stack.configs import load_config, truncated_config
 
 
 def reserved_gap(

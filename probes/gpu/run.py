@@ -24,20 +24,14 @@ from probes.gpu.meters import CpuMeter, CudaMeter, Meter
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import reserved_gap, segments_grow
 from probes.gpu.timing import DepthRun, Extended, timed_until_settled
-from probes.stack import (
-    build_model,
-    inner_model,
-    load_config,
-    make_batch,
-    make_trainer,
-    optimizer_of,
-    train_step,
-)
-from probes.stack.build import build_reference
+from probes.stack.batch import make_batch
+from probes.stack.build import build_model, build_reference
+from probes.stack.configs import load_config
+from probes.stack.optimizers import optimizer_of
 from probes.stack.parallelize import spread_model
 from probes.stack.quantize import quantized_tensors
 from probes.stack.shards import fill_shards, shards_first, spread_on_meta
-from probes.stack.step import Mark
+from probes.stack.step import Mark, inner_model, make_trainer, train_step
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 
 ACCUMULATION_TIMED = (1, 3)

@@ -143,7 +143,7 @@ def tiny_request(model_type: str, setup: TrainSetup) -> ExportRequest:
 
 def built_config(config: Mapping[str, Any]) -> Any:
     """transformers' configuration object."""
-    from probes.stack import load_config
+    from probes.stack.configs import load_config
 
     return load_config(config)
 

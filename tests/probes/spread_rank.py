@@ -28,7 +28,7 @@ def traced(model_type: str, fields: dict[str, Any], device: str) -> list[Event]:
     """The events of one rank's step; the default process group must exist unless on meta."""
     from probes.dryrun.rank import fake_job, world_of
     from probes.dryrun.trace import trace_run
-    from probes.stack import load_config
+    from probes.stack.configs import load_config
 
     setup = TrainSetup(**fields)
     config = load_config(small_config(model_type))

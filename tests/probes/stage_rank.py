@@ -26,7 +26,7 @@ def traced(model_type: str, fields: dict[str, Any], device: str, stage: int) -> 
     from probes.dryrun.fakeworld import fake_world
     from probes.dryrun.stages import PipelineWorld, stage_config
     from probes.dryrun.trace import trace_run
-    from probes.stack import load_config
+    from probes.stack.configs import load_config
 
     setup = TrainSetup(**fields)
     config = stage_config(load_config(small_config(model_type)), setup.pipeline_degree, stage)

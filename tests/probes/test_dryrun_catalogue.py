@@ -12,7 +12,7 @@ from planner.setup import TrainSetup
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
 from probes.dryrun.startup import collection_paused
-from probes.stack import load_config
+from probes.stack.configs import load_config
 from tests.whole import these
 
 SMALLEST = {one.model_type: one for one in sorted(catalogue.entries(), key=lambda entry: -entry.num_params)}

@@ -18,7 +18,7 @@ from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
 from probes.dryrun.engine import full_trace
 from probes.dryrun.fastmeta import SHORTCUTS, Remembered
 from probes.dryrun.trace import Trace, trace_run
-from probes.stack import load_config, period_of
+from probes.stack.configs import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
 AMPERE = (8, 0)

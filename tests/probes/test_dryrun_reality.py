@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from planner.setup import TrainSetup
 from probes.dryrun.startup import collection_paused
 from probes.dryrun.trace import Trace, trace_run
-from probes.stack import load_config, truncated_config
+from probes.stack.configs import load_config, truncated_config
 from tests.probes.dryrun_small import peaks, small_config
 
 NO_FLASH = (7, 0)

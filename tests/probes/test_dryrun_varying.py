@@ -19,7 +19,7 @@ from probes.allocator import Alloc
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.trace import Trace, trace_run
 from probes.dryrun.varying import Part, Steps, _by_length, _Epoch, over_lengths, steps_of
-from probes.stack import load_config
+from probes.stack.configs import load_config
 from tests.probes.dryrun_small import small_config
 
 GPU = find_gpu("a100-80gb")

@@ -21,7 +21,7 @@ from probes.gpu.ranks import Seat
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import reserved_gap, segments_grow
 from probes.gpu.timing import DepthRun, extend
-from probes.stack import load_config, truncated_config
+from probes.stack.configs import load_config, truncated_config
 
 LAYERS = 16
 CONFIG = {

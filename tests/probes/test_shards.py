@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.setup import TrainSetup
-from probes.stack import build_model, inner_model, shards
+from probes.stack import shards
+from probes.stack.build import build_model
 from probes.stack.quantize import is_nf4, random_nf4
+from probes.stack.step import inner_model
 
 LLAMA = {
     "model_type": "llama",

@@ -19,8 +19,9 @@ from planner.models import catalogue  # noqa: E402
 from planner.models.spec import LayerSpec, ModelSpec  # noqa: E402
 from planner.models.targets import lora_linears, peft_target_modules  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from probes.stack import bare_model, load_config, num_layers, truncated_config  # noqa: E402
 from probes.stack.adapters import target_modules  # noqa: E402
+from probes.stack.build import bare_model  # noqa: E402
+from probes.stack.configs import load_config, num_layers, truncated_config  # noqa: E402
 from tests.planner.launch_sweep import request  # noqa: E402
 
 FIRST_OF_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
