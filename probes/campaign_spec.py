@@ -19,17 +19,8 @@ MAX_MICRO_BATCH = 1024
 MAX_COMBINATIONS = 100_000
 """Of one block's grid: a probe takes seconds, nobody waits for more."""
 _BLOCK_KEYS = {
-    "name",
-    "models",
-    "base",
-    "grid",
-    "variants",
-    "micro_batch",
-    "depths",
-    "why",
-    "memory_gib",
-    "check_depth",
-}
+    "name", "models", "base", "grid", "variants", "micro_batch", "depths", "why", "memory_gib", "check_depth",
+}  # fmt: skip
 _TOP_KEYS = {"name", "gpu", "limits", "blocks", "output"}
 
 

@@ -12,21 +12,11 @@ from probes.gpu.request import ProbeRequest
 
 # Keys of a config.json that change no tensor and no kernel of a training step.
 _NOT_SHAPE = frozenset(
-    {
-        "architectures",
-        "bos_token_id",
-        "eos_token_id",
-        "decoder_start_token_id",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-        "initializer_factor",
-        "id2label",
-        "label2id",
-    }
-)
+    (
+        "architectures", "bos_token_id", "eos_token_id", "decoder_start_token_id", "torch_dtype", "dtype",
+        "transformers_version", "use_cache", "initializer_range", "initializer_factor", "id2label", "label2id",
+    )
+)  # fmt: skip
 
 
 def config_shape(config: Mapping[str, Any]) -> dict[str, Any]:

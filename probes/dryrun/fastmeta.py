@@ -6,7 +6,6 @@ have short cuts of their own. The comparison with real tensors (tests) covers bo
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,29 +38,13 @@ def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 DONE = object()
 """What an operator that changes its arguments in place and returns nothing gives."""
 
+_IN_PLACE = ("add", "addcdiv", "addcmul", "div", "lerp", "mul", "sub")
+_PACKETS = [getattr(_aten, f"_foreach_{name}_") for name in _IN_PLACE]
 SHORTCUTS: dict[Any, Shortcut] = {
     _aten._foreach_norm.Scalar: _norms,
     _aten._foreach_sqrt.default: _list_like,
-    **dict.fromkeys(
-        (
-            getattr(packet, overload)
-            for packet in map(
-                partial(getattr, _aten),
-                (
-                    "_foreach_add_",
-                    "_foreach_addcdiv_",
-                    "_foreach_addcmul_",
-                    "_foreach_div_",
-                    "_foreach_lerp_",
-                    "_foreach_mul_",
-                    "_foreach_sub_",
-                ),
-            )
-            for overload in packet.overloads()
-        ),
-        _in_place_list,
-    ),
     _aten._fused_adamw_.default: _in_place_list,
+    **{getattr(packet, overload): _in_place_list for packet in _PACKETS for overload in packet.overloads()},
 }
 
 

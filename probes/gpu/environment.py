@@ -18,17 +18,9 @@ from planner.records import dataclass
 from probes.installed import installed
 
 LIBRARIES = (
-    "torch",
-    "transformers",
-    "peft",
-    "bitsandbytes",
-    "accelerate",
-    "trl",
-    "liger-kernel",
-    "flash-attn",
-    "triton",
+    "torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "liger-kernel", "flash-attn", "triton",
     "deepspeed",
-)
+)  # fmt: skip
 
 FINGERPRINT_LIBRARIES = tuple(name for name in LIBRARIES if name != "deepspeed")
 """What can run in a step of one GPU: without trl its chunked loss is this project's own, Triton compiles kernels."""

@@ -34,14 +34,10 @@ class Refused(NotImplementedError):
         self.said.append(what)
 
 
-class Properties(SimpleNamespace):
-    """What `torch.cuda.get_device_properties` gives."""
-
-
-def properties(card: Card) -> Properties:
+def properties(card: Card) -> SimpleNamespace:
     """`torch.cuda.get_device_properties` of the card."""
     major, minor = card.capability
-    return Properties(
+    return SimpleNamespace(
         name=card.name,
         major=major,
         minor=minor,

@@ -26,21 +26,30 @@ def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     return bool(args[0].shape == args[1].shape)
 
 
+def _of_unknown(handler: Handler) -> Handler:
+    """For a first argument whose values are unknown: of known ones the operator itself runs."""
+
+    def handle(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        known = phantom.values.known(args[0]) is not None
+        return NotImplemented if known else handler(phantom, func, args, kwargs)
+
+    return handle
+
+
 def _unknown_size(what: str) -> Handler:
     """Notes that the largest possible size was taken, where the values are unknown."""
 
+    @_of_unknown
     def handler(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if phantom.values.known(args[0]) is None:
-            phantom.origins.asked(phantom, f"how many elements {what} (all were assumed)")
+        phantom.origins.asked(phantom, f"how many elements {what} (all were assumed)")
         return NotImplemented
 
     return handler
 
 
+@_of_unknown
 def _unique(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    if phantom.values.known(tensor) is not None:
-        return NotImplemented
     phantom.origins.asked(phantom, "how many elements differ (all were assumed)")
     return tuple(
         phantom.made(shape, dtype)
@@ -52,18 +61,16 @@ def _unique(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     )
 
 
+@_of_unknown
 def _repeated(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     size = kwargs.get("output_size")
-    if phantom.values.known(args[0]) is not None:
-        return NotImplemented
     if size is None:
         raise Refused("repeat_interleave by a number of times that only the GPU knows cannot be followed")
     return phantom.made((size,), args[0].dtype)
 
 
+@_of_unknown
 def _bincount(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if phantom.values.known(args[0]) is not None:
-        return NotImplemented
     length = kwargs.get("minlength") or (args[2] if len(args) > 2 else 0)
     if not length:
         raise Refused("bincount of values that only the GPU knows cannot be followed without minlength")
@@ -71,9 +78,8 @@ def _bincount(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) ->
     return phantom.made((length,), torch.float64 if weighted else torch.int64)
 
 
+@_of_unknown
 def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if phantom.values.known(args[0]) is not None:
-        return NotImplemented
     bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return phantom.made((bins,), args[0].dtype)
 

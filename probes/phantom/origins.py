@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from planner.records import dataclass
+from planner.trace_result import Refusal
 from probes.patching import replaced
 
 _HERE = str(Path(__file__).parent.parent.parent)
@@ -56,18 +56,6 @@ class Origin:
         self.event_index = event_index
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutOfMemory:
-    """The first request that the card refused."""
-
-    requested_bytes: int
-    allocated_bytes: int
-    line: Line | None
-    module: str
-    phase: str
-    op: str
-
-
 class Origins:
     """What is running now, and where every allocation came from.
 
@@ -83,7 +71,7 @@ class Origins:
     def __init__(self) -> None:
         self.found: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
-        self.refused: OutOfMemory | None = None
+        self.refused: Refusal | None = None
         self.questions: dict[tuple[str, Line | None], int] = {}
         self._modules: list[str] = []
         self._began: list[int] = []
@@ -128,10 +116,10 @@ class Origins:
     def out_of_memory(self, size_bytes: int, op: str, event_index: int, allocated_bytes: int) -> None:
         """The card refused a request."""
         if self.refused is None:
-            self.refused = OutOfMemory(
+            self.refused = Refusal(
                 requested_bytes=size_bytes,
                 allocated_bytes=allocated_bytes,
-                line=user_line(),
+                line=str(user_line() or ""),
                 module=self.module,
                 phase=self.phase,
                 op=op,

@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from planner.trace_result import Holding, Refusal, TraceResult
+from planner.trace_result import Holding, TraceResult
 from probes.allocator import Alloc, Free
 from probes.dryrun.tracker import ROUND_BYTES
 from probes.installed import installed
@@ -21,7 +21,6 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
     phantom.memory.keep_peaks()
     totals, alive, peaks = _walk(phantom)
     peak_phase = max(peaks, key=lambda phase: peaks[phase]) if peaks else "load"
-    refused = phantom.origins.refused
     return TraceResult(
         status=status,
         error=error,
@@ -36,16 +35,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         by_module=_grouped(phantom, alive, lambda number, origin: _module(phantom, number, origin)),
         by_line=_grouped(phantom, alive, lambda number, origin: str(origin.line or "(libraries)")),
         by_op=_grouped(phantom, alive, lambda number, origin: _op(origin)),
-        refusal=None
-        if refused is None
-        else Refusal(
-            requested_bytes=refused.requested_bytes,
-            allocated_bytes=refused.allocated_bytes,
-            line=str(refused.line or ""),
-            module=refused.module,
-            phase=refused.phase,
-            op=refused.op,
-        ),
+        refusal=phantom.origins.refused,
         notes=(*phantom.notes, *_repeated(phantom)),
         questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
         kernels={**phantom.log.chosen, **phantom.kernels},

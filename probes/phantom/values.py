@@ -10,6 +10,7 @@ infinite or NaN, a number is one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -141,30 +142,20 @@ class Values:
             self.assume(out, uniform)
 
 
+@cache
 def written(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operator changes."""
-    found = _written.get(func)
-    if found is None:
-        found = tuple(
-            (index, one.name)
-            for index, one in enumerate(func._schema.arguments)
-            if one.alias_info is not None and one.alias_info.is_write
-        )
-        _written[func] = found
-    return found
+    return tuple(
+        (index, one.name)
+        for index, one in enumerate(func._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
 
 
+@cache
 def aliases(func: Any) -> bool:
     """Whether an output of an operator may share memory with an argument."""
-    found = _aliases.get(func)
-    if found is None:
-        found = any(one.alias_info is not None for one in func._schema.returns)
-        _aliases[func] = found
-    return found
-
-
-_written: dict[Any, tuple[tuple[int, str], ...]] = {}
-_aliases: dict[Any, bool] = {}
+    return any(one.alias_info is not None for one in func._schema.returns)
 
 
 def changed_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
@@ -181,36 +172,21 @@ def _same(values: Sequence[bool | None]) -> bool | None:
     return values[0] if values and all(one is values[0] for one in values) else None
 
 
+def _inverted(values: Sequence[bool | None]) -> bool | None:
+    return None if values[0] is None else not values[0]
+
+
+_ANY = (_aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default)
+_ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default)
+_BOTH = (_aten.bitwise_or.Tensor, _aten.logical_or.default, _aten.bitwise_and.Tensor, _aten.logical_and.default)
 FINITE: dict[Any, bool] = {
-    _aten.isnan.default: False,
-    _aten.isinf.default: False,
-    _aten.isfinite.default: True,
-    _aten.any.default: False,
-    _aten.any.dim: False,
-    _aten.any.dims: False,
-    _aten.all.default: True,
-    _aten.all.dim: True,
-    _aten.all.dims: True,
-    _aten._is_all_true.default: True,
-    _aten._is_any_true.default: False,
+    **dict.fromkeys((_aten.isnan.default, _aten.isinf.default, *_ANY), False),
+    **dict.fromkeys((_aten.isfinite.default, *_ALL), True),
 }
 """What operators on unknown values are assumed to give."""
-
 KEEPS_UNIFORM: dict[Any, Callable[[Sequence[bool | None]], bool | None]] = {
-    _aten.any.default: _same,
-    _aten.any.dim: _same,
-    _aten.any.dims: _same,
-    _aten.all.default: _same,
-    _aten.all.dim: _same,
-    _aten.all.dims: _same,
-    _aten._is_all_true.default: _same,
-    _aten._is_any_true.default: _same,
-    _aten.bitwise_or.Tensor: _same,
-    _aten.logical_or.default: _same,
-    _aten.bitwise_and.Tensor: _same,
-    _aten.logical_and.default: _same,
-    _aten.logical_not.default: lambda values: None if values[0] is None else not values[0],
-    _aten.bitwise_not.default: lambda values: None if values[0] is None else not values[0],
+    **dict.fromkeys((*_ANY, *_ALL, *_BOTH), _same),
+    **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), _inverted),
 }
 """Operators whose result is uniform where their arguments are."""
 

@@ -1,7 +1,7 @@
 """The head of a model in its trainer's own form: from the last hidden states to a loss, or to log-probabilities."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +47,15 @@ def head_loss(
 
 
 @contextmanager
-def headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
+def _running(inner: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        del inner.forward
+
+
+def headless(inner: Any, head_loss: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
 
     backbone = inner.base_model
@@ -61,15 +69,10 @@ def headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
         outputs = backbone(*args, **kwargs)
         return head_loss(outputs[0], labels)
 
-    inner.forward = forward
-    try:
-        yield
-    finally:
-        del inner.forward
+    return _running(inner, forward)
 
 
-@contextmanager
-def pooled(inner: Any) -> Iterator[None]:
+def pooled(inner: Any) -> AbstractContextManager[None]:
     """Within it, a model without a head returns its hidden states and their mean over each sequence.
 
     Source: sentence-transformers 6.2 `Transformer.forward`, `Pooling._forward_padded`: the product with the mask in the
@@ -84,11 +87,7 @@ def pooled(inner: Any) -> Iterator[None]:
         mean = ((hidden * mask).sum(dim=1, dtype=torch.float32) / num).to(hidden.dtype)
         return {"token_embeddings": hidden, "sentence_embedding": mean}
 
-    inner.forward = forward
-    try:
-        yield
-    finally:
-        del inner.forward
+    return _running(inner, forward)
 
 
 def owner_of(model: Any, layer: Any) -> Any:

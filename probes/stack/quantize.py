@@ -157,25 +157,29 @@ def meta_params4bit(
     Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
     (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.
     """
-    import bitsandbytes as bnb
-
     with torch.device(device):
         packed = torch.empty(((rows * cols + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
         state = _quant_state(rows, cols, nested=nested, dtype=dtype, quant_type=quant_type)
-    weight = bnb.nn.Params4bit(
+    return _params4bit(packed, state, module)
+
+
+def _params4bit(packed: torch.Tensor, state: Any, module: Any) -> Any:
+    """bitsandbytes' parameter of a packed weight, whose statistics `module` holds too (None: nobody)."""
+    import bitsandbytes as bnb
+
+    if module is not None:
+        module.quant_state = state
+    return bnb.nn.Params4bit(
         packed,
         requires_grad=False,
         quant_state=state,
         blocksize=_BLOCK,
-        compress_statistics=nested,
-        quant_type=quant_type,
-        quant_storage=packed_dtype,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=packed.dtype,
         module=module,
         bnb_quantized=True,
     )
-    if module is not None:
-        module.quant_state = state
-    return weight
 
 
 def _quant_state(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, quant_type: str) -> Any:
@@ -264,19 +268,7 @@ def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype,
 
     if isinstance(module, bnb.nn.Linear4bit):
         state = module.weight.quant_state
-        packed, real = random_nf4(module, state, device, dtype, generator)
-        module.weight = bnb.nn.Params4bit(
-            packed,
-            requires_grad=False,
-            quant_state=real,
-            blocksize=_BLOCK,
-            compress_statistics=state.nested,
-            quant_type="nf4",
-            quant_storage=module.quant_storage,
-            module=module,
-            bnb_quantized=True,
-        )
-        module.quant_state = real
+        module.weight = _params4bit(*random_nf4(module, state, device, dtype, generator), module)
         return True
     if isinstance(module, bnb.nn.Linear8bitLt):
         plain = torch.empty(module.weight.shape, dtype=torch.float16, device=device)
