@@ -34,10 +34,14 @@ class Refused(NotImplementedError):
         self.said.append(what)
 
 
-def properties(card: Card) -> SimpleNamespace:
+class Properties(SimpleNamespace):
+    """What `torch.cuda.get_device_properties` gives: of a class of ours, so that what it lacks is known for our lack."""
+
+
+def properties(card: Card) -> Properties:
     """`torch.cuda.get_device_properties` of the card."""
     major, minor = card.capability
-    return SimpleNamespace(
+    return Properties(
         name=card.name,
         major=major,
         minor=minor,
