@@ -18,7 +18,7 @@ from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.campaign_spec import CampaignSpec, Chain
-from probes.gpu.evaluate import Prober, out_of_memory
+from probes.gpu.evaluate import ProbeEvent, Prober, out_of_memory
 from probes.gpu.executors import Executor
 from probes.store import Store
 
@@ -27,13 +27,10 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(ProbeEvent):
     """One answered point of a campaign."""
 
     chain: Chain
-    setup: TrainSetup
-    outcome: Outcome
-    from_store: bool
 
 
 @dataclass(kw_only=True)

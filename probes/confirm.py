@@ -1,6 +1,7 @@
 """Rung 4: run a planned setup at full depth and hold the plan to its promise."""
 
 from dataclasses import replace
+from functools import partial
 
 from planner.codec import Outcome
 from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
@@ -76,16 +77,10 @@ def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes
 
 def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_bytes: int) -> Confirmation:
     """Holds an outcome against a promise."""
+    held = partial(Confirmation, setup=setup, promise=promise, outcome=outcome)
     if isinstance(outcome, ProbeFailure):
-        return Confirmation(
-            setup=setup,
-            promise=promise,
-            outcome=outcome,
-            memory_miss_fraction=None,
-            speed_miss_fraction=None,
-            kept=False,
-            reasons=(f"{outcome.kind.value}: {outcome.message}",),
-        )
+        reason = f"{outcome.kind.value}: {outcome.message}"
+        return held(memory_miss_fraction=None, speed_miss_fraction=None, kept=False, reasons=(reason,))
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
         memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0
@@ -102,12 +97,4 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
         reasons.append(f"memory promised {memory:+.1%} off, the band is {promise.memory_band_fraction:.1%}")
     if speed is not None and abs(speed) > promise.time_band_fraction:
         reasons.append(f"speed promised {speed:+.1%} off, the band is {promise.time_band_fraction:.1%}")
-    return Confirmation(
-        setup=setup,
-        promise=promise,
-        outcome=outcome,
-        memory_miss_fraction=memory,
-        speed_miss_fraction=speed,
-        kept=not reasons,
-        reasons=tuple(reasons),
-    )
+    return held(memory_miss_fraction=memory, speed_miss_fraction=speed, kept=not reasons, reasons=tuple(reasons))

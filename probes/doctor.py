@@ -353,8 +353,4 @@ def _caches() -> Iterator[Finding]:
 
 def findings_to_dict(findings: list[Finding]) -> dict[str, Any]:
     """The examination as JSON values."""
-    return {
-        "schema_version": 1,
-        "can_probe": can_probe(findings),
-        "findings": [asdict(one) for one in findings],
-    }
+    return {"schema_version": 1, "can_probe": can_probe(findings), "findings": [asdict(one) for one in findings]}

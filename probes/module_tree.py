@@ -21,16 +21,7 @@ from torch import nn
 
 from planner.interchange import to_jsonable
 from planner.models.adapters.parts import seeing_ahead
-from planner.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    Role,
-)
+from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
 from probes.stack.build import bare_model
 from probes.stack.configs import layers_of, load_config
 

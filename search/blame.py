@@ -25,10 +25,7 @@ KNOWN_PAIRS = {
     frozenset(("precision", "optimizer")),
 }
 KNOWN_PAIR_BLAME = 0.5
-WORDS = {
-    "compile": ("compil", "dynamo", "inductor"),
-    "quantization": ("quantiz", "4bit", "8bit", "bitsandbytes"),
-}
+WORDS = {"compile": ("compil", "dynamo", "inductor"), "quantization": ("quantiz", "4bit", "8bit", "bitsandbytes")}
 """Words by which messages name a field, whatever its value; a field that is off is not named."""
 OFF = ("none", "False", "0")
 

@@ -136,13 +136,9 @@ def _gp(seed: int) -> optuna.samplers.BaseSampler:
         ) from error
 
 
-def _tpe(seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
-
-
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "residual": ResidualSampler,
-    "tpe": lambda: OptunaSampler("tpe", _tpe),
+    "tpe": lambda: OptunaSampler("tpe", lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)),
     "gp": lambda: OptunaSampler("gp", _gp),
     "random": RandomSampler,
     "grid": GridSampler,

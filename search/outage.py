@@ -110,8 +110,7 @@ def _patient(call: Callable[..., Any], limit_s: float | None, say: Callable[[str
                 away_s = time.monotonic() - since
                 if away_s >= limit:
                     raise EnvironmentProblem(
-                        f"the study's storage has not answered for {away_s:.0f} s: {first_line(error)}",
-                        hint=GO_ON,
+                        f"the study's storage has not answered for {away_s:.0f} s: {first_line(error)}", hint=GO_ON
                     ) from error
                 if not said:
                     say(f"the study's storage does not answer ({first_line(error)}): trying for {limit:.0f} s")

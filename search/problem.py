@@ -55,8 +55,7 @@ class Problem:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise UsageError(
-                f"the goal must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}",
-                hint="use --goal tokens",
+                f"the goal must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}", hint="use --goal tokens"
             )
         if not self.candidates:
             raise UsageError("the search got no candidates", hint="widen the space: drop a --fix or a --rank")

@@ -20,14 +20,7 @@ from optuna.storages import BaseStorage
 
 from planner.errors import EnvironmentProblem, UsageError
 from search.journal import open_journal
-from search.liveness import (
-    PULSE,
-    AttributeLiveness,
-    DatabaseLiveness,
-    Liveness,
-    LockLiveness,
-    Pulse,
-)
+from search.liveness import PULSE, AttributeLiveness, DatabaseLiveness, Liveness, LockLiveness, Pulse
 from search.outage import first_line, make_patient
 
 OPEN_ATTEMPTS = 6

@@ -240,10 +240,6 @@ def _flash_dtype(module: torch.nn.Module) -> torch.dtype:
     return next(one for one in module.modules() if isinstance(one, torch.nn.Linear)).weight.dtype
 
 
-def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    return attention_mask
-
-
 def _legacy_flash(log: KernelLog) -> Any:
     """`_flash_attention_forward` as the oldest model classes call it: [seqs, tokens, heads, head size] in and out."""
 
@@ -272,7 +268,7 @@ def kernels_of(log: KernelLog, config: Any) -> AbstractContextManager[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, _no_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
     replacements: list[Replacement] = [(torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log))]
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None

@@ -210,13 +210,7 @@ def _laid_out_alike(args: Any) -> Any:
     )
 
 
-_HOOKS = (
-    "pre_forward",
-    "post_forward",
-    "pre_backward",
-    "post_backward",
-    "root_post_backward_final_callback",
-)
+_HOOKS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "root_post_backward_final_callback")
 _COPY = torch.ops.aten.copy_.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _CPU = torch.device("cpu")

@@ -49,11 +49,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     subclasses: frozenset[type] = frozenset()
 
     def __init__(
-        self,
-        device_type: str,
-        *,
-        temporaries: Mapping[Any, Temporaries] | None = None,
-        answer: bool = True,
+        self, device_type: str, *, temporaries: Mapping[Any, Temporaries] | None = None, answer: bool = True
     ) -> None:
         super().__init__()
         self.device_type = device_type

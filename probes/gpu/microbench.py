@@ -42,7 +42,9 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
     except (RuntimeError, AssertionError) as error:
         raise EnvironmentProblem(f"device {device!r} does not work: {error}", hint="see plan doctor") from error
     on_cpu = torch.device(device).type == "cpu"
-    dtypes = {"fp32": torch.float32} if on_cpu else _dtypes(torch)
+    dtypes = (
+        {"fp32": torch.float32} if on_cpu else {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    )
     deadline = time.perf_counter() + budget_s
     shapes: dict[str, dict[str, float]] = {}
     for name, dtype in dtypes.items():
@@ -62,10 +64,6 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
         "issue_s": _issue_s(torch, device),
         **_identity(torch, device, on_cpu),
     }
-
-
-def _dtypes(torch: Any) -> dict[str, Any]:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _identity(torch: Any, device: str, on_cpu: bool) -> dict[str, Any]:

@@ -53,48 +53,48 @@ def timed_until_settled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthRun:
-    """What one depth showed.
+class Figures:
+    """Of one depth.
 
     Attributes:
         phase_peaks_bytes: allocated peak of each phase.
         reserved_bytes: peak held by the caching allocator (equals allocated on the CPU, which has none).
         context_bytes: device memory in use beyond what the allocator holds.
         step_times_s: empty where only memory was asked for.
-        grown: whether the allocator's segments grow; None where that is not known.
     """
 
-    depth: int
     phase_peaks_bytes: Mapping[str, int]
     reserved_bytes: int
     context_bytes: int
     step_times_s: tuple[float, ...] = ()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The largest phase; at full depth it need not be the phase that was largest in the truncated runs."""
+        return max(self.phase_peaks_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthRun(Figures):
+    """What one depth showed.
+
+    Attributes:
+        grown: whether the allocator's segments grow; None where that is not known.
+    """
+
+    depth: int
     settled: bool = True
     flags: tuple[str, ...] = ()
     nvml: bool = False
     kernels: tuple[str, ...] = ()
     grown: bool | None = None
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The largest phase."""
-        return max(self.phase_peaks_bytes.values())
-
 
 @dataclass(frozen=True, kw_only=True)
-class Extended:
+class Extended(Figures):
     """Figures at full depth."""
 
-    phase_peaks_bytes: Mapping[str, int]
-    reserved_bytes: int
-    context_bytes: int
-    step_times_s: tuple[float, ...]
     layer_s: float
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The largest phase at this depth; it need not be the phase that was largest in the truncated runs."""
-        return max(self.phase_peaks_bytes.values())
 
 
 def extend(short: DepthRun, long: DepthRun, depth: int) -> Extended:

@@ -106,11 +106,12 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
     from probes.phantom.steps import Done
 
     report = _Report(order["results"])
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     phantom = _keep.enter_context(
         phantom_gpu(
             decode(Card, order["card"]),
             decode(TraceOptions, order["options"]),
-            expandable_segments="expandable_segments:True" in _allocator_settings(),
+            expandable_segments="expandable_segments:True" in settings,
             finished=report.finished,
             watcher=watcher,
         )
@@ -127,10 +128,6 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
 
     sys.excepthook = excepthook
     atexit.register(report.write, phantom)
-
-
-def _allocator_settings() -> str:
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
 
 
 def _cut_network() -> None:

@@ -35,7 +35,7 @@ class Refused(NotImplementedError):
 
 
 class Properties(SimpleNamespace):
-    """What `torch.cuda.get_device_properties` gives: of a class of ours, so that what it lacks is known for our lack."""
+    """What `torch.cuda.get_device_properties` gives, of a class of ours: what it lacks is our lack."""
 
 
 def properties(card: Card) -> Properties:

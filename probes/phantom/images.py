@@ -89,10 +89,7 @@ KINDS = {
     "llava": _Kind(
         picture="<image>\n",
         tokens={"image_token": ("<image>", "image_token_id")},
-        sizes=lambda config: {
-            "size": {"shortest_edge": config.vision_config.image_size},
-            "crop_size": _square(config),
-        },
+        sizes=lambda config: {"size": {"shortest_edge": config.vision_config.image_size}, "crop_size": _square(config)},
         arguments=lambda config: {
             "patch_size": config.vision_config.patch_size,
             "vision_feature_select_strategy": config.vision_feature_select_strategy,

@@ -133,13 +133,9 @@ def _paged(phantom: Phantom) -> dict[str, Any]:
     return {"get_paged": get_paged, "fill": nothing, "prefetch_tensor": nothing}
 
 
-def _without_cuda() -> Any:
-    """bitsandbytes looks for its CUDA library, which cannot be loaded without a driver, while it is imported."""
-    return mock.patch.object(torch.cuda, "is_available", return_value=False)
-
-
-AROUND = {"bitsandbytes": _without_cuda}
-"""Module -> the context in which it is imported."""
+AROUND = {"bitsandbytes": lambda: mock.patch.object(torch.cuda, "is_available", return_value=False)}
+"""Module -> the context in which it is imported: bitsandbytes looks for its CUDA library then, which cannot be loaded
+without a driver."""
 
 
 def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:

@@ -1,21 +1,16 @@
 """Operators that have no meta form, or answer another way without values."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from probes.patching import nothing
 from probes.phantom.cuda import Refused
 from probes.phantom.mode import Phantom
 
 _aten = torch.ops.aten
 Handler = Callable[[Phantom, Any, Any, dict[str, Any]], Any]
-
-
-def _finite(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gradient scaling finds no infinity."""
-    return None
 
 
 def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -108,7 +103,7 @@ def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 HANDLERS: dict[Any, Handler] = {
-    _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: nothing,  # it finds no infinity
     _aten.equal.default: _equal,
     _aten.nonzero.default: _unknown_size("are not zero"),
     _aten.index.Tensor: _by_masks,
@@ -121,10 +116,4 @@ HANDLERS: dict[Any, Handler] = {
     _aten.bincount.default: _bincount,
     _aten.histc.default: _histc,
 }
-
-
-@contextmanager
-def handled(phantom: Phantom) -> Iterator[None]:
-    """Within it the phantom GPU has these operators."""
-    phantom.handlers.update(HANDLERS)
-    yield
+"""Operators that the phantom GPU has of its own."""

@@ -49,6 +49,7 @@ def phantom_gpu(
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, options, expandable_segments=expandable_segments)
     phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
+    phantom.handlers.update(operators.HANDLERS)
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:
         for one in (
@@ -56,7 +57,6 @@ def phantom_gpu(
             fused_dropout("meta"),
             quick_checks(),
             cuda.answered(phantom),
-            operators.handled(phantom),
             attention.chosen(phantom),
             world.fake_world(phantom),
             shards.resized(phantom),

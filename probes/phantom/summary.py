@@ -103,16 +103,12 @@ def category_of(phantom: Phantom, number: int, origin: Origin) -> str:
         return "weights and buffers"
     if origin.phase == "step":
         return "optimizer temporaries"
-    if _of_the_loss(origin.op):
+    if any(word in origin.op for word in _LOSS):
         return "loss"
     return "activations kept for the backward" if origin.phase == "forward" else "gradients of activations, recomputed"
 
 
 _LOSS = ("log_softmax", "nll_loss", "cross_entropy", "logsumexp")
-
-
-def _of_the_loss(op: str) -> bool:
-    return any(word in op for word in _LOSS)
 
 
 def _module(phantom: Phantom, number: int, origin: Origin) -> str:

@@ -13,9 +13,8 @@ from planner.models.targets import Targets, peft_target_modules
 from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.stack.configs import hears, num_layers
+from probes.stack.dtypes import DTYPES
 from probes.stack.quantize import is_router
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def target_modules(config: Any, targets: Targets, *, seeing: bool = False) -> str | list[str]:
@@ -141,7 +140,7 @@ def add_adapters(model: Any, setup: TrainSetup) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(model, peft_config(model, setup))
-    dtype = _DTYPES[setup.resolved_adapter_dtype]
+    dtype = DTYPES[setup.resolved_adapter_dtype]
     every = setup.quantized and setup.stack == "trl"  # TRL casts whatever is trained
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad and parameter.dtype is not dtype and (every or "modules_to_save" not in name):

@@ -6,8 +6,8 @@ import torch
 
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from probes.stack.build import DTYPES
 from probes.stack.configs import hears
+from probes.stack.dtypes import DTYPES
 from probes.stack.images import image_inputs, waiting_pixels
 
 SAMPLES_PER_SEQUENCE = 4

@@ -15,12 +15,12 @@ from planner.hardware.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
 from probes.stack.configs import hears, load_config, truncated_config
+from probes.stack.dtypes import DTYPES
 from probes.stack.kernels import apply_kernels
 from probes.stack.notices import errors_only
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
 from probes.stack.timm_towers import timm_towers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
 
 
@@ -59,12 +59,7 @@ def _quantize(model: Any, setup: TrainSetup) -> None:
 
 
 def build_from_config(
-    config: Any,
-    setup: TrainSetup,
-    *,
-    device: str | torch.device,
-    attention: str | None = None,
-    seed: int = 0,
+    config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None, seed: int = 0
 ) -> Any:
     """`build_model` from transformers' own configuration object (which is changed: attention, dtype)."""
     device = torch.device(device)

@@ -15,11 +15,7 @@ from planner.models.towers import tower_of
 from planner.setup import TrainSetup
 from probes.patching import Replacement, nothing, replaced
 
-_ON_DEVICE = (
-    "get_vision_position_ids",
-    "get_vision_window_index",
-    "get_vision_interpolation_indices_and_weights",
-)
+_ON_DEVICE = ("get_vision_position_ids", "get_vision_window_index", "get_vision_interpolation_indices_and_weights")
 """transformers' functions that compute positions from the grid's values: meta tensors have none, so the grid stays on
 the host and what comes out goes to the device."""
 

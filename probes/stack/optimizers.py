@@ -38,10 +38,7 @@ def optimizer_of(model: torch.nn.Module, setup: TrainSetup) -> Any:
 
 
 def make_optimizer(
-    name: str,
-    parameters: Iterable[torch.nn.Parameter],
-    *,
-    wide: Iterable[torch.nn.Parameter] = (),
+    name: str, parameters: Iterable[torch.nn.Parameter], *, wide: Iterable[torch.nn.Parameter] = ()
 ) -> Any:
     """The optimizer called `name` in `planner.choices.optimizers` over `parameters`.
 

@@ -20,10 +20,10 @@ from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.dtypes import DTYPES
 from probes.stack.step import Mark, inner_model
 
 SHARD_DIM, REPLICATE_DIM = "dp_shard", "dp_replicate"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _policy(setup: TrainSetup) -> Any:
     """FSDP2's mixed precision. Source: accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    dtype = _DTYPES.get(setup.autocast_dtype or "")
+    dtype = DTYPES.get(setup.autocast_dtype or "")
     return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype, dtype)
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.dtypes import DTYPES
 from probes.stack.heads import owner_of
 from probes.stack.parallelize import Spread
 from probes.stack.step import Mark
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PIPELINE_DIM = "pp"
 
 
@@ -103,7 +103,7 @@ def _example(setup: TrainSetup, model: Any, *, ids: bool = False, logits: bool =
         return torch.empty(shape, dtype=torch.int64, device="meta")
     text = model.config.get_text_config()
     width = text.vocab_size if logits else text.hidden_size
-    dtype = _HALF.get(setup.compute_dtype, torch.float32)
+    dtype = DTYPES[setup.compute_dtype]
     return torch.empty((*shape, width), dtype=dtype, device="meta").requires_grad_()
 
 
@@ -120,7 +120,7 @@ def _sharded(module: StageModule, setup: TrainSetup, device: torch.device) -> An
     names = (PIPELINE_DIM, *(("dp_replicate",) if hybrid else ()), "dp_shard")
     copies = (setup.data_degree // setup.shards, setup.shards) if hybrid else (setup.shards,)
     mesh = init_device_mesh(device.type, (setup.pipeline_degree, *copies), mesh_dim_names=names)
-    half = _HALF.get(setup.compute_dtype, torch.float32)
+    half = DTYPES[setup.compute_dtype]
     if setup.autocast_dtype is not None:  # training.dtype of the launch files: fp32 under mixed precision
         for parameter in module.parameters():
             parameter.data = parameter.data.float()

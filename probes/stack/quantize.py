@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from planner.models.stored import is_kept
+from probes.stack.dtypes import DTYPES
 
 _BLOCK = 64
 _NESTED_BLOCK = 256
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_router(module: nn.Module) -> bool:
     """Whether a linear's class returns more than its product (routers that pick the experts themselves): neither peft
     nor bitsandbytes can stand in for it, so a working launch file leaves it alone."""
-    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and _is_choosing(module)
-
-
-def _is_choosing(module: nn.Module) -> bool:
-    return any(word in type(module).__name__ for word in ("Router", "Gate"))
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is not nn.Linear.forward
+        and (any(word in type(module).__name__ for word in ("Router", "Gate")))
+    )
 
 
 def quantizable(model: nn.Module) -> list[str]:
@@ -131,7 +131,7 @@ def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype, pa
             cols,
             rows,
             old.bias is not None,
-            _COMPUTE[compute_dtype],
+            DTYPES[compute_dtype],
             compress_statistics=nested,
             quant_type="nf4",
             quant_storage=packed,
@@ -251,11 +251,7 @@ def random_nf4(
 
     plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
     packed, real = bnb.functional.quantize_4bit(
-        plain,
-        blocksize=_BLOCK,
-        compress_statistics=state.nested,
-        quant_type="nf4",
-        quant_storage=module.quant_storage,
+        plain, blocksize=_BLOCK, compress_statistics=state.nested, quant_type="nf4", quant_storage=module.quant_storage
     )
     return packed, real
 

@@ -16,6 +16,7 @@ from probes.patching import Replacement, nothing, replaced
 from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.dtypes import DTYPES
 from probes.stack.heads import head_loss, headless, owner_of
 from probes.stack.images import seeing
 from probes.stack.kernels import running as kernels_running
@@ -26,7 +27,6 @@ from probes.stack.optimizers import by_mesh
 from probes.stack.rollouts import generate
 
 MAX_GRAD_NORM = 1.0
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Mark = Callable[[str, int | None], None]
 """Called as (phase, layer): phase is one of planner.memory.types.PHASES, layer the decoder layer or None."""
@@ -94,7 +94,7 @@ def _under_autocast(plain: Callable[..., Any], setup: TrainSetup, device_type: s
 
     if setup.autocast_dtype is None:
         return plain
-    dtype = _AUTOCAST[setup.autocast_dtype]
+    dtype = DTYPES[setup.autocast_dtype]
 
     def under_autocast(**inputs: Any) -> Any:
         with autocast_context(device_type, dtype):

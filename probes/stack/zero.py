@@ -19,6 +19,7 @@ from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model, compute_buffers, fill_random
+from probes.stack.dtypes import DTYPES
 from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, inner_model, make_trainer
 
 
@@ -57,8 +58,7 @@ def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trai
     import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
     config = zero_config(setup, trained)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = next((half[name] for name in half if config.get(name, {}).get("enabled")), None)
+    dtype = next((DTYPES[name] for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), None)
     inner = inner_model(model)
     inner.tie_weights()
     for module in model.modules():
