@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from planner.codec import Outcome
 from planner.hardware.gpu import GpuSpec
@@ -103,10 +104,16 @@ def run_campaign(
     after the executor was told to stop by its owner; what was measured is in the store.
     """
     probers: dict[tuple[object, ...], Prober] = {}
-    walks = [
-        _Walk(chain=chain, prober=_prober(chain, probers, executor, store, resolve, gpu, device))
-        for chain in spec.chains
-    ]
+
+    def prober(chain: Chain) -> Prober:
+        limits = {"limits": chain.limits, "depths": chain.depths, "check_depth": chain.check_depth}
+        key = (chain.model, *limits.values(), id(chain.config) if chain.config is not None else None)
+        if key not in probers:
+            of: dict[str, Any] = {"executor": executor, "store": store, "device": device, **limits}
+            probers[key] = Prober(model=resolve(chain), gpu=gpu, **of)
+        return probers[key]
+
+    walks = [_Walk(chain=chain, prober=prober(chain)) for chain in spec.chains]
     return _Run(walks, executor.num_parallel, budget_s, on_step, clock).to_the_end()
 
 
@@ -176,36 +183,6 @@ class _Run:
         walk.busy = False
         walk.advance(outcome)
         self._on_step(step, self._report)
-
-
-def _prober(
-    chain: Chain,
-    known: dict[tuple[object, ...], Prober],
-    executor: Executor,
-    store: Store,
-    resolve: ResolveModel,
-    gpu: GpuSpec | None,
-    device: str,
-) -> Prober:
-    key = (
-        chain.model,
-        chain.depths,
-        chain.limits,
-        chain.check_depth,
-        id(chain.config) if chain.config is not None else None,
-    )
-    if key not in known:
-        known[key] = Prober(
-            model=resolve(chain),
-            gpu=gpu,
-            executor=executor,
-            store=store,
-            device=device,
-            limits=chain.limits,
-            depths=chain.depths,
-            check_depth=chain.check_depth,
-        )
-    return known[key]
 
 
 def _next_walks(walks: list[_Walk]) -> Iterator[_Walk]:

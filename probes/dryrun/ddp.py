@@ -15,7 +15,7 @@ from probes.allocator.stretches import flat
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
-from probes.dryrun.trace import Trace, load_all
+from probes.dryrun.trace import Owners, Trace, load_all
 from probes.dryrun.tracker import Origin
 from probes.stack.parallelize import Spread, spread_model
 
@@ -37,14 +37,13 @@ class DdpWorld:
 
     tracker = SpreadTracker
 
-    def __init__(self) -> None:
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
         self._states: list[_State] = []
         self._order: list[str] = []
 
     @contextmanager
-    def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
         """See `probes.dryrun.trace.World`."""
         self._states = [
             _State(name=name, shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
@@ -58,7 +57,7 @@ class DdpWorld:
         ]
         owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
-            spread = spread_model(model, setup, device=next(model.parameters()).device)
+            spread = spread_model(model, self._setup, device=next(model.parameters()).device)
         plain = spread.module._pre_forward
 
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
@@ -76,9 +75,9 @@ class DdpWorld:
         if name not in self._order:
             self._order.append(name)
 
-    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
-        full = splice(_without(trace, BUCKETS), layers, setup).flat()
+        full = splice(_without(trace, BUCKETS), layers, self._setup).flat()
         states = _repeated(self._states, trace, layers)
         holder = torch.nn.Module()
         holder.parts = torch.nn.ParameterList(
@@ -90,7 +89,7 @@ class DdpWorld:
             made.seen(part)
         made.events.clear()
         with made, made.labelled(BUCKETS):
-            wrapped = spread_model(holder, setup, device=torch.device("meta")).module
+            wrapped = spread_model(holder, self._setup, device=torch.device("meta")).module
         by_name = {one.name: one for one in self._states}
         order = _repeated([by_name[name] for name in self._order], trace, layers)
         first = list(made.events)

@@ -99,7 +99,7 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
     trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
     if plan.layers is not None:
         try:
-            trace = (splice if world is None else world.splice)(trace, plan.layers, setup)
+            trace = splice(trace, plan.layers, setup) if world is None else world.splice(trace, plan.layers)
         except SpliceError as error:
             assert plan.wider is not None
             wider = plan.wider()

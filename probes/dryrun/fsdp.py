@@ -12,7 +12,7 @@ from probes.dryrun.full_step import Shards
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
-from probes.dryrun.trace import Trace, Trainable, load_all
+from probes.dryrun.trace import Owners, Trace, Trainable, load_all
 from probes.dryrun.tracker import Tracker
 from probes.stack.parallelize import Spread, data_mesh, share_reference, spread_model
 
@@ -27,13 +27,11 @@ class FsdpWorld:
         self._mesh: Any = None
 
     @contextmanager
-    def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
         """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
         receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
         weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
-        device = next(model.parameters()).device
+        setup, device = self._setup, next(model.parameters()).device
         with tracker.following_shards():
             spread = spread_model(model, setup, device=device)
             if reference is not None:
@@ -49,9 +47,9 @@ class FsdpWorld:
             tracker.release(tracker.allocate(largest, "load"))
             yield spread, owners
 
-    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, layers, setup, OnHost(self) if setup.offload == "parameters" else self)
+        return splice(trace, layers, self._setup, OnHost(self) if self._setup.offload == "parameters" else self)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -36,4 +36,4 @@ def world_of(setup: TrainSetup) -> World:
     """What follows a rank of the job of `setup`, whose default process group exists."""
     if setup.sharded_at_loading:
         return TensorWorld(setup)
-    return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()
+    return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld(setup)

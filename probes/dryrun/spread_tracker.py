@@ -1,8 +1,8 @@
 """A rank's storages followed: through DTensors, through storages that are resized, and not into the host's memory."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -98,24 +98,18 @@ class SpreadTracker(Tracker):
         finally:
             self.label = before
 
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def resizing(self) -> AbstractContextManager[None]:
         """Within it, `UntypedStorage.resize_` is followed: for the allocator one block dies and another is made."""
-        plain = torch.UntypedStorage.resize_
 
-        def resize_(storage: Any, size: int) -> Any:
-            before = storage.nbytes()
-            done = plain(storage, size)
-            if storage.device.type == self.device_type and size != before:
+        def told(storage: Any) -> None:
+            if storage.device.type == self.device_type:
                 known = self._alive.pop(storage._cdata, None)
                 if known is not None:
                     self.events.append(Free(known[0]))
-                if size:
-                    self._follow(storage, storage._cdata, size, GATHERED)
-            return done
+                if storage.nbytes():
+                    self._follow(storage, storage._cdata, storage.nbytes(), GATHERED)
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-            yield
+        return resizes(told)
 
     @contextmanager
     def following_shards(self) -> Iterator[None]:
@@ -151,6 +145,20 @@ class SpreadTracker(Tracker):
         self.host_phases = frozenset({"step"})
         for one in parameters:
             self.keep_on_host(local(one))
+
+
+def resizes(told: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Within it `told` hears of every storage that has another size, as FSDP2 gives its gathered weights."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        before = storage.nbytes()
+        done = plain(storage, size)
+        if size != before:
+            told(storage)
+        return done
+
+    return replaced([(torch.UntypedStorage, "resize_", resize_)])
 
 
 def _copied_to_device(inputs: Any) -> Any:

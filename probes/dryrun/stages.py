@@ -19,7 +19,7 @@ from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker
-from probes.dryrun.trace import Trace, load
+from probes.dryrun.trace import Owners, Trace, load
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.configs import load_config, num_layers, truncated_config
 from probes.stack.parallelize import Spread
@@ -82,18 +82,16 @@ class PipelineWorld:
         self._setup, self._stage = setup, stage
 
     @contextmanager
-    def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
         """See `probes.dryrun.trace.World`."""
-        device = next(model.parameters()).device
+        setup, device = self._setup, next(model.parameters()).device
         with _static_shapes(tracker), tracker.following_shards() if setup.data_degree > 1 else nullcontext():
             spread = pipeline_spread(model, setup, self._stage, device=device)
             yield spread, load(tracker, model)
 
-    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, layers, setup)
+        return splice(trace, layers, self._setup)
 
 
 class _Sent:

@@ -17,7 +17,7 @@ from probes.dryrun.fsdp import OnHost
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
-from probes.dryrun.trace import Trace, Trainable, load
+from probes.dryrun.trace import Owners, Trace, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step
 from probes.stack.parallelize import Spread, spread_model
@@ -42,12 +42,10 @@ class TensorWorld:
         self._setup = setup
 
     @contextmanager
-    def prepared(
-        self, tracker: SpreadTracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
         """See `probes.dryrun.trace.World`. Every rank reads only its part of a weight from the files (transformers 5.23
         `core_model_loading`), so that loading holds nothing more."""
-        device = next(model.parameters()).device
+        setup, device = self._setup, next(model.parameters()).device
         forget_meshes()
         dispatch = balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
         with _strides_without_tensors(), dispatch, tracker.following_shards():
@@ -56,9 +54,10 @@ class TensorWorld:
                 tracker.keep_all_on_host(model.parameters())
             yield spread, load(tracker, model)
 
-    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, layers, setup, OnHost(_Steps()) if setup.offload == "parameters" else _Steps())
+        steps = _Steps()
+        return splice(trace, layers, self._setup, OnHost(steps) if self._setup.offload == "parameters" else steps)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ STEPS = 2
 
 Owner = tuple[str, str]
 """Category and name of a storage that is known by name."""
+Owners = dict[int, Owner]
 REFERENCE = "reference model: "
 """Before the names of the weights of the frozen copy."""
 
@@ -103,13 +104,11 @@ class World(Protocol):
 
     tracker: type[Tracker]
 
-    def prepared(
-        self, tracker: Tracker, model: Any, setup: TrainSetup, reference: Any = None
-    ) -> AbstractContextManager[tuple[Any, dict[int, Owner]]]:
+    def prepared(self, tracker: Tracker, model: Any, reference: Any) -> AbstractContextManager[tuple[Any, Owners]]:
         """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
         what was loaded; followed until its end."""
 
-    def splice(self, trace: "Trace", layers: Any, setup: TrainSetup) -> "Trace":
+    def splice(self, trace: "Trace", layers: Any) -> "Trace":
         """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
 
 
@@ -157,7 +156,11 @@ def trace_run(
         tracker = (Tracker if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
-        spread, owners = stack.enter_context(_loaded(tracker, model, reference, setup, world))
+        spread, owners = (
+            (None, load_all(tracker, model, reference))
+            if world is None
+            else stack.enter_context(world.prepared(tracker, model, reference))
+        )
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         known = {"num_layers": num_layers, "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
@@ -187,18 +190,6 @@ def _emulated(log: KernelLog, config: Any, device: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _loaded(
-    tracker: Tracker, model: Any, reference: Any, setup: TrainSetup, world: World | None
-) -> Iterator[tuple[Any, dict[int, Owner]]]:
-    """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
-    if world is not None:
-        with world.prepared(tracker, model, setup, reference) as found:
-            yield found
-        return
-    yield None, load_all(tracker, model, reference)
-
-
 @dataclass
 class _Gradients:
     """Where each parameter's gradient was found: `shared` the parameter by whose name its storage is known (FSDP2: one
@@ -208,9 +199,7 @@ class _Gradients:
     otherwise: dict[str, tuple[torch.Size, Any]] = field(default_factory=dict)
 
 
-def _train(
-    tracker: Tracker, trainer: Trainer, spread: Any, owners: dict[int, Owner], log: KernelLog, steps: int
-) -> _Gradients:
+def _train(tracker: Tracker, trainer: Trainer, spread: Any, owners: Owners, log: KernelLog, steps: int) -> _Gradients:
     """The optimizer steps, followed; on one GPU what only repeats is copied (`Again`)."""
     model, setup, device = trainer.model, trainer.setup, trainer.device_type
     gradients = _Gradients()
@@ -284,10 +273,10 @@ def _unique(parameters: Any) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, Owner]:
+def load(tracker: Tracker, model: Any, prefix: str = "") -> Owners:
     """Counts parameters, buffers and quantization statistics in module order; returns their owners, whose names begin
     with `prefix`."""
-    owners: dict[int, Owner] = {}
+    owners: Owners = {}
     tracker.mark("load", None)
 
     def own(tensor: torch.Tensor, category: str, name: str) -> None:
@@ -306,13 +295,13 @@ def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, Owner]:
     return owners
 
 
-def load_all(tracker: Tracker, model: Any, reference: Any) -> dict[int, Owner]:
+def load_all(tracker: Tracker, model: Any, reference: Any) -> Owners:
     """`load` of the model and of the frozen copy beside it."""
     owners = load(tracker, model)
     return owners if reference is None else owners | load(tracker, reference, REFERENCE)
 
 
-def _marker(tracker: Tracker, model: Any, owners: dict[int, Owner], gradients: _Gradients) -> Mark:
+def _marker(tracker: Tracker, model: Any, owners: Owners, gradients: _Gradients) -> Mark:
     """What tells the tracker the phases; as a step begins it owns the gradients and notes where they are."""
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
@@ -330,7 +319,7 @@ def _marker(tracker: Tracker, model: Any, owners: dict[int, Owner], gradients: _
     return mark
 
 
-def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, Owner]) -> None:
+def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: Owners) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:

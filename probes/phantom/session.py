@@ -8,6 +8,7 @@ import torch
 
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
+from probes.dryrun.spread_tracker import resizes
 from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
 from probes.phantom import (
     attention,
@@ -59,7 +60,7 @@ def phantom_gpu(
             cuda.answered(phantom),
             attention.chosen(phantom),
             world.fake_world(phantom),
-            shards.resized(phantom),
+            resizes(phantom.resized),
             compiled.eager(phantom),
             methods.answering(phantom),
             lying(phantom.claims),

@@ -4,8 +4,7 @@ Measured: TRL's full and LoRA fine-tuning under `accelerate launch` on 4 GPUs, a
 (`python -m benchmarks.trace_shards`).
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -13,23 +12,6 @@ import torch
 
 from probes.dryrun.spread_tracker import untracked_trials
 from probes.phantom.imports import Hook
-from probes.phantom.mode import Phantom
-
-
-@contextmanager
-def resized(phantom: Phantom) -> Iterator[None]:
-    """Within it storages that are freed and filled again are followed, as FSDP2 does with its gathered weights."""
-    plain = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, size: int) -> Any:
-        before = storage.nbytes()
-        done = plain(storage, size)
-        if size != before:
-            phantom.resized(storage)
-        return done
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-        yield
 
 
 def hooks(stack: ExitStack) -> dict[str, Hook]:
