@@ -156,11 +156,7 @@ def trace_run(
         tracker = (Tracker if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
-        spread, owners = (
-            (None, load_all(tracker, model, reference))
-            if world is None
-            else stack.enter_context(world.prepared(tracker, model, reference))
-        )
+        spread, owners = stack.enter_context(_loaded(tracker, model, reference, world))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         known = {"num_layers": num_layers, "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
@@ -188,6 +184,15 @@ def _emulated(log: KernelLog, config: Any, device: str) -> Iterator[None]:
     operators = meta_operators() if device == "meta" else nullcontext()
     with emulation_installed(), kernels_of(log, config), fused_dropout(device), operators:
         yield
+
+
+def _loaded(
+    tracker: Tracker, model: Any, reference: Any, world: World | None
+) -> AbstractContextManager[tuple[Any, Owners]]:
+    """What spreads the model over the job (None on one GPU), and the owners of what is loaded."""
+    if world is None:
+        return nullcontext((None, load_all(tracker, model, reference)))
+    return world.prepared(tracker, model, reference)
 
 
 @dataclass

@@ -35,6 +35,8 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
 
     try:
         import torch
+
+        from probes.stack.dtypes import DTYPES
     except ImportError as error:
         raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
     try:
@@ -42,17 +44,14 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
     except (RuntimeError, AssertionError) as error:
         raise EnvironmentProblem(f"device {device!r} does not work: {error}", hint="see plan doctor") from error
     on_cpu = torch.device(device).type == "cpu"
-    dtypes = (
-        {"fp32": torch.float32} if on_cpu else {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    )
     deadline = time.perf_counter() + budget_s
     shapes: dict[str, dict[str, float]] = {}
-    for name, dtype in dtypes.items():
+    for name in ("fp32",) if on_cpu else ("bf16", "fp16", "fp32"):
         shapes[name] = {}
         for shape in CPU_SHAPES if on_cpu else MATMUL_SHAPES:
             if shapes[name] and time.perf_counter() > deadline:
                 break
-            shapes[name]["x".join(map(str, shape))] = _matmul_rate(torch, device, dtype, shape)
+            shapes[name]["x".join(map(str, shape))] = _matmul_rate(torch, device, DTYPES[name], shape)
     return {
         "form": 1,
         "date": date.today().isoformat(),

@@ -131,8 +131,7 @@ def test_running_out_of_memory_happens_at_the_request_and_can_be_caught(phantom:
     refused = phantom.origins.refused
     assert refused is not None
     assert (refused.requested_bytes, refused.allocated_bytes) == (4 * GIB, 20 * GIB)
-    assert refused.line is not None
-    assert refused.line.file == __file__
+    assert refused.line.rpartition(":")[0] == __file__
 
 
 def test_masks_and_positions_have_their_values(phantom: Phantom) -> None:
