@@ -30,19 +30,9 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
     Raises:
         EnvironmentProblem: torch is missing or the device does not work.
     """
-    from planner.errors import EnvironmentProblem
-    from planner.install import install_command
+    torch = _torch(device)
+    from probes.stack.dtypes import DTYPES
 
-    try:
-        import torch
-
-        from probes.stack.dtypes import DTYPES
-    except ImportError as error:
-        raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise EnvironmentProblem(f"device {device!r} does not work: {error}", hint="see plan doctor") from error
     on_cpu = torch.device(device).type == "cpu"
     deadline = time.perf_counter() + budget_s
     shapes: dict[str, dict[str, float]] = {}
@@ -63,6 +53,22 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
         "issue_s": _issue_s(torch, device),
         **_identity(torch, device, on_cpu),
     }
+
+
+def _torch(device: str) -> Any:
+    """torch, where it is and `device` works."""
+    from planner.errors import EnvironmentProblem
+    from planner.install import install_command
+
+    try:
+        import torch
+    except ImportError as error:
+        raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EnvironmentProblem(f"device {device!r} does not work: {error}", hint="see plan doctor") from error
+    return torch
 
 
 def _identity(torch: Any, device: str, on_cpu: bool) -> dict[str, Any]:
