@@ -102,9 +102,7 @@ class _Script:
             named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
         )
         if self.trl and not self.unsloth and self.defaults.assumed:
-            self.arguments.assume(
-                f"no TRL version named: the defaults of {self.defaults.said} (--assume trl==VERSION for another)"
-            )
+            self.arguments.assume(self.defaults.taken)
 
     def _configured(self) -> tuple[str, ...]:
         """The settings of the configuration class that TRL has for the objective."""

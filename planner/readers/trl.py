@@ -23,13 +23,8 @@ def read(settings: Settings) -> ReadConfig:
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
     settings.note_unknown(schema.accepted(FORMAT), TRL)
-    values, versioned = settings.values, settings.outside.versions
-    aim = _objective(settings)
-    bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
-    defaults = versions.trl(versioned.get("trl"), bound)
-    of_transformers = versions.transformers(versioned.get("transformers"), values, defaults)
-    if defaults.assumed:
-        settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
+    values, aim = settings.values, _objective(settings)
+    defaults, of_transformers = _versions(settings, aim)
     kwargs = settings.block("model_init_kwargs")
     fields: dict[str, Any] = {
         "objective": aim.name,
@@ -57,6 +52,16 @@ def read(settings: Settings) -> ReadConfig:
         TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
         only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
+
+
+def _versions(settings: Settings, aim: Objective) -> tuple[versions.TrlDefaults, versions.TransformersDefaults]:
+    """Whose defaults hold: of the versions that are named, else of the newest that can run the file."""
+    values, named = settings.values, settings.outside.versions
+    bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
+    defaults = versions.trl(named.get("trl"), bound)
+    if defaults.assumed:
+        settings.assume(defaults.taken)
+    return defaults, versions.transformers(named.get("transformers"), values, defaults)
 
 
 def _objective(settings: Settings) -> Objective:

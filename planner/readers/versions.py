@@ -158,6 +158,11 @@ class TrlDefaults:
     assumed: bool
 
     @property
+    def taken(self) -> str:
+        """What is said where nobody named a version."""
+        return f"no TRL version named: the defaults of {self.said} (--assume trl==VERSION for another)"
+
+    @property
     def checkpointing(self) -> bool:
         """Whether SFTConfig switches gradient checkpointing on."""
         return self.version >= TRL_CHECKPOINTING_SINCE

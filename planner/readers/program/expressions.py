@@ -116,11 +116,7 @@ class Expressions(Reading):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 inner = objects.as_table(self.value(value, scope))
-                if inner is None:
-                    found.more = f"{self.place(value, scope)}: ** of what is not known"
-                else:
-                    found.entries |= inner.entries
-                    found.more = found.more or inner.more
+                found.take(inner, f"{self.place(value, scope)}: ** of what is not known")
                 continue
             name = plain(self.value(key, scope))
             if isinstance(name, str):
@@ -221,17 +217,14 @@ class Expressions(Reading):
                 call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
             else:
                 call.positional.append(value)
+        keywords = Table(call.keywords)
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
             if keyword.arg is not None:
-                call.keywords[keyword.arg] = value
-                continue
-            inner = objects.as_table(value)
-            if inner is None:
-                call.more = f"{call.where}: ** of what is not known"
+                keywords.entries[keyword.arg] = value
             else:
-                call.keywords |= inner.entries
-                call.more = call.more or inner.more
+                keywords.take(objects.as_table(value), f"{call.where}: ** of what is not known")
+        call.more = keywords.more
         self.note_lengths(callee, call)
         if isinstance(callee, Function):
             return self.called(callee, call)

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.errors import ConfigError
 from planner.readers import hydra
 from planner.readers.loading import parse_json, parse_yaml
+from planner.readers.program.reading import Reading
 from planner.readers.program.values import Items, Known, Made, Table, Unknown, Value, plain
 from planner.readers.shell import is_open
-
-if TYPE_CHECKING:
-    from planner.readers.program.reading import Reading
 
 
 def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, above: str = "") -> Value:
@@ -27,7 +25,7 @@ def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, abov
     return Known(data, place)
 
 
-def environment(reader: "Reading", made: Made) -> Value:
+def environment(reader: Reading, made: Made) -> Value:
     name = plain(made.positional[0]) if made.positional else ""
     if isinstance(name, str) and name in reader.outside.environment:
         given = reader.outside.environment[name]
@@ -40,7 +38,7 @@ def environment(reader: "Reading", made: Made) -> Value:
     return Unknown(f"{made.where}: the environment variable {name}")
 
 
-def hydra_settings(reader: "Reading", made: Made) -> Value:
+def hydra_settings(reader: Reading, made: Made) -> Value:
     """The settings that `@hydra.main` hands to its function: those of the named file, composed."""
     folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
     words = list(reader.outside.arguments or ())
@@ -61,7 +59,7 @@ def hydra_settings(reader: "Reading", made: Made) -> Value:
     return to_value(values, path)
 
 
-def loaded(reader: "Reading", made: Made) -> Value:
+def loaded(reader: Reading, made: Made) -> Value:
     """A YAML or JSON file beside the program."""
     source = made.positional[0] if made.positional else None
     if made.name in ("loads", "safe_load") and isinstance(source, Known) and isinstance(source.data, str):

@@ -6,13 +6,13 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 import posixpath
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from planner.readers.program.embedding import fitted
 from planner.readers.program.files import to_value
 from planner.readers.program.modules import above, command_line, of_module, parameters
 from planner.readers.program.objects import argument_defaults, as_table, is_followed, is_trainer, items_of, trainer_of
 from planner.readers.program.options import PARSERS, of_parser
+from planner.readers.program.reading import Reading
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -26,9 +26,6 @@ from planner.readers.program.values import (
     Value,
     plain,
 )
-
-if TYPE_CHECKING:
-    from planner.readers.program.reading import Reading
 
 MAX_PARENTS = 8
 
@@ -55,7 +52,7 @@ TEXT_METHODS = (
 )  # fmt: skip
 
 
-def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
+def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
     """value.name"""
     if name == "do_train" and reader.outside.arguments is not None:
         reader.program.do_train_decides = True
@@ -94,7 +91,7 @@ def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
     return Made(name, receiver=value, where=place)
 
 
-def _of_dotted(reader: "Reading", value: Dotted, name: str, place: str) -> Value:
+def _of_dotted(reader: Reading, value: Dotted, name: str, place: str) -> Value:
     """An attribute of something imported or built in."""
     if name == "is_floating_point" and value.path.startswith("torch."):
         return Known("float" in value.name, place)
@@ -103,7 +100,7 @@ def _of_dotted(reader: "Reading", value: Dotted, name: str, place: str) -> Value
     return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
 
 
-def call(reader: "Reading", callee: Value, made: Made) -> Value:
+def call(reader: Reading, callee: Value, made: Made) -> Value:
     """What a call of foreign code gives."""
     outside = reader.outside
     if isinstance(callee, Dotted):
@@ -129,7 +126,7 @@ def call(reader: "Reading", callee: Value, made: Made) -> Value:
     return made
 
 
-def _by_others(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
+def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
     """What asks an object for an attribute, or makes one by its name in settings."""
     if callee.path == "getattr" and len(made.positional) >= 2:
         return _getattr(reader, made)
@@ -138,7 +135,7 @@ def _by_others(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
     return None
 
 
-def _run_handed_functions(reader: "Reading", made: Made) -> None:
+def _run_handed_functions(reader: Reading, made: Made) -> None:
     """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known, and with what
     `fn_kwargs` or `partial` say."""
     named = made.keywords.get("fn_kwargs")
@@ -153,7 +150,7 @@ def _run_handed_functions(reader: "Reading", made: Made) -> None:
                 reader.uncertain -= 1
 
 
-def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
+def _of_object(reader: Reading, owner: Value, made: Made) -> Value | None:
     """Methods of objects."""
     name = made.name
     first = made.positional[0] if made.positional else None
@@ -229,27 +226,23 @@ def _of_table(owner: Table, made: Made) -> Value | None:
             return made.positional[1] if len(made.positional) > 1 else Known(None, made.where)
         case "update":
             other = as_table(first) if first is not None else Table({})
-            if other is None:
-                owner.more = f"{made.where}: updated with what is not known"
-            else:
-                owner.entries |= other.entries
-                owner.more = owner.more or other.more
+            owner.take(other, f"{made.where}: updated with what is not known")
             owner.entries |= made.keywords
             return Known(None)
+        case "items" | "keys" | "values" if owner.more:
+            return Unknown(owner.more)
         case "items":
-            if owner.more:
-                return Unknown(owner.more)
             return Items([Items([Known(key), value]) for key, value in owner.entries.items()])
         case "keys":
-            return Unknown(owner.more) if owner.more else Items([Known(key) for key in owner.entries])
+            return Items([Known(key) for key in owner.entries])
         case "values":
-            return Unknown(owner.more) if owner.more else Items(list(owner.entries.values()))
+            return Items(list(owner.entries.values()))
         case "copy":
             return Table(dict(owner.entries), owner.where, owner.more)
     return None
 
 
-def _getattr(reader: "Reading", made: Made) -> Value:
+def _getattr(reader: Reading, made: Made) -> Value:
     owner, name = made.positional[0], plain(made.positional[1])
     if isinstance(name, str):
         if isinstance(owner, Instance) and name not in owner.attributes and not owner.more and len(made.positional) > 2:
@@ -259,7 +252,7 @@ def _getattr(reader: "Reading", made: Made) -> Value:
     return Unknown(f"{made.where}: computed while the program runs")
 
 
-def _instantiated(reader: "Reading", settings: Value, made: Made) -> Value:
+def _instantiated(reader: Reading, settings: Value, made: Made) -> Value:
     """What Hydra makes of settings with a `_target_`: the call of that."""
     table = as_table(settings)
     target = plain(table.entries.get("_target_")) if table is not None else None

@@ -1,12 +1,13 @@
 """Functions of modules and built-in ones, whose results settings pass through: what each is known to give."""
 
 import posixpath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.readers import hydra, schema
 from planner.readers.program.files import environment, loaded, to_value
 from planner.readers.program.objects import argument_defaults, as_table, items_of, truth
 from planner.readers.program.options import on_command_line, parents_of
+from planner.readers.program.reading import Reading
 from planner.readers.program.values import (
     Dotted,
     Function,
@@ -21,16 +22,13 @@ from planner.readers.program.values import (
     where_of,
 )
 
-if TYPE_CHECKING:
-    from planner.readers.program.reading import Reading
-
 NUMBERS: dict[str, Any] = {
     "int": int, "float": float, "str": str, "bool": bool, "abs": abs, "round": round, "max": max, "min": min,
     "sum": sum, "len": len,
 }  # fmt: skip
 
 
-def of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
+def of_module(reader: Reading, callee: Dotted, made: Made) -> Value | None:
     """What a function of a module, or a built-in one, gives; None where that is not known."""
     first = made.positional[0] if made.positional else None
     for part in (_of_settings, _of_system, _of_collections, _of_start):
@@ -41,7 +39,7 @@ def of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
     return None
 
 
-def _of_settings(reader: "Reading", callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_settings(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
     """Libraries that read settings, and what tells which settings a class takes."""
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
@@ -68,7 +66,7 @@ def _of_settings(reader: "Reading", callee: Dotted, first: Value | None, made: M
     return None
 
 
-def _of_system(reader: "Reading", callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_system(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
     """The environment, the card, paths."""
     match callee.path:
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
@@ -98,7 +96,7 @@ def _of_system(reader: "Reading", callee: Dotted, first: Value | None, made: Mad
     return None
 
 
-def _of_collections(reader: "Reading", callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
     """Built-in functions that make or ask collections."""
     match callee.path:
         case "dict" | "easydict.EasyDict" | "types.SimpleNamespace" | "argparse.Namespace" | "SimpleNamespace":
@@ -141,7 +139,7 @@ def _in_order(first: Value, made: Made, *, backwards: bool) -> Value:
     return Items(sorted(found, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
 
 
-def _of_start(reader: "Reading", callee: Dotted, first: Value | None, made: Made) -> Value | None:
+def _of_start(reader: Reading, callee: Dotted, first: Value | None, made: Made) -> Value | None:
     """What starts a program with its words."""
     match callee.path:
         case "fire.Fire" | "Fire" | "typer.run" if isinstance(first, Function):
@@ -152,7 +150,7 @@ def _of_start(reader: "Reading", callee: Dotted, first: Value | None, made: Made
     return None
 
 
-def command_line(reader: "Reading") -> Items:
+def command_line(reader: Reading) -> Items:
     """`sys.argv`: the program's name, and what is said of its words."""
     words = reader.outside.arguments or ()
     return Items([Known(reader.name), *(Known(word, "the command line") for word in words)], "the command line")
@@ -166,7 +164,7 @@ TRAINER_PARAMETERS = (
 """What `SFTTrainer` takes. Source: TRL 1.16 `trainer/sft_trainer.py`."""
 
 
-def parameters(reader: "Reading", asked: Value | None, place: str) -> Value:
+def parameters(reader: Reading, asked: Value | None, place: str) -> Value:
     """The names that a class of TRL or transformers takes, for programs that hand on those alone."""
     name = asked.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(asked, Dotted) else ""
     if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):

@@ -3,10 +3,11 @@
 import ast
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.readers.program.files import loaded
 from planner.readers.program.objects import as_table, items_of
+from planner.readers.program.reading import Outside, Reading
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -24,9 +25,6 @@ from planner.readers.program.values import (
 )
 from planner.readers.shell import flags, is_open
 from planner.records import dataclass
-
-if TYPE_CHECKING:
-    from planner.readers.program.reading import Outside, Reading
 
 TRAINS = re.compile(r"train|tune|sft|fit", re.IGNORECASE)
 """Names of subcommands that train."""
@@ -70,7 +68,7 @@ class Option:
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
         return cls(str(name), flags, default, words, switch, required, made.where)
 
-    def value(self, outside: "Outside") -> Value:
+    def value(self, outside: Outside) -> Value:
         """What the option is: the command line's word, else its default."""
         words = list(outside.arguments or ())
         for index, word in enumerate(words):
@@ -134,7 +132,7 @@ def on_command_line(arguments: Any) -> dict[str, Value]:
     return found
 
 
-def field_default(reader: "Reading", value: Value) -> Value:
+def field_default(reader: Reading, value: Value) -> Value:
     """The default of a dataclass field."""
     if isinstance(value, Made) and value.name in ("field", "Field"):
         if "default" in value.keywords:
@@ -152,7 +150,7 @@ def field_default(reader: "Reading", value: Value) -> Value:
     return value
 
 
-def option_default(reader: "Reading", name: str, value: Value) -> Value:
+def option_default(reader: Reading, name: str, value: Value) -> Value:
     """A function's default where typer or the command line may say another."""
     if isinstance(value, Made) and value.name in ("Option", "Argument"):
         default = value.keywords.get("default", value.positional[0] if value.positional else None)
@@ -168,7 +166,7 @@ def parents_of(made: Made) -> list[Value]:
     return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
 
 
-def _parsed(owner: Made, outside: "Outside") -> Instance:
+def _parsed(owner: Made, outside: Outside) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
@@ -244,7 +242,7 @@ def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], 
     return tuple(found), foreign
 
 
-def _of_arguments(owner: Made, made: Made, outside: "Outside") -> Instance:
+def _of_arguments(owner: Made, made: Made, outside: Outside) -> Instance:
     """What `parse_args` and `parse_known_args` make of the command line."""
     words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
     found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
@@ -254,7 +252,7 @@ def _of_arguments(owner: Made, made: Made, outside: "Outside") -> Instance:
     return found
 
 
-def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
+def of_parser(reader: Reading, owner: Made, made: Made) -> Value | None:
     match made.name:
         case "add_argument":
             owner.positional.append(made)
@@ -277,7 +275,7 @@ def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
 
-def _of_file(reader: "Reading", owner: Made, made: Made) -> dict[str, Value]:
+def _of_file(reader: Reading, owner: Made, made: Made) -> dict[str, Value]:
     """Settings of the YAML or JSON file that a parser of dataclasses reads: `--config FILE`, or the first word."""
     words = list(reader.outside.arguments or ())
     path: Any = None
@@ -294,7 +292,7 @@ def _of_file(reader: "Reading", owner: Made, made: Made) -> dict[str, Value]:
     return {} if found is None else found.entries
 
 
-def _dataclasses(reader: "Reading", owner: Made, made: Made) -> Value:
+def _dataclasses(reader: Reading, owner: Made, made: Made) -> Value:
     """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
     given = owner.argument("dataclass_types", 0)
     classes = items_of(given) if given is not None else None

@@ -1,7 +1,6 @@
 """What one reading of a program knows and keeps: the outside, what was found, where it stands."""
 
 import ast
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -110,8 +109,15 @@ class TooLong(Exception):
     """The budget of steps is spent."""
 
 
-class Reading(ABC):
-    """One reading of one program."""
+class Reading:
+    """One reading of one program; statements, assignments, expressions and calls are read by the classes below it."""
+
+    block: Callable[[Sequence[ast.stmt], Scope], None]
+    statement: Callable[[ast.stmt, Scope], None]
+    assign: Callable[[ast.expr, Value, Scope], None]
+    value: Callable[[ast.expr, Scope], Value]
+    called: Callable[[Function, Made], Value]
+    instance: Callable[[Class, Made], Value]
 
     def __init__(self, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> None:
         self.outside = outside
@@ -140,30 +146,6 @@ class Reading(ABC):
         inside = [name.lower() for name in (*running, called)]
         if value.data >= 16 and not any(part in name for name in inside for part in NOT_DATA):
             self.program.lengths.append(value)
-
-    @abstractmethod
-    def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
-        """Statements in order."""
-
-    @abstractmethod
-    def statement(self, node: ast.stmt, scope: Scope) -> None:
-        """One statement."""
-
-    @abstractmethod
-    def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
-        """Gives a value to what stands left of an equals sign."""
-
-    @abstractmethod
-    def value(self, node: ast.expr, scope: Scope) -> Value:
-        """The value of an expression."""
-
-    @abstractmethod
-    def called(self, function: Function, call: Made) -> Value:
-        """What a function of the program returns for these arguments."""
-
-    @abstractmethod
-    def instance(self, made_by: Class, call: Made) -> Value:
-        """An object of a class of the program."""
 
 
 def file_of(scope: Scope | None) -> str:

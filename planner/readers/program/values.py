@@ -46,6 +46,14 @@ class Table:
     where: str = ""
     more: str = ""
 
+    def take(self, other: "Table | None", why: str) -> None:
+        """Puts another's entries on top; `why` says why some are not known where that is not."""
+        if other is None:
+            self.more = why
+        else:
+            self.entries |= other.entries
+            self.more = self.more or other.more
+
 
 @dataclass(frozen=True, slots=True)
 class Dotted:
