@@ -3,8 +3,10 @@
 Both say the same: what to install, whether to log in, the one command, what to change.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
+from importlib.resources import files
 
 from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
@@ -24,10 +26,10 @@ def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[La
     if not written:
         return ()
     started = [launch for launch in written if launch.complete]
-    files = [LaunchFile(path=README, text=_readme(launches, started, request))]
+    found = [LaunchFile(path=README, text=_readme(launches, started, request))]
     if started:
-        files.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
-    return tuple(files)
+        found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
+    return tuple(found)
 
 
 def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
@@ -109,71 +111,21 @@ def _plain(text: str, *, code: bool = False) -> str:
     return found if code else found.replace("`", "'")
 
 
-_INSTALL_AND_CHECKS = (
-    'venv=".venv-$target"',
-    'if [ "$action" = install ]; then',
-    "  python=${PYTHON:-python3}",
-    '  if ! "$python" -c "import sys; raise SystemExit(sys.version_info < (${oldest/./, }))"; then',
-    '    echo "error: $target needs Python $oldest or newer, $python is older or not there" >&2',
-    f'    echo "hint: PYTHON=python$oldest bash launch/{RUN} install $target" >&2',
-    "    exit 3",
-    "  fi",
-    '  "$python" -m venv "$venv"',
-    '  export PATH="$PWD/$venv/bin:$PATH"',
-    "  install",
-    f'  echo "installed in $venv; next: bash launch/{RUN} $target"',
-    "  exit 0",
-    "fi",
-    'if [ -d "$venv" ]; then export PATH="$PWD/$venv/bin:$PATH"; fi',
-    'if ! command -v "$tool" >/dev/null; then',
-    '  echo "error: no $tool here" >&2',
-    f'  echo "hint: bash launch/{RUN} install $target" >&2',
-    "  exit 3",
-    "fi",
-    f'if grep -n {PLACEHOLDER_DATASET} -- "${{files[@]}}" >&2; then',
-    f'  echo "error: put your data set where {PLACEHOLDER_DATASET} stands" >&2',
-    "  exit 2",
-    "fi",
-)
-"""The installation, and what has to be there before a run."""
-
-
 def _run(started: Sequence[Launch], request: ExportRequest) -> str:
-    first = started[0].target
-    names = " ".join(launch.target for launch in started)
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# bash launch/{RUN} [TARGET]: the run; bash launch/{RUN} install [TARGET]: what it needs, in .venv-TARGET.",
-        f"# TARGET: {names}; PYTHON=python3.12 in front installs with that Python.",
-        "set -euo pipefail",
-        'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."',
-        "",
-        "action=run",
-        'if [ "${1:-}" = install ]; then action=install; shift; fi',
-        f"target=${{1:-{first}}}",
-        'case "$target" in',
-    ]
-    for launch in started:
-        lines += _case(launch, request)
-    lines += [
-        "  *)",
-        f'    echo "error: no target $target here; one of: {names}" >&2',
-        "    exit 2",
-        "    ;;",
-        "esac",
-        "",
-        *_INSTALL_AND_CHECKS,
-    ]
-    gate = gated.gate_of(request.model_id) if gated.on_hub(request.model_id) else None
+    gate, login = gated.gate_of(request.model_id) if gated.on_hub(request.model_id) else None, ""
     if gate is not None and gate.asks:
         ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
-        lines += [
-            f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then",
-            f"  printf '%s\\n' {shlex.quote('error: ' + login_words(request))} >&2",
-            "  exit 3",
-            "fi",
-        ]
-    return "\n".join([*lines, "run", ""])
+        refused = shlex.quote("error: " + login_words(request))
+        login = f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then\n  printf '%s\\n' {refused} >&2\n  exit 3\nfi\n"
+    said = {
+        "@NAMES@": " ".join(launch.target for launch in started),
+        "@FIRST@": started[0].target,
+        "@CASES@": "\n".join(line for launch in started for line in _case(launch, request)),
+        "@LOGIN@": login,
+        "@DATASET@": PLACEHOLDER_DATASET,
+    }
+    text = files("planner").joinpath("data/run.sh.txt").read_text("utf-8")
+    return re.sub("|".join(said), lambda mark: said[mark[0]], text)
 
 
 def _case(launch: Launch, request: ExportRequest) -> list[str]:
