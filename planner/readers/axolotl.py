@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from planner.choices.precisions import PRECISIONS
 from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
 from planner.readers import common, hf, partial, schema
@@ -96,7 +97,7 @@ def _pairs(settings: Settings, method: str) -> dict[str, Any]:
 
 def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
     if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
-        return {"adapter_dtype": "bf16" if "bf16" in fields["precision"] else "auto"}
+        return {"adapter_dtype": "bf16" if PRECISIONS[fields["precision"]].compute == "bf16" else "auto"}
     return {"adapter_dtype": "fp32"} if fields["method"] != "full" else {}
 
 
@@ -169,7 +170,7 @@ def _quantizes_experts(settings: Settings, quantization: str) -> bool:
         return False
     if quantization == "int8":
         settings.approximate("stacked experts in 8 bits (quantize_moe_experts) are counted unquantized")
-    return quantization.startswith("nf4")
+    return quantization in common.FOUR_BIT
 
 
 def _precision(settings: Settings, method: str) -> str:

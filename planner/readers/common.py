@@ -56,6 +56,7 @@ DTYPES = {
     "fp16": "fp16", "half": "fp16",
 }  # fmt: skip
 
+FOUR_BIT = ("nf4", "nf4-double")
 PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
 """(data type of the weights, of autocast) -> precision."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planner.readers.program import Known, Program, Unknown
+from planner.readers.program import Known, Program, Undecided
 from planner.readers.program.reading import LENGTH_NAMES
 from planner.readers.values import Settings
 
@@ -84,6 +84,6 @@ def open_length(program: Program) -> str:
     for made in program.made:
         value = made.keywords.get("max_length")
         cuts = "truncation" in made.keywords and made.name not in ("generate", "pipeline")
-        if cuts and isinstance(value, Unknown) and "condition" in value.reason:
+        if cuts and isinstance(value, Undecided):
             return value.reason
     return ""

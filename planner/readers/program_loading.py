@@ -1,7 +1,5 @@
 """How a program loads its base: quantized by which configuration, of pictures or of text."""
 
-import re
-
 from planner.models.spec import ModelSpec
 from planner.models.towers import SEEING
 from planner.readers.objectives import refusal
@@ -20,7 +18,7 @@ def quantization(found: Training, loader: Settings, given: Settings, missing: di
     if isinstance(made, Unknown):
         missing["quantization"] = made.reason
         return "none"
-    if made is None and _handed_over(found):
+    if made is None and found.loader is None and found.handed_over:
         missing["quantization"] = missing["precision"] = found.unknown_model
     if isinstance(made, Made) and made.name not in BASE_QUANTIZATIONS:
         if made.name.endswith("Config") and "Mxfp4" not in made.name:
@@ -50,8 +48,3 @@ def pictures(found: Training, model: ModelSpec | None, name: str) -> str:
         raise refusal(f"{name} trains with {found.pictures} (vision)", RUN_IT)
     shown = "how many pictures a sample shows is known to the data alone"
     return f"{name}: {found.pictures}: {shown}" if found.pictures else ""
-
-
-def _handed_over(found: Training) -> bool:
-    """Whether the model comes to the program's function as an object: who loaded it knows how."""
-    return found.loader is None and re.search(r"argument \w*model is not", found.unknown_model) is not None

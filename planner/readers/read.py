@@ -35,7 +35,7 @@ from planner.readers.program.source import of_cells, of_notebook, of_requirement
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
-from planner.tools import TOOLS
+from planner.tools import PROGRAMS, TOOLS
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
 MAKEFILES = ("Makefile", "makefile", "justfile")
@@ -66,10 +66,8 @@ def read_text(
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
     setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
-    seqs = found.eval_seqs or evaluating.sequences(found.format, found.values) * (
-        found.format not in (script.FORMAT, script.UNSLOTH)
-    )
-    found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=seqs)
+    told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
+    found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
     if found.values.get("auto_find_batch_size") is True:
         found = replace(found, assumptions=(*found.assumptions, HALVED))
     if sharding is not None and not found.older and found.format in TRAINERS:

@@ -338,7 +338,7 @@ class _Script:
     def _trainer_prepares(self, quantization: str) -> bool:
         """Whether TRL prepares the quantized base by itself."""
         peft = self.found.trainer is not None and self.found.trainer.argument("peft_config") is not None
-        four_bit = quantization.startswith("nf4")
+        four_bit = quantization in common.FOUR_BIT
         bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
 

@@ -8,6 +8,7 @@ from planner.choices.images import Images
 from planner.errors import SetupError, Undetermined, UsageError
 from planner.readers.types import SHORT_NAMES, TEXT_ALONE, ReadConfig
 from planner.setup import TrainSetup
+from planner.tools import PROGRAMS
 
 SETTABLE = tuple(TrainSetup.__dataclass_fields__)
 BESIDE = "beside"
@@ -131,7 +132,7 @@ def determined(config: ReadConfig) -> ReadConfig:
         by_reason.setdefault(one.reason, []).append(one.field)
     lines = [f"{', '.join(fields)} ({reason})" for reason, fields in by_reason.items()]
     options = " ".join(dict.fromkeys(one.option for one in config.missing))
-    words = "; words of its command line go into --args" if config.format.endswith("script") else ""
+    words = "; words of its command line go into --args" if config.format in PROGRAMS else ""
     raise Undetermined(
         f"{config.path} ({config.format}) does not determine {'; '.join(lines)}", hint=f"add {options}{words}"
     )

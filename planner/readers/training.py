@@ -17,7 +17,7 @@ from planner.readers.objectives import (
     refusal,
 )
 from planner.readers.outside import Sharding
-from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
+from planner.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
@@ -35,7 +35,8 @@ class Training:
 
     Attributes:
         loader: the call that loads the model; model: the model where it is named without one.
-        unknown_model: why the model is not known, "" where it is.
+        unknown_model: why the model is not known, "" where it is; handed_over: it comes to the program's function as an
+            object, and who loaded it knows how.
         loads: why it is not known in which type the model is loaded, "" where it is.
         adapter: the LoRA settings; continued: adapters loaded to be trained on.
         handed: what the trainer hands to the model's loading (`model_init_kwargs`).
@@ -51,6 +52,7 @@ class Training:
     loader: Made | None = None
     model: Value | None = None
     unknown_model: str = ""
+    handed_over: bool = False
     loads: str = ""
     quantization: Value | None = None
     adapter: Value | None = None
@@ -256,6 +258,7 @@ def _follow_model(found: Training, model: Value | None) -> None:
             return
         if isinstance(model, Unknown):
             found.unknown_model = model.reason
+            found.handed_over = isinstance(model, Argument) and model.name.endswith("model")
             return
         if not isinstance(model, Made):
             return

@@ -134,7 +134,7 @@ def _precision(
             "TRL casts a quantized base's adapters to bf16, which the fp16 loss scaler cannot unscale: the run stops "
             "at its first optimizer step"
         )
-    if compute is None and weights == "fp32" and autocast and quantization.startswith("nf4"):
+    if compute is None and weights == "fp32" and autocast and quantization in common.FOUR_BIT:
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
     return common.precision(settings, weights, autocast, method)
 

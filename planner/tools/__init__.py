@@ -23,6 +23,10 @@ TOOLS: Mapping[str, Tool] = {
 """Every tool whose files are read, by the format's name."""
 
 
+PROGRAMS = (transformers.SCRIPT.name, unsloth.SCRIPT.name)
+"""Formats of Python programs."""
+
+
 def tool_of(name: str) -> Tool:
     """The tool of a format; one without settings of its own where the format is nobody's."""
     return TOOLS.get(name) or Tool(name=name, title=name, fields=())
@@ -42,4 +46,4 @@ FIELD_OF: Mapping[str, str] = {
 """What programs and command lines call the libraries' settings -> the setup's field that they decide ("model": the
 model's name)."""
 
-__all__ = ["ASKED", "FIELD_OF", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]
+__all__ = ["ASKED", "FIELD_OF", "PROGRAMS", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]

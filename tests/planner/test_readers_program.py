@@ -857,3 +857,22 @@ def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:
         + TRAIN.format(batch="batch")
     )
     assert found.setup.micro_batch_seqs == 5
+
+
+@pytest.mark.parametrize("name", ["train.py", "conditional.py"])
+def test_a_program_whose_name_holds_condition_is_read_as_any_other(name: str) -> None:
+    """A length that only running tells is open by its own words, not by those of the file's name."""
+    body = (
+        "import sys\n"
+        "max_seq_len = 512\n"
+        "def tokenize(row):\n"
+        "    return tokenizer(row['text'], truncation=True, max_length=int(sys.argv[1]))\n"
+        "model = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-3.1-8B', dtype=torch.bfloat16)\n"
+        "tokenizer = AutoTokenizer.from_pretrained('meta-llama/Llama-3.1-8B')\n"
+        "rows = rows.map(tokenize)\n"
+        "arguments = TrainingArguments(per_device_train_batch_size=2)\n"
+        "Trainer(model=model, args=arguments, train_dataset=rows).train()\n"
+    )
+    found = read(body, name=name)
+    assert found.setup.seq_len_tokens == 512
+    assert "seq_len_tokens" not in open_fields(found)

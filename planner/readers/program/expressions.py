@@ -7,6 +7,7 @@ from planner.readers.program import files, library, objects
 from planner.readers.program.operators import binary, compare, unary
 from planner.readers.program.reading import CUT_NAMES, MAX_LISTED, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
 from planner.readers.program.values import (
+    SLICE,
     Class,
     Dotted,
     Function,
@@ -15,6 +16,7 @@ from planner.readers.program.values import (
     Made,
     Scope,
     Table,
+    Undecided,
     Unknown,
     Value,
     either,
@@ -94,7 +96,7 @@ class Expressions(Reading):
 
     def element(self, node: ast.Subscript, scope: Scope) -> Value:
         """`owner[key]`, the environment's variables too."""
-        key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
+        key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else SLICE
         if isinstance(node.slice, ast.Slice):
             self.cut(node.value, node.slice, scope)
         owner, place = self.value(node.value, scope), self.place(node, scope)
@@ -146,7 +148,7 @@ class Expressions(Reading):
             value = self.value(part, scope)
             truth = objects.truth(value)
             if truth is None:
-                unknown = unknown or Unknown(f"{self.place(node, scope)}: depends on a condition")
+                unknown = unknown or Undecided(f"{self.place(node, scope)}: depends on a condition")
             elif truth == stops_at:
                 return (
                     value if unknown is None or (isinstance(value, Known) and isinstance(value.data, bool)) else unknown
@@ -181,7 +183,7 @@ class Expressions(Reading):
             self.assign(generator.target, item, inner)
             tests = [objects.truth(self.value(test, inner)) for test in generator.ifs]
             if None in tests:
-                return Unknown(f"{self.place(node, scope)}: a list with conditions that are not known")
+                return Undecided(f"{self.place(node, scope)}: a list with conditions that are not known")
             if all(tests):
                 found.append(self.value(node.elt, inner))
         return Items(found, self.place(node, scope))

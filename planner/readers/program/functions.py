@@ -6,6 +6,7 @@ from planner.readers.program import files, objects, options
 from planner.readers.program.expressions import Expressions
 from planner.readers.program.reading import MAX_DEPTH, Loop, Return, file_of
 from planner.readers.program.values import (
+    Argument,
     Class,
     Dotted,
     Function,
@@ -15,6 +16,7 @@ from planner.readers.program.values import (
     Made,
     Scope,
     Table,
+    Undecided,
     Unknown,
     Value,
     plain,
@@ -123,7 +125,7 @@ class Functions(Expressions):
             return Known("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
             made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)
-            return made if made is not None else Unknown(f"{call.where}: depends on a condition inside the function")
+            return made if made is not None else Undecided(f"{call.where}: depends on a condition inside the function")
         return result
 
     def bind(self, function: Function, call: Made, scope: Scope) -> None:
@@ -151,7 +153,7 @@ class Functions(Expressions):
             elif default is not None:
                 value = options.option_default(self, name, self.value(default, function.scope))
             else:
-                value = Unknown(f"{call.where or file_of(function.scope)}: the argument {name} is not known")
+                value = Argument(f"{call.where or file_of(function.scope)}: the argument {name} is not known", name)
             scope.names[name] = value
             self.note_length(name, value, getattr(function.node, "name", ""))
         if arguments.vararg is not None:

@@ -39,6 +39,7 @@ from planner.readers.program.values import (
     Made,
     Scope,
     Table,
+    Undecided,
     Unknown,
     Value,
     either,
@@ -246,7 +247,7 @@ class Reader(Functions):
     def store(self, entries: dict[str, Value], key: str, value: Value, place: str) -> None:
         """Sets an entry; under an unknown condition a different value makes it unknown."""
         if self.uncertain and not (key in entries and same(entries[key], value)):
-            value = Unknown(f"{place}: {key} is set under a condition that is not known")
+            value = Undecided(f"{place}: {key} is set under a condition that is not known")
         entries[key] = value
 
     def imported(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:

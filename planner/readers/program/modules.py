@@ -16,6 +16,7 @@ from planner.readers.program.values import (
     Known,
     Made,
     Table,
+    Undecided,
     Unknown,
     Value,
     plain,
@@ -118,9 +119,9 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
             truths = [truth(one) for one in parts]
             if decides in truths or None not in truths:
                 return Known(decides in truths if decides else False not in truths, made.where)
-            return Unknown(f"{made.where}: depends on a condition")
+            return Undecided(f"{made.where}: depends on a condition")
         case "isinstance" | "hasattr":
-            return Unknown(f"{made.where}: depends on a condition")
+            return Undecided(f"{made.where}: depends on a condition")
         case "range" if first is not None:
             bounds = [plain(one) for one in made.positional]
             if all(isinstance(one, int) for one in bounds) and len(range(*bounds)) <= 64:

@@ -1,6 +1,7 @@
 """What values are where a program asks them: true or not, their elements and settings, as text; which are trainers."""
 
 from planner.readers.program.values import (
+    SLICE,
     Class,
     Function,
     Instance,
@@ -88,8 +89,8 @@ def unpacked(value: Value, count: int) -> list[Value]:
         # what loads a model gives (model, tokenizer) where two names take it
         rest = [Made("item", receiver=value, where=value.where) for _ in range(count - 1)]
         return [value, *rest]
-    reason = value.reason if isinstance(value, Unknown) else f"{where_of(value)}: taken apart while the program runs"
-    return [Unknown(reason)] * count
+    apart = Unknown(f"{where_of(value)}: taken apart while the program runs")
+    return [value if isinstance(value, Unknown) else apart] * count
 
 
 def as_table(value: Value) -> Table | None:
@@ -118,7 +119,7 @@ def argument_defaults(made: Made) -> dict[str, Value]:
 def element(value: Value, key: Value, place: str) -> Value:
     """value[key]"""
     name = plain(key)
-    if isinstance(name, Unknown) and isinstance(value, (Table, Items, Instance)) and name.reason != "a slice":
+    if isinstance(name, Unknown) and isinstance(value, (Table, Items, Instance)) and name is not SLICE:
         return name
     if isinstance(value, Instance):
         value = Table(value.attributes, place, value.more)

@@ -5,7 +5,19 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from planner.readers.program.values import Class, Function, Instance, Items, Known, Made, Table, Unknown, Value, plain
+from planner.readers.program.values import (
+    Class,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Table,
+    Undecided,
+    Unknown,
+    Value,
+    plain,
+)
 
 MAX_TEXT = 10_000
 MAX_NUMBER = 1 << 80
@@ -85,12 +97,12 @@ def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
         other = list(right.entries)
     for part in (one, other):
         if isinstance(part, Unknown):
-            return Unknown(f"{place}: depends on a condition ({part.reason})" if part.reason else place)
+            return Undecided(f"{place}: depends on a condition ({part.reason})" if part.reason else place)
     function = _COMPARE.get(type(op))
     if function is None:
         return Unknown(f"{place}: computed while the program runs")
     if isinstance(op, (ast.Is, ast.IsNot)) and other not in (None, True, False):
-        return Unknown(f"{place}: depends on a condition")
+        return Undecided(f"{place}: depends on a condition")
     return _checked(lambda: bool(function(one, other)), place)
 
 

@@ -30,6 +30,22 @@ class Unknown:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Undecided(Unknown):
+    """What a condition that is not known decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument(Unknown):
+    """What a function of the program is handed by somebody who is not there, under this name."""
+
+    name: str = ""
+
+
+SLICE = Unknown("a slice")
+"""What stands for a slice as a key."""
+
+
 @dataclass(slots=True)
 class Items:
     """A list, tuple or set."""
@@ -199,11 +215,11 @@ def either(one: Value, other: Value, reason: str) -> Value:
     if same(one, other):
         return one
     if isinstance(one, Table) and isinstance(other, Table):
-        absent = Unknown(reason)
+        absent = Undecided(reason)
         names = {**one.entries, **other.entries}
         entries = {key: either(one.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names}
         return Table(entries, one.where, one.more or other.more)
-    return Unknown(reason)
+    return Undecided(reason)
 
 
 def same(one: Value | None, other: Value | None) -> bool:
