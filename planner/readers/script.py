@@ -11,8 +11,8 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
-from planner.readers import common, evaluating, hf, lengths, partial, program_changes, sound, training, versions
-from planner.readers.fields import said
+from planner.readers import common, evaluating, hf, lengths, partial, program_changes, training, versions
+from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS
 from planner.readers.outside import Sharding
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
@@ -20,12 +20,12 @@ from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program.values import Value
 from planner.readers.program_adapters import Adapters
-from planner.readers.program_loading import pictures, quantization
+from planner.readers.program_loading import heard, pictures, quantization
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import cut_sequences, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools import ASKED, FIELD_OF, TOOLS
 from planner.tools.unsloth import own_kernels
@@ -63,7 +63,6 @@ class _Script:
     def __init__(self, program: Program, found: Training, source: Source, name: str, outside: Sharding) -> None:
         self.program, self.found, self.source, self.name = program, found, source, name
         self.model, self.outside = outside.model, outside
-        self.missing: dict[str, str] = {}
         owner = found.loader.owner if found.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
@@ -75,10 +74,12 @@ class _Script:
             or _has_trainer(self.aim)
         )
         self.arguments = self.settings(found.arguments)
+        self.missing = self.arguments.missing
         self._trainer_extras()
         self.loader = self.settings(found.loader if found.handed is None else found.handed)
         self.bnb = self.settings(found.quantization)
         self.lora = self.settings(found.adapter)
+        self.arguments.blocks |= {"loader": self.loader, "quantization": self.bnb, "adapter": self.lora}
         self.adapters = Adapters(found, self.lora, self.unsloth, self.missing)
         self._settle_versions()
 
@@ -133,20 +134,15 @@ class _Script:
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
         dataset = plain(self.program.module.names.get("DATASET"))
-        return ReadConfig(
-            format=UNSLOTH if self.unsloth else FORMAT,
-            path=self.name,
+        return config(
+            TOOLS[UNSLOTH if self.unsloth else FORMAT],
+            arguments,
+            fields,
             model_id=model_id,
-            setup=common.build(arguments, fields),
-            missing=tuple(Missing(field=field, reason=reason) for field, reason in self.missing.items()),
             origins=self._origins(parts),
-            assumptions=tuple(dict.fromkeys(one for part in parts for one in part.assumptions)),
-            approximations=tuple(dict.fromkeys(one for part in parts for one in part.approximations)),
             dataset=dataset if isinstance(dataset, str) else None,
             keys=self.transformers.keys,
             only=self.transformers.only,
-            values=arguments.values,
-            adapted_tables=self.lora.tables,
             older=self.transformers.older,
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
@@ -182,8 +178,8 @@ class _Script:
         if self.aim.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
-            fields |= training.contrast(self.found, arguments, self.missing)
-        fields |= sound.fields(self.found, self.model, arguments, fields, self.missing) | self._spread(constants)
+            fields |= training.contrast(self.found, arguments)
+        fields |= heard(self.found, arguments, fields) | self._spread(constants)
         fields = common.adapter(arguments, fields, self.adapters.kind())
         return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
 
@@ -263,7 +259,6 @@ class _Script:
             fields["lora_dropout"] = 0.0
         if self.aim.rolls_out:
             fields |= rollout_fields(arguments, base)
-            self.missing |= arguments.missing
         wrapped = trainer is not None and trainer.argument("peft_config") is None
         asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
         if method != "full" and wrapped and asked:
@@ -309,7 +304,7 @@ class _Script:
         return None
 
     def _quantization(self) -> str:
-        return quantization(self.found, self.loader, self.bnb, self.missing, unsloth=self.unsloth)
+        return quantization(self.found, self.arguments, unsloth=self.unsloth)
 
     def _precision(self, method: str) -> str:
         own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)

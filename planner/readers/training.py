@@ -293,13 +293,13 @@ def _adapter_among(call: Made) -> Made | None:
     return next((one for one in given if isinstance(one, Made) and one.name in configs), None)
 
 
-def contrast(found: Training, arguments: Settings, missing: dict[str, str]) -> dict[str, int]:
+def contrast(found: Training, arguments: Settings) -> dict[str, int]:
     """What a contrastive program's data and loss say; a cache holds no more than the batch."""
     known = {name: value for name, value in found.contrast.items() if value is not None}
     if "cached_seqs" in known:
         known["cached_seqs"] = min(known["cached_seqs"], arguments.integer("per_device_train_batch_size", 8))
     elif "cached_seqs" in found.contrast:
-        missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
+        arguments.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
     return known
 
 
