@@ -97,11 +97,14 @@ def plan(
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.wish_options import WishOptions
-    from planner.cli.writing import known_targets
 
     asked = WishOptions(**_options(wish))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
-    names = known_targets([target] if isinstance(target, str) else target) if target else ()
+    names: tuple[str, ...] = ()
+    if target:
+        from planner.cli.writing import known_targets
+
+        names = known_targets([target] if isinstance(target, str) else target)
     return Planned(answered(workload_for(model, gpu, asked, dataset=dataset, targets=names), dry_run=dry_run))
 
 
