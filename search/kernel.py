@@ -13,6 +13,7 @@ few distinct values, each part is a small table over levels: a column for 20,000
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,41 +109,29 @@ class ErrorKernel:
         self.variance: Floats = constant + np.square(self._shares).sum(axis=1)
         """Prior variance of the error of every setup."""
 
-    def column(self, row: int, rows: Rows | slice = slice(None)) -> Floats:
-        """Covariance of setup `row` with the setups `rows` (all by default)."""
-        code = self._encoding
-        levels = code.levels[rows]
-        shared = self._bias + np.einsum("ij,j->i", self._shares[rows], self._shares[row])
-        effects = np.zeros(len(levels))
-        product = np.full(len(levels), self._interaction)
-        for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
-            column = levels[:, position]
-            own = code.levels[row, position]
-            effects += table[own][column]
-            product *= likeness[own][column]
-        same_recipe = code.recipes[rows] == code.recipes[row]
-        covariance = shared + effects * np.where(same_recipe, 1.0, SHARED) + product
-        covariance += np.where(code.pairs[rows] == code.pairs[row], self._pair, 0.0)
-        same_group = code.groups[rows] == code.groups[row]
-        result: Floats = covariance * np.where(same_group, 1.0, SHARED_MODELS)
-        return result
+    def column(self, row: int) -> Floats:
+        """Covariance of setup `row` with all setups."""
+        return self._between(row, slice(None))
 
     def block(self, rows: Rows) -> Floats:
         """Covariance matrix of the setups `rows`."""
+        return self._between(rows[:, None], rows)
+
+    def _between(self, first: Any, second: Any) -> Floats:
+        """Covariance of setups with setups, by their numbers, which broadcast."""
         code = self._encoding
-        levels = code.levels[rows]
-        effects = np.zeros((len(rows), len(rows)))
-        product = np.full((len(rows), len(rows)), self._interaction)
+        shared = self._bias + np.einsum("...k,...k->...", self._shares[first], self._shares[second])
+        effects: Any = 0.0
+        product: Any = self._interaction
         for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
-            pairs = levels[:, position, None], levels[None, :, position]
-            effects += table[pairs]
-            product *= likeness[pairs]
-        recipes, groups = code.recipes[rows], code.groups[rows]
-        shares = self._shares[rows]
-        covariance = self._bias + np.einsum("ik,jk->ij", shares, shares) + product
-        covariance += np.where(code.pairs[rows][:, None] == code.pairs[rows][None, :], self._pair, 0.0)
-        covariance += effects * np.where(recipes[:, None] == recipes[None, :], 1.0, SHARED)
-        result: Floats = covariance * np.where(groups[:, None] == groups[None, :], 1.0, SHARED_MODELS)
+            pairs = code.levels[first, position], code.levels[second, position]
+            effects = effects + table[pairs]
+            product = product * likeness[pairs]
+        same_recipe = code.recipes[first] == code.recipes[second]
+        covariance = shared + effects * np.where(same_recipe, 1.0, SHARED) + product
+        covariance = covariance + np.where(code.pairs[first] == code.pairs[second], self._pair, 0.0)
+        same_group = code.groups[first] == code.groups[second]
+        result: Floats = covariance * np.where(same_group, 1.0, SHARED_MODELS)
         return result
 
 

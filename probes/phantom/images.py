@@ -4,9 +4,9 @@ configuration. A picture becomes as many patches and tokens as their code makes 
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,9 +31,9 @@ class _Kind(NamedTuple):
         hears: whether it takes sound too: an empty extractor of its features stands in.
     """
 
-    picture: str
-    tokens: dict[str, tuple[str, str]]
     sizes: Callable[[Any], dict[str, Any]]
+    picture: str = "<image>"
+    tokens: Mapping[str, tuple[str, str]] = MappingProxyType({"image_token": ("<image>", "image_token_id")})
     arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     video_processor: str = ""
     marks: tuple[tuple[str, str], ...] = ()
@@ -67,8 +67,6 @@ def _qwen(video_processor: str, fewest_pixels: int, most_pixels: int) -> _Kind:
 def _idefics(video_processor: str = "") -> _Kind:
     """Idefics 3 and SmolVLM; the longer side as in their published preprocessor_config.json."""
     return _Kind(
-        picture="<image>",
-        tokens={"image_token": ("<image>", "image_token_id")},
         sizes=lambda config: {
             "size": {"longest_edge": LONGEST_TILES * config.vision_config.image_size},
             "max_image_size": {"longest_edge": config.vision_config.image_size},
@@ -81,14 +79,11 @@ def _idefics(video_processor: str = "") -> _Kind:
     )
 
 
-_QWEN2 = _qwen("Qwen2VLVideoProcessor", 56 * 56, 16384 * 28 * 28)
-_QWEN3 = _qwen("Qwen3VLVideoProcessor", 256 * 256, 4096 * 4096)
 PICTURE = "PICTURE"
 """In a stand-in's template: where the family's own words for a picture go."""
 KINDS = {
     "llava": _Kind(
         picture="<image>\n",
-        tokens={"image_token": ("<image>", "image_token_id")},
         sizes=lambda config: {"size": {"shortest_edge": config.vision_config.image_size}, "crop_size": _square(config)},
         arguments=lambda config: {
             "patch_size": config.vision_config.patch_size,
@@ -167,15 +162,11 @@ KINDS = {
         tokens={"image_token": ("<|image|>", "image_token_id")},
         sizes=lambda config: {"size": _square(config), "max_image_tiles": config.vision_config.max_num_tiles},
     ),
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-    "qwen3_5": _QWEN3,
-    "qwen3_5_moe": _QWEN3,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _qwen("Qwen2VLVideoProcessor", 56 * 56, 16384 * 28 * 28)),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen("Qwen3VLVideoProcessor", 256 * 256, 4096 * 4096)
+    ),
     "paligemma": _Kind(
-        picture="<image>",
-        tokens={"image_token": ("<image>", "image_token_id")},
         sizes=lambda config: {
             "size": _square(config),
             "image_seq_length": (config.vision_config.image_size // config.vision_config.patch_size) ** 2,
