@@ -10,7 +10,7 @@ from planner.errors import EnvironmentProblem
 from planner.hardware.gpu import GpuSpec
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.outcome import Environment, FailureKind, ProbeFailure, Rung
 from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from probes.fingerprint import config_digest, fingerprint
@@ -191,8 +191,3 @@ def out_of_memory(outcome: Outcome) -> bool:
     if isinstance(outcome, ProbeFailure):
         return outcome.kind is FailureKind.OUT_OF_MEMORY
     return "beyond-device" in outcome.flags
-
-
-def measured(outcome: Outcome) -> Measurement | None:
-    """The measurement, None for a failure."""
-    return outcome if isinstance(outcome, Measurement) else None

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import re
 import signal
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,12 +149,6 @@ def one_line(error: BaseException) -> str:
     """Type and first meaningful line of an exception."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def where(error: BaseException) -> str:
-    """The innermost frame of an exception, for the log."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
 
 
 def classify_exit(returncode: int, log_tail: str, *, oom_killed: bool) -> tuple[FailureKind, str]:
