@@ -156,6 +156,12 @@ class PhaseAccount:
         return dict(self._peaks)
 
 
+def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:
+    """The driver's readings of one GPU as long as `resources` are held; None where it cannot be asked."""
+    module = resources.enter_context(nvml())
+    return NvmlReader(module, device_handle(module, device)) if module is not None else None
+
+
 class CudaMeter(Meter):
     """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
 
@@ -168,8 +174,7 @@ class CudaMeter(Meter):
         self._phase = PHASE_OF_BUILDING
         self._flags: set[str] = set()
         self._base_used_bytes = base_used_bytes
-        module = resources.enter_context(nvml())
-        self._nvml = None if module is None else NvmlReader(module, device_handle(module, device))
+        self._nvml = nvml_reader(resources, device)
         self.has_nvml = self._nvml is not None and base_used_bytes is not None
         self.rebase()
         self._retries_before = self._stat("num_alloc_retries")
