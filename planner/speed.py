@@ -62,9 +62,9 @@ def family_speeds(
         like: those of a setup with all else the same but what is recomputed and the loss, where some are at hand.
     """
     if setup.num_gpus == 1:
-        profile = like if isinstance(like, ThroughputProfile) else None
-        head = headed(model, setup.aim.head)
-        return throughput_profile(head, gpu, setup, conditions=conditions_of(setup), like=profile)
+        if isinstance(like, ThroughputProfile):
+            return like.beside(setup)
+        return throughput_profile(headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup))
     from planner.parallel.speed import Loop, spread_loop  # one GPU never needs it
 
     if isinstance(like, Loop):

@@ -9,6 +9,7 @@ from planner.memory.micro_batch import step_flow
 from planner.memory.moments import prefixed
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart
+from planner.memory.reference import Asked
 from planner.memory.state import RankState
 from planner.memory.types import Term, total_bytes
 from planner.models.spec import ModelSpec
@@ -85,10 +86,10 @@ class LossMoment(NamedTuple):
             state.arriving_bytes,
         )
 
-    def largest(self, parts: ActivationParts) -> int:
-        """Bytes of the largest of them beside these activations."""
-        found = max(self.within + parts.until_loss, self.forward, self.backward, self.head)
-        asked = parts.asked
+    def largest(self, until_loss: int, asked: Asked) -> int:
+        """Bytes of the largest of them beside activations of which this is gone in the loss's own backward, and what a
+        reference holds."""
+        found = max(self.within + until_loss, self.forward, self.backward, self.head)
         if not asked.frames:
             return found
         return max(found, self.asked + asked.frames + asked.cached + max(asked.layer, self.arriving))

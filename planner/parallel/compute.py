@@ -56,8 +56,11 @@ class Rank:
         like: ThroughputProfile | None = None,
     ) -> None:
         self._setup, self.part = setup, part
-        self.profile: ThroughputProfile = throughput_profile(
-            part, gpu, computed(setup, conditions), calibration=calibration, conditions=conditions, like=like
+        inner = computed(setup, conditions)
+        self.profile: ThroughputProfile = (
+            like.beside(inner)
+            if like is not None
+            else throughput_profile(part, gpu, inner, calibration=calibration, conditions=conditions)
         )
         self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)

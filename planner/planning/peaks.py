@@ -74,12 +74,14 @@ class _Activations:
     """A part's activations at micro-batch 1.
 
     Attributes:
+        until_loss: what the loss meets of them (`LossMoment.largest`).
         at_one: by moment, bytes of the largest such moment.
     """
 
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
+        self.until_loss = self.parts.until_loss, self.parts.asked
         self.at_one: dict[str, int] = {}
         for moment in self._one:
             self.at_one[moment.name] = max(self.at_one.get(moment.name, 0), moment.size_bytes)
@@ -240,18 +242,17 @@ class Family:
         self._inner = rank.engine.computes(setup)
         self._activations = rank.activations(self._inner, kernels)
         self.pairs = rank.pairs
+        self._plain = not (self._activations.parts.tower.inputs or rank.flights[0] or setup.aim.rolls_out)
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
     @property
     def ordered(self) -> bool:
         """Whether no pair takes less than one sequence does, with accumulation or without."""
-        rank, setup = self._rank, self._setup
-        seen = self._activations.parts.tower.inputs
-        return rank.pairs[0][0] == 1 and not (rank.flights[0] or seen or setup.aim.rolls_out or setup.cached_seqs)
+        return self._plain and self.pairs[0][0] == 1 and not self._setup.cached_seqs
 
     def smallest(self, loss: str, optimizers: Sequence[str], *, accumulated: bool) -> list[int]:
         """Per optimizer, the device peak of one sequence."""
-        rank, at_one, parts = self._rank, self._activations.at_one, self._activations.parts
+        rank, at_one = self._rank, self._activations.at_one
         held = rank.held(self._setup, loss, accumulated=accumulated)
         state, moments = held.state, held.state.moment_bytes
         resident = moments["resident"] + rank.beside
@@ -259,7 +260,7 @@ class Family:
         if rank.part.last:
             known = rank.in_loss(self._setup, loss, accumulated=accumulated)
             found = known.get(0) or known.setdefault(0, rank.find_loss(self._setup, loss, 0, state))
-            in_loss = found.moment.largest(parts) + found.others
+            in_loss = found.moment.largest(*self._activations.until_loss) + found.others
             resident += found.kept
         largest = max([moments[name] + size for name, size in at_one.items()])
         largest = max(largest, moments["loss"] + at_one["loss"] + in_loss)
@@ -271,31 +272,40 @@ class Family:
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         """Per optimizer, the device peak at every (micro-batch, accumulation)."""
-        rank, setup, parts = self._rank, self._setup, self._activations.parts
+        rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         always, last = setup.cached_seqs > 0, rank.part.last
         for index, (micro, steps) in enumerate(rank.pairs):
             state, lines, stepping, resident, losses = variants[steps > 1 or always]
-            resident += micro * steps * parts.tower.inputs
-            in_loss = in_flight = 0
-            if rank.flights[index]:
-                boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
-                resident += boundary
+            in_loss = 0
             if last:
                 one = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
-                in_loss = one.moment.largest(parts) + one.others
+                in_loss = one.moment.largest(until, asked) + one.others
                 resident += one.kept
-            largest = lines.largest(micro, in_loss) + in_flight
-            if parts.tower.mask:  # beyond its straight line through 1 and 2
-                largest += (micro - 1) * (micro - 2) * parts.tower.mask
-            if setup.aim.rolls_out:
-                whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
-                largest = max(largest, rank.generating(whole, state))
+            largest = lines.largest(micro, in_loss)
+            if not self._plain:
+                more, largest = self._beside(state, index, largest)
+                resident += more
             before = reserved_bytes(largest)
             for peaks, (states, step, stepped) in zip(found, stepping, strict=True):
                 peaks.append(resident + states + (before if step <= largest else stepped))
         return found
+
+    def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int]:
+        """(bytes that are resident, bytes of the largest moment) with what only some setups have: pictures, further
+        micro-batches in flight, generation."""
+        rank, setup, tower = self._rank, self._setup, self._activations.parts.tower
+        micro, steps = rank.pairs[index]
+        resident = micro * steps * tower.inputs
+        if rank.flights[index]:
+            boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
+            resident, largest = resident + boundary, largest + in_flight
+        largest += (micro - 1) * (micro - 2) * tower.mask  # beyond its straight line through 1 and 2
+        if setup.aim.rolls_out:
+            whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
+            largest = max(largest, rank.generating(whole, state))
+        return resident, largest
 
     def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
         """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""

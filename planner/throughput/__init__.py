@@ -12,9 +12,8 @@ from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration
 from planner.throughput.conditions import CURRENT, Conditions, conditions_of
 from planner.throughput.effective import effective_tokens_per_s, useful_fraction
-from planner.throughput.family import family_of
 from planner.throughput.model import SpeedModel
-from planner.throughput.profile import ThroughputProfile
+from planner.throughput.profile import ThroughputProfile, profile_of
 from planner.throughput.types import PARTS, StepTime
 
 __all__ = [
@@ -63,32 +62,17 @@ def throughput_profile(
     *,
     calibration: Calibration | None = None,
     conditions: Conditions = CURRENT,
-    like: ThroughputProfile | None = None,
 ) -> ThroughputProfile:
     """The profile of `setup`: the same answer object for every micro-batch and accumulation of it.
 
     Its `step_time(setup)` is the predicted time of one optimizer step, with where it goes.
-
-    Args:
-        like: that of a setup with all else the same but what is recomputed, loss and optimizer, where one is at hand.
 
     Source: Williams et al. 2009, Roofline, https://doi.org/10.1145/1498765.1498785, per operator class; counts in
     `planner.throughput.counts`, constants in `planner/data/calibration.json`.
     Not counted: communication between GPUs, allocator retries near the memory limit.
     Measured: docs/speed-accuracy.md.
     """
-    if like is None:
-        speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-        family = family_of(speed, setup)
-    else:
-        speed = like.speed
-        family = family_of(speed, setup, like.family.work)
-    alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
-    found: ThroughputProfile | None = alike.get(setup.optimizer)
-    if found is None:
-        times = next(iter(alike.values())).times if alike else None
-        found = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
-    return found
+    return profile_of(speed_model(model, gpu, calibration=calibration, conditions=conditions), setup)
 
 
 def step_time(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, **given: Any) -> StepTime:

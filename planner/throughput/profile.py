@@ -9,6 +9,7 @@ from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
 from planner.throughput.rollout import Generation
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
+from planner.throughput.work import Work
 
 if TYPE_CHECKING:
     from planner.throughput.encoder import EncoderTime
@@ -26,6 +27,17 @@ HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 
 
+def profile_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -> "ThroughputProfile":
+    """The (remembered) profile of a setup; `work`: its own, where that is known."""
+    family = family_of(speed, setup, work)
+    alike = speed.profiles.setdefault((id(family), setup.loss, setup.num_gpus), {})
+    found: ThroughputProfile | None = alike.get(setup.optimizer)
+    if found is None:
+        times = next(iter(alike.values())).times if alike else None
+        found = alike[setup.optimizer] = ThroughputProfile(speed, setup, family, times)
+    return found
+
+
 class ThroughputProfile:
     """Step times of all setups that differ only in micro-batch and accumulation.
 
@@ -38,7 +50,6 @@ class ThroughputProfile:
         "_beside",
         "_family",
         "_generation",
-        "_head_dtype",
         "_optimizer",
         "_parts",
         "_setup",
@@ -53,7 +64,6 @@ class ThroughputProfile:
     ) -> None:
         self._speed, self._setup = speed, setup
         self._family = family if family is not None else family_of(speed, setup)
-        self._head_dtype = self._family.flow.autocast or self._family.flow.table
         self._parts: dict[int, dict[str, float]] = {}
         self.times: dict[int, float] = {} if times is None else times
         self._optimizer = speed.optimizer_s(
@@ -66,6 +76,10 @@ class ThroughputProfile:
         self._trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
         self._trainer_s += self._family.step_s
         self._step_s = max(self._optimizer) + self._trainer_s
+
+    def beside(self, setup: TrainSetup) -> "ThroughputProfile":
+        """The profile of a setup with all else the same but what is recomputed, loss and optimizer."""
+        return profile_of(self._speed, setup, self._family.work)
 
     @property
     def speed(self) -> SpeedModel:
@@ -87,7 +101,7 @@ class ThroughputProfile:
         parts = self._parts.get(micro_batch_seqs)
         if parts is None:
             parts = self._parts[micro_batch_seqs] = self._family.parts(micro_batch_seqs)
-            parts["loss"] = self._loss_s(micro_batch_seqs)
+            parts["loss"] = self._family.work.loss_s(self._setup.loss, micro_batch_seqs)
             if self._beside is not None:
                 parts[self._beside.name] = self._beside.seconds(micro_batch_seqs)
         return dict(parts)
@@ -115,7 +129,7 @@ class ThroughputProfile:
         for samples, steps in pairs:
             micro = times.get(samples)
             if micro is None:
-                busy = self._family.busy_s(samples) + self._loss_s(samples)
+                busy = self._family.busy_s(samples) + self._family.work.loss_s(self._setup.loss, samples)
                 busy += self._beside.seconds(samples) if self._beside is not None else 0.0
                 micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
             found.append(steps * micro + (steps - 1) * add_s + step_s)
@@ -131,14 +145,6 @@ class ThroughputProfile:
 
     def _tokens(self, samples: int) -> int:
         return samples * self._family.work.seqs_per_sample * self._setup.seq_len_tokens
-
-    def _loss_s(self, samples: int) -> float:
-        setup, tokens = self._setup, self._tokens(samples)
-        if setup.aim.rolls_out:
-            tokens = samples * setup.rolls.completion_tokens
-        again = setup.extra_forwards
-        found = self._speed.loss_s(setup.loss, self._head_dtype, tokens, setup.method == "full")
-        return found + again * self._speed.head_forward_s(self._head_dtype, tokens) if again else found
 
     def _with_host(self, busy: float, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""

@@ -50,19 +50,22 @@ class Work:
     """
 
     __slots__ = (
-        "_int8", "_micro", "alone", "attention", "attention_flops", "elementwise", "flow", "forwards",
-        "further_kernels", "length", "moved", "per_byte", "power", "seqs_per_sample", "speed", "trained", "unpacked",
-        "unpacking_s",
+        "_extra", "_full", "_int8", "_losses", "_micro", "_scored", "alone", "attention", "attention_flops",
+        "elementwise", "flow", "forwards", "further_kernels", "length", "moved", "per_byte", "power",
+        "seqs_per_sample", "speed", "trained", "unpacked", "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants = speed.constants
         self.speed, self._int8 = speed, setup.quantization == "int8"
         self.length, self.forwards = setup.layer_tokens, setup.num_forwards
-        self.seqs_per_sample = setup.aim.seqs_per_sample
+        self.seqs_per_sample, self._extra = setup.aim.seqs_per_sample, setup.extra_forwards
+        self._scored = setup.rolls.completion_tokens if setup.aim.rolls_out else setup.seq_len_tokens
+        self._scored *= 1 if setup.aim.rolls_out else self.seqs_per_sample
         self._micro: dict[int, MicroBatch] = {}
+        self._losses: dict[tuple[str, int], float] = {}
         self.flow = flow = flow_of(setup)
-        full = setup.method == "full"
+        self._full = full = setup.method == "full"
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(flow, full, setup.kernels, setup.compiled)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
@@ -86,6 +89,22 @@ class Work:
             tokens = seqs * self.length
             layers = self.speed.matmuls(self.flow.compute, tokens, self._int8)
             found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
+        return found
+
+    @property
+    def head_dtype(self) -> str:
+        """Type in which the head multiplies."""
+        return self.flow.autocast or self.flow.table
+
+    def loss_s(self, loss: str, samples: int) -> float:
+        """GPU seconds of the head and the loss for one micro-batch, its forwards without gradients included."""
+        found = self._losses.get((loss, samples))
+        if found is None:
+            tokens, dtype = samples * self._scored, self.head_dtype
+            found = self.speed.loss_s(loss, dtype, tokens, self._full)
+            if self._extra:
+                found += self._extra * self.speed.head_forward_s(dtype, tokens)
+            self._losses[loss, samples] = found
         return found
 
     def forward_s(self, seqs: int, length: int) -> float:
