@@ -19,6 +19,7 @@ from planner.notes import found, risk
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.speed import cluster_of, speed_profile
+from planner.throughput.types import StepTime
 from planner.units import gib, percent
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def predict(
         model = with_eyes(model)
     ranks = rank_memories(model, gpu, setup)
     memory = ranks[0].breakdown
-    speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
-    if "paging" in speed.parts_s and not of_a_plan(setup):  # where its states fit a plan takes the form without pages
-        speed = speed if _paged_overflow(model, gpu, setup, memory.peak_device_bytes) else speed.without_paging()
+    speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
     found = Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -62,11 +61,23 @@ def predict(
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
         notes=(*memory_notes(model, gpu, setup), *_rank_notes(model, gpu, setup, ranks, cluster), *speed.notes),
-        rank_peaks=tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
-        if setup.num_gpus > 1
-        else (),
+        rank_peaks=_rank_peaks(ranks) if setup.num_gpus > 1 else (),
     )
     return with_evidence(found, gpu, setup, planned=planned)
+
+
+def _rank_peaks(ranks: tuple[RankMemory, ...]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
+
+
+def _step_time(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None", peak_device_bytes: int
+) -> StepTime:
+    """The time of a step; a plan takes an optimizer's form without pages where its states fit."""
+    speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
+    if "paging" not in speed.parts_s or of_a_plan(setup):
+        return speed
+    return speed if _paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
 
 
 def _paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:

@@ -80,12 +80,7 @@ class Wish:
             memory_bytes=memory,
             headroom_bytes=headroom,
             seq_len_tokens=seq_len_tokens,
-            global_batch_seqs=positive("global-batch", self.global_batch)
-            or steps.global_batch(
-                data.epoch_seqs,
-                cluster.num_gpus if cluster is not None else 1,
-                samples_per_seq=data.samples_per_seq,
-            ),
+            global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1),
             fixed=dict(fixed),
             min_rank=max(1, floor),
             min_rank_reason=reason,
@@ -110,6 +105,11 @@ class Wish:
         from planner.models.towers import image_tokens  # late: text alone needs none of it
 
         return max(usual, with_text(image_tokens(model, images)))
+
+    def _batch(self, data: Data, num_gpus: int) -> int:
+        """Sequences of an optimizer step: as asked for, or a usual number for the data and the GPUs."""
+        asked = positive("global-batch", self.global_batch)
+        return asked or steps.global_batch(data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq)
 
     def _data(self, seq_len_tokens: int) -> Data:
         """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,

@@ -19,6 +19,7 @@ from planner.memory.state import (
     gradients_held,
     halves_stay_apart,
     part_trained,
+    rank_state,
     weights_held,
 )
 from planner.memory.trained import Trained
@@ -69,13 +70,13 @@ class Fsdp2(Engine):
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
             if setup.asks_beside:
                 asked, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
-        return RankState(
-            part=part,
-            setup=inner,
+        return rank_state(
+            part,
+            inner,
+            held,
             trained=trained,
             local=local,
             optimizer_on_device=not on_host,
-            held=tuple(one for one in held if one.size_bytes),
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
             asked_bytes=asked,
@@ -100,13 +101,13 @@ class Fsdp2(Engine):
         held += _reducing(rest, groups, trained, local, setup, halves=halves, keep=False, accumulated=accumulated)
         held += _sharded_gradients(groups, local, setup.shards, accumulated, beside=share.layer)
         forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
-        return RankState(
-            part=part,
-            setup=inner,
+        return rank_state(
+            part,
+            inner,
+            held,
             trained=trained,
             local=local,
             stepped=max(outer.num, share.stored),  # the Trainer makes a group of parameters for every mesh
-            held=tuple(one for one in held if one.size_bytes),
             loss_forward_bytes=forward,
             loss_backward_bytes=backward,
         )
@@ -344,6 +345,26 @@ class _Reduction:
         return found if self.table else max(found, 2 * groups.embedding + before)
 
 
+def _reduction(
+    model: ModelSpec,
+    groups: Groups,
+    trained: Trained,
+    local: Trained,
+    setup: TrainSetup,
+    *,
+    keep: bool,
+    accumulated: bool,
+) -> _Reduction:
+    """How this rank's gradients are reduced: transformers' own policy does it in fp32."""
+    size, own = SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
+    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None
+    wide = SIZE_BYTES["fp32"] if in_fp32 else size
+    return _Reduction(
+        groups=groups, shards=setup.shards, size=size, wide=wide, cast=own if own != wide else 0, own=own,
+        tied=model.tied, keep=keep, accumulated=accumulated,
+    )  # fmt: skip
+
+
 def _reducing(
     model: ModelSpec,
     groups: Groups,
@@ -365,26 +386,18 @@ def _reducing(
     Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
     _all_reduce_state).
     """
-    shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
-    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' policy reduces in fp32
-    wide = SIZE_BYTES["fp32"] if in_fp32 else size
-    cast = own if own != wide else 0
-    way = _Reduction(
-        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
-        accumulated=accumulated,
-    )  # fmt: skip
+    way = _reduction(model, groups, trained, local, setup, keep=keep, accumulated=accumulated)
+    shards, size, wide, cast = way.shards, way.size, way.wide, way.cast
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
     apart = cast or setup.offload == "parameters" or (accumulated and setup.expert_degree > 1)
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     unreduced = wide * (groups.layer_trained + way.table) // shards
-    buffer = "reduce-scatter buffer"
+    buffer, one = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
     sent = wide if setup.expert_degree > 1 else size
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
-        gradients_held(
-            "one matrix's unsharded gradient", size * min(groups.matrix, groups.layer_trained), "first", "turn", "last"
-        ),
+        gradients_held("one matrix's unsharded gradient", one, "first", "turn", "last"),
         gradients_held(buffer, groups.tail_trained * sent, "first", "turn"),
         gradients_held(buffer, groups.layer_trained * sent + way.waiting, "last"),
         gradients_held("last gradients being reduced", way.end(halves, unreduced if reduced else 0), "end"),

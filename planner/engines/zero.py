@@ -4,7 +4,7 @@ from typing import final
 
 from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
-from planner.engines.gather import adapted, gathered_groups, scales_bytes
+from planner.engines.gather import Groups, adapted, gathered_groups, scales_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
 from planner.memory.state import (
@@ -16,6 +16,7 @@ from planner.memory.state import (
     gradients_held,
     halves_stay_apart,
     part_trained,
+    rank_state,
     weights_held,
     whole_gradients,
     whole_weights,
@@ -138,33 +139,39 @@ def _stages_1_and_2(
     Not counted: the load's second copy while parameters are flattened; padding of partitions.
     Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
     """
-    shards, size = setup.shards, SIZE_BYTES[trained.dtype]
+    size, offloaded = SIZE_BYTES[trained.dtype], setup.offload != "none"
+    local = _flat(trained, setup.shards)
     held = [*whole_weights(part.model, inner, trained)]
-    local = _flat(trained, shards)
-    offloaded = setup.offload != "none"
-    masters = 4 * local.num
     if not offloaded:
-        held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
+        held.append(_masters(setup.shards, 4 * local.num))
     held += _bucketed(part.model, setup, inner, trained, local, accumulated)
-    host = gone = 0
-    if offloaded:
-        # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned; one parameter's on the GPU
-        host = masters + 4 * local.num + size * local.num
-        held.append(gradients_held("offload's gradient buffer", size * trained.largest))
-        held.append(_norm(min(local.num, trained.embeddings)))
-    else:
-        held.append(gradients_held(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step"))
-        gone = 2 * size * local.num
-    return RankState(
-        part=part,
-        setup=inner,
+    held += _stepped(setup, trained, local)
+    gone = 0 if offloaded else 2 * size * local.num
+    # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned
+    host = (8 + size) * local.num if offloaded else 0
+    return rank_state(
+        part,
+        inner,
+        held,
         trained=trained,
         local=local,
         optimizer_on_device=not offloaded,
-        held=tuple(one for one in held if one.size_bytes),
         gone_in_step_bytes=gone,
         host_bytes=host,
     )
+
+
+def _stepped(setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+    """What the step of this rank's partition takes: copies of its gradients, or with offloading one parameter's."""
+    shards, size = setup.shards, SIZE_BYTES[trained.dtype]
+    if setup.offload != "none":
+        buffer = gradients_held("offload's gradient buffer", size * trained.largest)
+        return [buffer, _norm(min(local.num, trained.embeddings))]
+    return [gradients_held(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step")]
+
+
+def _masters(shards: int, size_bytes: int) -> Held:
+    return Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=size_bytes)
 
 
 def _bucketed(
@@ -213,32 +220,38 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     Not counted: hpZ and MiCS groups, NVMe.
     Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
     """
-    shards, size, model = setup.shards, SIZE_BYTES[trained.dtype], part.model
-    local = _flat(trained, shards)
+    size, model = SIZE_BYTES[trained.dtype], part.model
+    local = _flat(trained, setup.shards)
     stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
     held, host = _cut(part, setup, inner, trained, local, stepped)
-    bucket = size * zero_bucket_elements(trained.num)
-    held.append(gradients_held("ZeRO's reduce bucket", bucket))
-    _, block_stacks, largest = _stacks(model)
-    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
-    held += _gradients_and_copy(model, inner, trained, bucket, waiting, "reduce-scatter's copy of the bucket")
+    held += _reduced(model, inner, trained)
     layer = gathered_groups(model, inner, 1).layer
     loss_forward, asked = _beside_reference(model, inner) if setup.asks_beside else (0, 0)
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
-    return RankState(
-        part=part,
-        setup=inner,
+    return rank_state(
+        part,
+        inner,
+        held,
         trained=trained,
         local=local,
         optimizer_on_device=setup.offload == "none",
-        held=tuple(one for one in held if one.size_bytes),
         stepped=stepped,
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
         loss_forward_bytes=loss_forward,
         asked_bytes=asked,
         host_bytes=host,
     )
+
+
+def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
+    """The bucket, and gradients on their way through it."""
+    bucket = SIZE_BYTES[trained.dtype] * zero_bucket_elements(trained.num)
+    _, block_stacks, largest = _stacks(model)
+    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
+    copy = "reduce-scatter's copy of the bucket"
+    whole = gradients_held("ZeRO's reduce bucket", bucket)
+    return [whole, *_gradients_and_copy(model, inner, trained, bucket, waiting, copy)]
 
 
 def _cut(
@@ -265,7 +278,7 @@ def _cut(
         host += masters + 4 * local.num + own
         held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
         return held, host
-    held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
+    held.append(_masters(shards, masters))
     held.append(gradients_held(f"gradients / {shards}", own))
     copies = size + 4 if trained.dtype != "fp32" else 4
     held.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
@@ -307,44 +320,45 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     Source: DeepSpeed 0.19.8 `partitioned_param_coordinator.py`, in a model of which (removed in
     November 2026) 253 setups ran, to which these closed forms are fitted (docs/accuracy/spread-formula-vs-dry-run.md).
     """
-    groups = gathered_groups(model, inner, 1)
-    half = SIZE_BYTES[inner.weight_dtype]
+    groups, half = gathered_groups(model, inner, 1), SIZE_BYTES[inner.weight_dtype]
     everything = groups.layers + groups.embedding + groups.tail
     stacks, block_stacks, largest = _stacks(model)
     size = 1 if inner.quantized and not stacks else half  # of most elements: packed ones are bytes, stacks stay 16-bit
     over = size * largest // 2  # the tensor that crosses the limit, on average
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
-    kept = groups.layers - half * stacks if inner.quantized else 0  # by views
-    if inner.reentrant_checkpointing and inner.checkpointing == 1:
-        kept = 0  # the forward runs without a graph: nothing views what it gathered
-    if stacks and not inner.checkpointing and not _adapts_stacks(model, inner):
-        kept += half * stacks
+    kept = _viewed(model, inner, groups, half * stacks)
     # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
     head = groups.tail if inner.checkpointing and inner.loss == "full" else over
     forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
     loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
     # the backward gathers ahead again, in quantized layers beside the views
-    again = (
-        max(kept, groups.layer) + groups.tail + live
-        if inner.quantized and inner.checkpointing and groups.layers > live
-        else 0
-    )
+    again = 0
+    if inner.quantized and inner.checkpointing and groups.layers > live:
+        again = max(kept, groups.layer) + groups.tail + live
     # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
-    stacked = 0 if inner.checkpointing else 2 * half * block_stacks
-    first = max(min(everything, loss + ahead), again, stacked)
+    first = max(min(everything, loss + ahead), again, 0 if inner.checkpointing else 2 * half * block_stacks)
     last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
-    end = groups.embedding or groups.tail
-    if inner.loss != "full" and not model.tied:
-        last, end = last + groups.tail, end + groups.tail  # read for the whole forward and backward
+    # a head that a fused loss reads is there for the whole forward and backward
+    read = groups.tail if inner.loss != "full" and not model.tied else 0
     name = "gathered weights"
     return [
         weights_held(name, forward, "gather", "forward"),
         weights_held(name, loss, "loss", "head"),
         weights_held(name, first, "first", "turn"),
-        weights_held(name, last, "last"),
-        weights_held(name, end, "end"),
+        weights_held(name, last + read, "last"),
+        weights_held(name, (groups.embedding or groups.tail) + read, "end"),
     ]
+
+
+def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: int) -> int:
+    """Bytes of gathered weights that views keep until their backward."""
+    kept = groups.layers - stacks_bytes if inner.quantized else 0
+    if inner.reentrant_checkpointing and inner.checkpointing == 1:
+        kept = 0  # the forward runs without a graph: nothing views what it gathered
+    if stacks_bytes and not inner.checkpointing and not _adapts_stacks(model, inner):
+        kept += stacks_bytes
+    return kept
 
 
 def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:

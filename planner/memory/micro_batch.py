@@ -111,18 +111,12 @@ def activation_parts(
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
     kept = _counted(model, setup, ground.below)[1]
     num, num_kept = sum(counts), sum(kept)
-    stored = _stored(model, setup, ground, kept)
+    stored, at_first_decoder_layer = _stored(model, setup, ground, kept)
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
-    last = costs[-1]
-    biases = position_bias(model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=num_kept)
-    stored["bias"] = biases.stored
     behind = _gone_behind(model, setup, costs, kept)
-    half, encoder = (counts, kept), NO_ENCODER
-    if model.is_encoder_decoder:
-        halves = Halves.of(model, *half)
-        half, encoder = halves.decoder, _encoder(stored, model, setup, ground, halves, casts[1])
+    half, encoder = _of_halves(stored, model, setup, ground, kept, casts[1])
     layer_moments = _largest_moments(setup, costs, *half, behind)
     largest = max(layer_moments, key=_total)
     return ActivationParts(
@@ -136,7 +130,7 @@ def activation_parts(
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_cache,
         forwards=forwards,
-        at_first_decoder_layer=biases.at_first_decoder_layer,
+        at_first_decoder_layer=at_first_decoder_layer,
         encoder=encoder,
         key_cache=sum([cost.cached * count for cost, count in zip(costs, counts, strict=True)]),
         with_rows=ground.with_rows,
@@ -161,6 +155,16 @@ class Halves(NamedTuple):
             return [num if one is half else 0 for num, one in zip(nums, encodes, strict=True)]
 
         return cls((of(counts, True), of(kept, True)), (of(counts, False), of(kept, False)))
+
+
+def _of_halves(
+    stored: dict[str, int], model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int], casts: int
+) -> tuple[tuple[Sequence[int], Sequence[int]], EncoderBytes]:
+    """(Layers of each kind, and how many keep their activations, of what is no encoder; what is the encoder's)."""
+    if not model.is_encoder_decoder:
+        return (ground.layers, kept), NO_ENCODER
+    halves = Halves.of(model, ground.layers, kept)
+    return halves.decoder, _encoder(stored, model, setup, ground, halves, casts)
 
 
 def _encoder(
@@ -289,13 +293,17 @@ def _forward_temporaries(
     return max(again - behind, whole)
 
 
-def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> dict[str, int]:
-    """What is kept to the backward's end by part, copies and position biases apart."""
+def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> tuple[dict[str, int], int]:
+    """(What is kept to the backward's end by part, copies apart; position biases at the backward of the first decoder
+    layer)."""
     first, pinned = model.layer_order[ground.below], traits_of(model).post_norm
     stored = _kept_by_layers(setup, ground.costs, ground.layers, kept, first=first, entry_pinned=pinned)
     for part, size in ground.outside.items():
         stored[part] += size
-    return stored
+    last = ground.costs[-1]
+    biases = position_bias(model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
+    stored["bias"] = biases.stored
+    return stored, biases.at_first_decoder_layer
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:

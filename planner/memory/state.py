@@ -1,7 +1,8 @@
 """`RankState`: what one rank holds beside its activations, moment by moment of a step; an engine builds it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
+from typing import Any
 
 from planner.errors import SetupError
 from planner.memory.adapter_kinds import shared_bytes
@@ -112,6 +113,11 @@ class RankState:
         if self.optimizer_on_device:
             return 0
         return state_bytes(self.local.num, self.local.dtype, optimizer, matrix_edge_sum=self.local.edge_sum)
+
+
+def rank_state(part: RankPart, setup: TrainSetup, held: Iterable[Held], **other: Any) -> RankState:
+    """The state of a rank that shards: what holds nothing is left out."""
+    return RankState(part=part, setup=setup, held=tuple(one for one in held if one.size_bytes), **other)
 
 
 def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:

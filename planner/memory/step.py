@@ -48,11 +48,11 @@ def step_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ground: Ground
     return with_tower(parts, model, gpu, setup)
 
 
-def dynamic_bytes(state: RankState, moments: Iterable[tuple[str, int]], *, in_flight: int, in_loss: int) -> list[int]:
+def dynamic_bytes(state: RankState, moments: Iterable[Moment], *, in_flight: int, in_loss: int) -> list[int]:
     """What changes within a step at every moment: the engine's, computing's, the loss and what a pipeline has in
     flight."""
     held = state.moment_bytes
-    return [held[name] + size + in_flight + (in_loss if name == "loss" else 0) for name, size in moments]
+    return [held[one.name] + one.size_bytes + in_flight + (in_loss if one.name == "loss" else 0) for one in moments]
 
 
 def reserved_bytes(dynamic: int) -> int:
@@ -135,10 +135,8 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     waiting = in_flight_bytes(state, setup, total_bytes(stored_terms(parts)), part.in_flight, setup.accumulation_steps)
     in_flight: Term = ("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", waiting)
     in_loss, outputs = _in_loss(part, setup, state, parts)
-    sizes = [(moment.name, moment.size_bytes) for moment in moments]
-    totals = dynamic_bytes(state, sizes, in_flight=waiting, in_loss=total_bytes(in_loss))
-    resident = _resident(part, gpu, setup, state, parts)
-    shown = _Shown(resident)
+    totals = dynamic_bytes(state, moments, in_flight=waiting, in_loss=total_bytes(in_loss))
+    shown = _Shown(_resident(part, gpu, setup, state, parts))
     shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
     largest: dict[str, int] = {}
@@ -157,8 +155,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
         step = state.moment_bytes["step"] + temporaries
-        dynamic = max(*totals, step, total_bytes(generated))
-        gap = allocator_gap_bytes(dynamic)
+        gap = allocator_gap_bytes(max(*totals, step, total_bytes(generated)))
     else:
         gap = fixed_segments_gap_bytes(kept=total_bytes(stored_terms(parts)) + waiting, **largest)
     outside = context_bytes(gpu) + communicator_bytes(gpu, setup)

@@ -27,7 +27,7 @@ from planner.memory.matrix_inputs import adapter_input, handed_on
 from planner.memory.mlp import ACTIVATION_COPIES, activation_dtype, gated_fused, lora_mlp
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
-from planner.models.spec import LayerSpec, LinearSpec
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec
 
 
 def mlp_width(layer: LayerSpec) -> int:
@@ -98,19 +98,11 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     flow, mlp = context.flow, layer.mlp
     if mlp is None:
         return 0, 0
-    width = mlp_width(layer)
-    hidden_dtype = flow.linear_out(flow.residual)
-    size = SIZE_BYTES[hidden_dtype]
-    gated = mlp.kind != "plain"
-    composed = ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
-    if composed:  # the product of the two halves of a composed GELU, in its output's type, and what comes in
-        gradients = 3 * SIZE_BYTES[activation_dtype(mlp.activation, flow, hidden_dtype)] * width
-    elif gated_fused(mlp, context):  # written over gate and up, but for the product's own
-        gradients = size * width
-        if lora_mlp(layer, context):  # at the recomputed end: the product, its copy and the last matrix's result
-            return 2 * gradients + size * context.hidden, gradients
-    else:
-        gradients = (3 if gated else 2) * size * width
+    width, hidden_dtype = mlp_width(layer), flow.linear_out(flow.residual)
+    gradients = width * _activation_gradients(mlp, context)
+    if gated_fused(mlp, context) and lora_mlp(layer, context) and not _composed(mlp):
+        # at the recomputed end: the product, its copy and the last matrix's result
+        return 2 * gradients + SIZE_BYTES[hidden_dtype] * context.hidden, gradients
     downs = [one for one in layer.linears if one.role == "down" and not one.is_expert]
     if mlp.kind == "moe" or not downs:
         return gradients, gradients
@@ -129,6 +121,21 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     end = at_last_matrix(layer, context, saved) if context.setup.checkpointing else 0
     together = (wide + SIZE_BYTES[flow.autocast or activated]) * width - gone  # the base multiplies in 16 bits
     return max(end, backward - gone, together + wide * width, gradients - gone), together
+
+
+def _composed(mlp: MlpSpec) -> bool:
+    """Whether the activation is made of single operations (a composed GELU)."""
+    return ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
+
+
+def _activation_gradients(mlp: MlpSpec, context: LayerContext) -> int:
+    """Bytes of the gradients of one element of the activation."""
+    dtype = context.flow.linear_out(context.flow.residual)
+    if _composed(mlp):  # the product of its two halves, in its output's type, and what comes in
+        return 3 * SIZE_BYTES[activation_dtype(mlp.activation, context.flow, dtype)]
+    if gated_fused(mlp, context):  # written over gate and up, but for the product's own
+        return SIZE_BYTES[dtype]
+    return (3 if mlp.kind != "plain" else 2) * SIZE_BYTES[dtype]
 
 
 def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:

@@ -57,15 +57,7 @@ def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
     kind = setup.adapter
     params = float(trained_parameters(model, setup).num)
     if not setup.kind.adapts_matrices:
-        return KindWork(
-            moved=_NOTHING,
-            flops=0.0,
-            passes=0.0,
-            constant_bytes=0.0,
-            params=params,
-            tensors=2 * model.num_layers if setup.kind.form == "norms" else 1,
-            calls=0.0,
-        )
+        return _of_no_matrices(params, 2 * model.num_layers if setup.kind.form == "norms" else 1)
     kind_linears(model, kind, setup.lora_targets)  # refuses stacked experts
     linears, _, modules, _ = adapted_linears(model, setup.lora_targets)
     added = _added(linears, setup, flow)
@@ -88,6 +80,13 @@ def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
         calls=modules * added.python,
         step_s=ALLOCATOR_S * added.tensors * modules if kind == "adalora" else 0.0,
     )
+
+
+def _of_no_matrices(params: float, tensors: int) -> KindWork:
+    """Of what trains so many parameters outside the matrices: the optimizer's alone."""
+    return KindWork(
+        moved=_NOTHING, flops=0.0, passes=0.0, constant_bytes=0.0, params=params, tensors=tensors, calls=0.0
+    )  # fmt: skip
 
 
 class _Added(NamedTuple):

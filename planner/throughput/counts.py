@@ -128,21 +128,10 @@ def layer_traffic(
     """
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
-    sizes = _Sizes(
-        stream=SIZE_BYTES[flow.residual],
-        compute=SIZE_BYTES[flow.compute],
-        wide=SIZE_BYTES[flow.linear_out(flow.residual)],
-    )
+    sizes = _Sizes(*(SIZE_BYTES[one] for one in (flow.residual, flow.compute, flow.linear_out(flow.residual))))
     single = conditions.single_operations
     forward, backward = _elementwise_bytes(inv, flow, sizes, fused, trained=trained, drag=drag, single=single)
-    composed, dropouts = _single_operations(inv, fused)
-    if composed:
-        of_power = 4 if flow.autocast else sizes.wide  # a power is on autocast's fp32 list
-        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
-        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
-    if dropouts:
-        forward += inv.dropout_width * (2 * sizes.stream + 1)
-        backward += inv.dropout_width * (2 * sizes.stream + 1)
+    forward, backward = _with_single_operations(inv, flow, sizes, fused, (forward, backward))
     cast, summed, casting = _around_matrices(inv, sizes)
     kernels = _kernels(inv, conditions, fused, trained=trained, casting=casting)
     return Moved(
@@ -206,6 +195,22 @@ def _single_operations(inv: Inventory, fused: frozenset[str]) -> tuple[int, int]
     """(activations that are composed of single operations, dropouts that are kernels of their own)."""
     composed = 0 if "gated" in fused else inv.num_composed
     return composed, 0 if "inputs" in fused else inv.num_dropouts  # the compiler draws their numbers beside other work
+
+
+def _with_single_operations(
+    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], others: tuple[float, float]
+) -> tuple[float, float]:
+    """Bytes of the others, of composed activations and of dropouts, forward and backward."""
+    forward, backward = others
+    composed, dropouts = _single_operations(inv, fused)
+    if composed:
+        of_power = 4 if flow.autocast else sizes.wide  # a power is on autocast's fp32 list
+        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
+        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
+    if dropouts:
+        forward += inv.dropout_width * (2 * sizes.stream + 1)
+        backward += inv.dropout_width * (2 * sizes.stream + 1)
+    return forward, backward
 
 
 def _around_matrices(inv: Inventory, sizes: _Sizes) -> tuple[int, int, int]:
@@ -272,35 +277,44 @@ def adapter_traffic(linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, *, 
 
     Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `tuners/lora/bnb.py` `Linear4bit.forward`.
     """
-    narrow = SIZE_BYTES[flow.autocast or flow.adapter]
-    wide = SIZE_BYTES[flow.linear_out(flow.residual)]
-    stream = SIZE_BYTES[flow.residual]
-    held = stream if flow.quantized and flow.autocast else SIZE_BYTES[flow.adapter]
-    total = max(narrow, wide)
-    mask = (2 * held + 1) if dropout else 0
-    cast_in = (stream + held if held != stream else 0) + (held + narrow if held != narrow else 0)
-    cast_out = (total + wide) if total != wide else 0
-    clone = 2 * wide if flow.quantized else 0
-    inputs_forward = cast_in + mask + narrow
-    outputs_forward = narrow + 2 * narrow + (wide + narrow + total) + cast_out + clone
-    inputs_backward = 2 * narrow + mask + cast_in + 3 * stream
-    outputs_backward = 2 * narrow + 2 * narrow + cast_out
-    if fused:
-        inputs_forward, outputs_forward = mask + narrow, 3 * narrow
-        inputs_backward, outputs_backward = 2 * narrow + mask + 3 * stream, 3 * narrow
-    forward = backward = 0
-    modules = 0
+    ahead, back = _around_an_adapter(flow, dropout=dropout, fused=fused)
+    forward = backward = modules = 0
     for linear, count in linears:
         inputs = count * linear.num_active * linear.in_features
         outputs = count * linear.num_active * linear.out_features
-        forward += inputs * inputs_forward + outputs * outputs_forward
-        backward += inputs * inputs_backward + outputs * outputs_backward
+        forward += inputs * ahead.per_input + outputs * ahead.per_output
+        backward += inputs * back.per_input + outputs * back.per_output
         modules += count * (1 if linear.module == "parameter" else linear.num)
-    per_forward = 3 if fused else 4 + bool(cast_in) + bool(cast_out) + dropout
-    per_backward = 5 if fused else 6 + bool(cast_in) + bool(cast_out) + dropout
     return Moved(
         forward_bytes=forward,
         backward_bytes=backward,
-        forward_kernels=modules * per_forward,
-        backward_kernels=modules * per_backward,
+        forward_kernels=modules * ahead.kernels,
+        backward_kernels=modules * back.kernels,
+    )
+
+
+class _Around(NamedTuple):
+    """What one way through an adapter moves: bytes of every input and output of its matrix; its kernels."""
+
+    per_input: int
+    per_output: int
+    kernels: int
+
+
+def _around_an_adapter(flow: Flow, *, dropout: bool, fused: bool) -> tuple[_Around, _Around]:
+    """Forward and backward of one adapted matrix."""
+    narrow = SIZE_BYTES[flow.autocast or flow.adapter]
+    wide, stream = SIZE_BYTES[flow.linear_out(flow.residual)], SIZE_BYTES[flow.residual]
+    held = stream if flow.quantized and flow.autocast else SIZE_BYTES[flow.adapter]
+    mask = (2 * held + 1) if dropout else 0
+    if fused:
+        return _Around(mask + narrow, 3 * narrow, 3), _Around(2 * narrow + mask + 3 * stream, 3 * narrow, 5)
+    total = max(narrow, wide)
+    cast_in = (stream + held if held != stream else 0) + (held + narrow if held != narrow else 0)
+    cast_out = (total + wide) if total != wide else 0
+    clone = 2 * wide if flow.quantized else 0
+    casts = bool(cast_in) + bool(cast_out) + dropout
+    return (
+        _Around(cast_in + mask + narrow, 3 * narrow + (wide + narrow + total) + cast_out + clone, 4 + casts),
+        _Around(2 * narrow + mask + cast_in + 3 * stream, 4 * narrow + cast_out, 6 + casts),
     )
