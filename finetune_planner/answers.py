@@ -68,7 +68,7 @@ class Planned(_Answer):
     @property
     def chosen(self) -> Candidate:
         """The setup to train with, or the one that comes nearest to fitting; its figures by rung."""
-        return self.answer.chosen if isinstance(self.answer, Plan) else self.answer.nearest
+        return self.answer.subject
 
     @property
     def peak_device_bytes(self) -> int:

@@ -124,6 +124,11 @@ class Plan:
     search: Mapping[str, object] = field(default_factory=dict)
     kind: Literal["plan"] = "plan"
 
+    @property
+    def subject(self) -> Candidate:
+        """The setup that the answer is about."""
+        return self.chosen
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoPlan:
@@ -137,3 +142,8 @@ class NoPlan:
     space: SpaceCount
     notes: tuple[str, ...] = ()
     kind: Literal["no_plan"] = "no_plan"
+
+    @property
+    def subject(self) -> Candidate:
+        """The setup that the answer is about."""
+        return self.nearest

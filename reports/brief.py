@@ -82,13 +82,9 @@ def render_brief(
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
-def _subject(answer: Plan | NoPlan) -> Candidate:
-    return answer.chosen if isinstance(answer, Plan) else answer.nearest
-
-
 def _head(page: Page, answer: Plan | NoPlan) -> None:
     """What to train with, and where the memory goes."""
-    chosen = _subject(answer)
+    chosen = answer.subject
     page.line(workload_words(answer.workload), style="bold")
     page.line(text.verdict_sentence(answer) if isinstance(answer, Plan) else text.nearest_sentence(answer))
     for sentence in (text.spread_sentence(chosen), text.epoch_sentence(answer.workload, chosen)):
@@ -130,7 +126,7 @@ def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: S
         )
     else:
         verdict = text.nothing_sentence(answer)
-    page.line(verdict, style=text.verdict_style(_subject(answer)))
+    page.line(verdict, style=text.verdict_style(answer.subject))
 
 
 def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:

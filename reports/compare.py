@@ -42,7 +42,7 @@ def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple
     header = ("plan", "fits", "peak", "budget", "from", "speed", "from ", "$ per million tokens", "setup")
     rows: list[tuple[str, ...]] = []
     for label, (_, plan) in zip(plan_labels(named), named, strict=True):
-        candidate = plan.chosen if isinstance(plan, Plan) else plan.nearest
+        candidate = plan.subject
         evidence = candidate.memory_evidence
         rows.append(
             (
@@ -85,7 +85,7 @@ def comparison_view(named: Sequence[Named], targets: Sequence[str]) -> dict[str,
 
 def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[Chart]:
     labels = plan_labels(named)
-    candidates = [plan.chosen if isinstance(plan, Plan) else plan.nearest for _, plan in named]
+    candidates = [plan.subject for _, plan in named]
     charts = []
     if plans:
         speeds = [plan.chosen.tokens_per_s for _, plan in plans]

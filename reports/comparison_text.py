@@ -27,7 +27,7 @@ def render_comparison(named: Sequence[Named], console: Console) -> None:
     table = page.table(*header, right=header[2:])
     labels = plan_labels(named)
     for label, (_, plan) in zip(labels, named, strict=True):
-        candidate = plan.chosen if isinstance(plan, Plan) else plan.nearest
+        candidate = plan.subject
         speed = f"{candidate.tokens_per_s:,.0f}" if isinstance(plan, Plan) and candidate.tokens_per_s else "-"
         page.row(
             table,

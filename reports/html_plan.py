@@ -35,7 +35,7 @@ METER_SHARE = 70
 
 def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
     """Everything that plan.html.j2 reads."""
-    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    chosen = plan.subject
     wish = plan.workload
     parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
     named = text.memory_mark(parts.terms_evidence)
@@ -114,7 +114,7 @@ def _ranks(chosen: Candidate) -> dict[str, Any] | None:
 
 
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
-    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    chosen = plan.subject
     wish = plan.workload
     labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
     bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)

@@ -42,7 +42,7 @@ MIN_SHOWN_BYTES = 52_429
 
 def notes_of(answer: Plan | NoPlan) -> list[Note]:
     """The notes of the answer and of its setup, once each, what a person must know first at the head."""
-    setup = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    setup = answer.subject
     notes = dict.fromkeys(Note(clean(note), place_of(note)) for note in (*setup.notes, *answer.notes) if note)
     return sorted(notes, key=place_of)
 
@@ -181,7 +181,7 @@ SOURCE_HEADER = ("what", "value")
 def source_rows(answer: Plan | NoPlan, extras: Extras) -> list[tuple[str, str]]:
     """Where the answer comes from, under SOURCE_HEADER: facts, command, versions, and the machine of a probe."""
     wish = answer.workload
-    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    chosen = answer.subject
     rows = [
         ("model configuration", wish.model.config_source),
         ("GPU facts", wish.gpu.source),

@@ -177,7 +177,7 @@ def _plans(
 
 def _choice_json(one: Any) -> dict[str, Any]:
     answer = one.answer
-    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    chosen = answer.subject
     return {
         "gpu": one.gpu.key,
         "num_gpus": answer.workload.num_gpus,

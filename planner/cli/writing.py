@@ -156,7 +156,7 @@ def launch_files(
     said; its figure stands above the plan's rung.
     """
 
-    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    chosen = plan.subject
     request = _request(plan.workload, chosen, dataset, folder)
     launches = []
     evaluated = {chosen.setup: chosen}
