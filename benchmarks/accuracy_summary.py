@@ -2,7 +2,8 @@
 
     python -m benchmarks.accuracy_summary --write
 
-Every cell is one of `docs/accuracy/formula.md` and `dry-run.md`, which `plan accuracy` writes. Run it after them.
+Every figure stands in a page that a command writes (`plan accuracy`, benchmarks of speed and of several GPUs). Run it
+after them.
 """
 
 import re
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "accuracy"
 PAGES = (ROOT / "README.md", FOLDER / "README.md")
 START, END = "<!-- written by benchmarks/accuracy_summary.py -->\n", "<!-- end -->\n"
+START_SENTENCES = "<!-- so is this -->\n"
 
 ROWS = (
     ("peak allocated, runs that a setup expresses fully", "allocated", "expressed fully"),
@@ -46,6 +48,36 @@ def summary() -> str:
     return "\n".join(lines) + "\n"
 
 
+def sentences() -> str:
+    """README's figures of speed and of several GPUs, each from the first table that has its row."""
+    speed = _rows(ROOT / "docs" / "speed-accuracy.md")["**one GPU, complete configuration (A)**"]
+    several = _rows(FOLDER / "multi-gpu.md")
+    held_out, kept = several["tokens/s, source held out"], several["peak memory of the worst rank"]
+    planned = several["the same without what FSDP 1 is known to keep"]
+    num_several = re.search(r"\((\d+) configurations run by others", (FOLDER / "multi-gpu.md").read_text("utf-8"))
+    assert num_several
+    ranks = _rows(FOLDER / "spread-formula-vs-dry-run.md")["all points"]
+    return f"""Speed, a whole source held out of the fit ({speed[0]} complete configurations on one GPU, [speed](docs/speed-accuracy.md)):
+{speed[1]} median, {speed[2]} at the 90th percentile; runs that a setup expresses fully, above, hold small models and cards that
+nothing was fitted on.
+
+Several GPUs, against {num_several[1]} published configurations (nearly all FSDP 1; [table](docs/accuracy/multi-gpu.md)): tokens/s of a
+held-out source {held_out[1]} / {held_out[2]} (median / 90th); memory {kept[1]} / {kept[2]} with what FSDP 1 keeps, {planned[1]} / {planned[2]} as
+planned for FSDP2. The formula of one rank against its dry run: median {ranks[1]}, 95th {ranks[3]}, worst {ranks[4]}
+([{ranks[0]} points](docs/accuracy/spread-formula-vs-dry-run.md)).
+"""  # noqa: E501
+
+
+def _rows(path: Path) -> dict[str, list[str]]:
+    """First cell -> the others, of all tables of a page; the first of several rows of one name."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found.setdefault(name, cells)
+    return found
+
+
 def _errors(cells: Cells | None) -> str:
     return f"{cells['median']} / {cells['95th']}" if cells else ""
 
@@ -70,9 +102,12 @@ def _false_fits(name: str) -> str:
 
 
 def written(page: Path) -> str:
-    """A page with the table of today."""
-    head, _, rest = page.read_text(encoding="utf-8").partition(START)
-    return head + START + summary() + END + rest.partition(END)[2]
+    """A page with the table, and the sentences where it has them, of today."""
+    text = page.read_text(encoding="utf-8")
+    for start, today in ((START, summary), (START_SENTENCES, sentences)):
+        head, found, rest = text.partition(start)
+        text = head + found + today() + END + rest.partition(END)[2] if found else text
+    return text
 
 
 if __name__ == "__main__":
