@@ -1,5 +1,7 @@
 """`plan gpus` and `plan models`: the tables that come with the package."""
 
+from dataclasses import fields
+
 import typer
 
 from planner.cli.output import console, print_json
@@ -25,20 +27,9 @@ def models(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
-    rows = []
-    for name in catalogue.names():
-        if match.lower() not in name.lower():
-            continue
-        spec = catalogue.load(name)
-        if spec is not None:
-            rows.append(
-                ModelRow(
-                    model_id=spec.model_id,
-                    model_type=spec.model_type,
-                    num_params=spec.num_params,
-                    max_position_embeddings=spec.max_position_embeddings,
-                )
-            )
+    specs = (catalogue.load(name) for name in catalogue.names() if match.lower() in name.lower())
+    columns = [one.name for one in fields(ModelRow)]
+    rows = [ModelRow(**{name: getattr(spec, name) for name in columns}) for spec in specs if spec is not None]
     if as_json:
         print_json([to_jsonable(row) for row in rows])
         return

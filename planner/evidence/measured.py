@@ -144,15 +144,19 @@ def load_rows(kind: Kind = "all") -> tuple[MeasuredRow, ...]:
     rows = _read(SEVERAL_GPUS if kind == "multi" else SINGLE_GPU)
     if kind == "oom":
         return tuple(row for row in rows if row.status == "oom")
-    if kind == "memory":
-        return tuple(row for row in rows if row.allocated_bytes is not None or row.reserved_bytes is not None)
-    if kind == "allocated":
-        return tuple(row for row in rows if row.allocated_bytes is not None)
-    if kind == "reserved":
-        return tuple(row for row in rows if row.reserved_bytes is not None)
-    if kind == "speed":
-        return tuple(row for row in rows if row.tokens_per_s is not None)
-    return rows
+    figures = _FIGURES.get(kind)
+    if figures is None:
+        return rows
+    return tuple(row for row in rows if any(row.measured(name) is not None for name in figures))
+
+
+_FIGURES: Mapping[str, tuple[Quantity, ...]] = {
+    "memory": ("allocated", "reserved"),
+    "allocated": ("allocated",),
+    "reserved": ("reserved",),
+    "speed": ("tokens_per_s",),
+}
+"""Kind of rows -> the figures of which they have one."""
 
 
 @lru_cache(maxsize=2)
