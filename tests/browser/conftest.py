@@ -17,6 +17,13 @@ PATIENCE_S = 600
 """What the page has not done by then, it never does."""
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
+ARGUMENTS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+    "--disable-extensions", "--disable-component-update", "--disable-background-networking",
+    "--disable-default-apps", "--disable-sync",
+)  # fmt: skip
+"""Nothing but the pages that are opened: no start page, which asks the network, and no services beside it."""
+
 
 class Browser:
     """Opens pages and keeps what the page did: console messages and requests."""
@@ -65,7 +72,7 @@ class Browser:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 parameters = message["params"]
-                if not parameters["documentURL"].startswith("chrome://"):
+                if not parameters["documentURL"].startswith(("chrome://", "chrome-untrusted://")):
                     found.append(parameters["request"]["url"])
         return found
 
@@ -90,7 +97,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     profile = tmp_path_factory.mktemp("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+    for argument in ARGUMENTS:
         options.add_argument(argument)
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
