@@ -1,10 +1,9 @@
 """Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import TypeVar
 
 from planner.choices.images import IMAGE_TARGETS
 from planner.choices.stacks import TARGET_ROWS
@@ -25,7 +24,6 @@ from planner.setup import TrainSetup
 
 Exporter = Callable[[ExportRequest], Launch]
 """A target's files for one request: the same text for the same request, always."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,15 @@ class Target:
     """One launch target: what it makes of a setup, and its files.
 
     Attributes:
-        name: a stack's where it runs by its own code (`planner.choices.stacks`); room: its module.
+        name: a stack's where it runs by its own code (`planner.choices.stacks`).
     """
 
     name: str
-    room: ModuleType
+
+    @property
+    def room(self) -> ModuleType:
+        """Its module."""
+        return _room(self.name)
 
     def _unlike(self, setup: TrainSetup) -> str:
         """Why it has no file for the setup's objective or its pictures, "" where it has."""
@@ -86,39 +88,21 @@ class Target:
         draft: Draft = room.export(request, found)
         files, main = draft.files, draft.main
         if main is not None:
-            head = header(request, main.title, draft.command, versions, differences=found, notes=draft.notes)
-            files = (LaunchFile(path=main.path, text=comments(head) + main.body), *files)
-        parts = {**vars(draft), "files": files, "main": None}
+            head = header(request, draft.title, draft.command, versions, differences=found, notes=draft.notes)
+            files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
+        parts = {**vars(draft), "files": files, "main": None, "title": ""}
         return Launch(target=self.name, differences=found, validated_with=versions, **parts)
 
 
 @cache
-def _target(name: str) -> Target:
-    return Target(name, import_module(f"planner.exporters.{name.replace('-', '_')}"))
+def _room(name: str) -> ModuleType:
+    """A target's module, imported when it is first asked for."""
+    return import_module(f"planner.exporters.{name.replace('-', '_')}")
 
 
-@dataclass(frozen=True)
-class _ByName(Mapping[str, T]):
-    """Something of every target; its module is imported when it is first asked for."""
-
-    of: Callable[[str], T]
-
-    def __getitem__(self, name: str) -> T:
-        if name not in TARGET_ROWS:
-            raise KeyError(name)
-        return self.of(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(TARGET_ROWS)
-
-    def __len__(self) -> int:
-        return len(TARGET_ROWS)
-
-
-TARGETS: Mapping[str, Target] = _ByName(_target)
+TARGETS: Mapping[str, Target] = {name: Target(name) for name in TARGET_ROWS}
 """Target name -> what it makes of a setup, and its files."""
-
-EXPORTERS: Mapping[str, Exporter] = _ByName(lambda name: _target(name).export)
+EXPORTERS: Mapping[str, Exporter] = {name: target.export for name, target in TARGETS.items()}
 """Target name -> exporter."""
 
 __all__ = [

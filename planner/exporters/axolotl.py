@@ -3,7 +3,7 @@
 from planner.choices.kernels import KERNELS, parts_of
 from planner.exporters import common, deepspeed, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -111,8 +111,15 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         notes.append(several_gpus.PER_NODE)
     files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
     title = "Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}"
-    main = Main(FILE, title, yaml_text(_sections(request)))
-    return Draft(main=main, files=tuple(files), command=common.after(env, command), notes=tuple(notes), python=PYTHON)
+    main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
+    return Draft(
+        title=title,
+        main=main,
+        files=tuple(files),
+        command=common.after(env, command),
+        notes=tuple(notes),
+        python=PYTHON,
+    )
 
 
 def _wide_routers(model: ModelSpec | None) -> int:

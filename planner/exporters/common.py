@@ -123,6 +123,16 @@ def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> 
     ]
 
 
+def saving_lines(request: ExportRequest) -> list[Line]:
+    """What is saved on the way, as transformers says it."""
+    if not request.save:
+        return [Line("save_strategy", "no", "the final model is saved all the same")]
+    lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
+    if request.setup.sharded_at_loading:
+        lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
+    return lines
+
+
 def adapter_refusal(setup: TrainSetup, tool: str) -> str:
     """Why a tool's file cannot ask for the setup's kind of adapter, "" where it can."""
     row = setup.kind

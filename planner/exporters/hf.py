@@ -6,7 +6,7 @@ from planner.exporters import accelerate, chat, common, deepspeed, script_sound,
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.text import Line, said, shown_path
-from planner.exporters.types import Difference, Draft, ExportRequest, Main
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
@@ -75,8 +75,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
     title = "Plain transformers + peft" + ("" if setup.aim.supervised else f": {setup.aim.title}")
-    main = Main(FILE, title, _script(request, found))
-    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes))
+    main = LaunchFile(path=FILE, text=_script(request, found))
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _needs_no_config(setup: TrainSetup) -> bool:
@@ -339,7 +339,7 @@ def arguments(
             Line("report_to", "none"),
             Line("remove_unused_columns", False),
             *more,
-            *_saving(request, setup),
+            *common.saving_lines(request),
         ],
     )
 
@@ -355,15 +355,6 @@ def _ulysses(setup: TrainSetup) -> list[Line]:
     handler = f'DeepSpeedSequenceParallelConfig(sp_attn_implementation="{kernel}")'
     config = f'ParallelismConfig(sp_backend="deepspeed", sp_size={setup.context_degree}, sp_handler={handler})'
     return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
-
-
-def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:
-    if not request.save:
-        return [Line("save_strategy", "no", "the final model is saved all the same")]
-    lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
-    if setup.sharded_at_loading:
-        lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
-    return lines
 
 
 def run(trainer: str, processing: str, then: str = "") -> str:

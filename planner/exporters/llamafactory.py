@@ -6,7 +6,7 @@ from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, common, deepspeed, slurm
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile, Main
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.hardware.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.targets import adapts_expert_stacks, attention_target_names, chooses, peft_target_modules
@@ -168,8 +168,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if request.num_nodes > 1:
         notes.append(PER_NODE)
     files = [_dataset_info(request), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
-    main = Main(FILE, "LLaMA-Factory", yaml_text(_sections(request)))
-    return Draft(main=main, files=tuple(files), command=command, notes=tuple(notes))
+    main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
+    return Draft(title="LLaMA-Factory", main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _attention(request: ExportRequest) -> str:
@@ -219,18 +219,10 @@ def _sections(request: ExportRequest) -> list[Section]:
 
 
 _TEMPLATES = {
-    "qwen2_vl": "qwen2_vl",
+    **{name: name for name in ("qwen2_vl", "llava", "paligemma", "gemma3", "gemma3n", "gemma4", "mllama")},
     "qwen2_5_vl": "qwen2_vl",
-    "qwen3_vl": "qwen3_vl_nothink",
-    "qwen3_vl_moe": "qwen3_vl_nothink",
-    "qwen3_5": "qwen3_5_nothink",
-    "qwen3_5_moe": "qwen3_5_nothink",
-    "llava": "llava",
-    "paligemma": "paligemma",
-    "gemma3": "gemma3",
-    "gemma3n": "gemma3n",
-    "gemma4": "gemma4",
-    "mllama": "mllama",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "qwen3_vl_nothink"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "qwen3_5_nothink"),
     "mistral3": "mistral_small",  # of the text below it: "ministral3"
     "internvl": "intern_vl",
 }

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from planner.exporters.text import Line, one_line
+from planner.exporters.text import Line
 
 
 class Code(str):
@@ -32,13 +32,10 @@ def call(target: str, function: str, lines: Iterable[Line | None], *, first: str
         rows.append(f"{indent}    {first},")
     for line in lines:
         if line is not None:
-            comment = f"  # {one_line(line.comment)}" if line.comment else ""
-            rows.append(f"{indent}    {line.key}={literal(line.value)},{comment}")
-    rows.append(f"{indent})")
-    return "\n".join(rows) + "\n"
+            rows.append(f"{indent}    {line.key}={literal(line.value)},{line.tail}")
+    return "\n".join([*rows, f"{indent})", ""])
 
 
 def constant(name: str, value: Any, comment: str = "") -> str:
     """`NAME = value  # comment`."""
-    tail = f"  # {one_line(comment)}" if comment else ""
-    return f"{name} = {literal(value)}{tail}\n"
+    return f"{name} = {literal(value)}{Line(name, value, comment).tail}\n"

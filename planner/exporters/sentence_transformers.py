@@ -6,7 +6,7 @@ from planner.exporters import hf
 from planner.exporters.common import family_refusal, model_refusal
 from planner.exporters.python_text import call
 from planner.exporters.script_data import COUNTS, ROWS
-from planner.exporters.types import Difference, Draft, ExportRequest, Main
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.tools.transformers import DTYPES
@@ -38,8 +38,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     setup, command = request.setup, f"python launch/{FILE}"
     notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    main = Main(FILE, f"sentence-transformers: {setup.aim.title}", _script(request, runs))
-    return Draft(main=main, command=command, notes=notes)
+    main = LaunchFile(path=FILE, text=_script(request, runs))
+    return Draft(title=f"sentence-transformers: {setup.aim.title}", main=main, command=command, notes=notes)
 
 
 def _script(request: ExportRequest, runs: TrainSetup) -> str:

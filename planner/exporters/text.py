@@ -28,6 +28,11 @@ class Line:
     value: Any
     comment: str = ""
 
+    @property
+    def tail(self) -> str:
+        """The comment behind it, on its line."""
+        return f"  # {one_line(self.comment)}" if self.comment else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -104,12 +109,11 @@ def yaml_text(sections: Sequence[Section]) -> str:
 
 
 def _line(line: Line) -> str:
-    comment = f"  # {one_line(line.comment)}" if line.comment else ""
     rows = isinstance(line.value, list) and line.value and isinstance(line.value[0], dict)
     if rows or (isinstance(line.value, dict) and len(scalar(line.value)) > 40):
         body = "".join(f"  {row}\n" for row in _dumped(line.value, default_flow_style=False).splitlines())
-        return f"{line.key}:{comment}\n{body}"
-    return f"{line.key}: {scalar(line.value)}{comment}\n"
+        return f"{line.key}:{line.tail}\n{body}"
+    return f"{line.key}: {scalar(line.value)}{line.tail}\n"
 
 
 def header(

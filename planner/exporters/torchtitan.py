@@ -9,8 +9,8 @@ import json
 from planner.exporters import slurm
 from planner.exporters.common import differing
 from planner.exporters.several_gpus import PER_NODE, context_refusal, sharding_refusal, torchrun, torchrun_flags
-from planner.exporters.text import Line, Section, one_line, section, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, Main
+from planner.exporters.text import Line, Section, section, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
@@ -104,9 +104,9 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     ]
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    main = Main(FILE, "torchtitan", "".join(_table(block) for block in _sections(request)))
+    main = LaunchFile(path=FILE, text="".join(_table(block) for block in _sections(request)))
     job = slurm.job_file(request, TARGET, f"torchrun {torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
-    return Draft(main=main, files=(job,), command=command, notes=tuple(notes))
+    return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
 
 
 def _steps(request: ExportRequest) -> int:
@@ -220,7 +220,5 @@ def _checkpointing(setup: TrainSetup) -> list[Line]:
 def _table(block: Section) -> str:
     """One TOML table; strings as JSON writes them are TOML strings too."""
     rows = [f"\n[{block.title}]"]
-    for line in block.lines:
-        comment = f"  # {one_line(line.comment)}" if line.comment else ""
-        rows.append(f"{line.key} = {json.dumps(line.value)}{comment}")
+    rows += [f"{line.key} = {json.dumps(line.value)}{line.tail}" for line in block.lines]
     return "\n".join(rows) + "\n"

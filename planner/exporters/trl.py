@@ -4,7 +4,7 @@ from pathlib import Path
 
 from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile, Main
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
@@ -139,8 +139,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
-    main = Main(file, title, yaml_text(_sections(request, runs)))
-    return Draft(main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
+    main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
 
 
 def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bool) -> str:
@@ -211,7 +211,13 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             *common.step_lines(hyper, warmup, hyper.reasons.get("weight_decay", "")),
             Line("seed", hyper.seed),
         ),
-        section("output", *output_lines(request)),
+        section(
+            "output",
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("logging_steps", request.logging_steps),
+            Line("report_to", "none", "or wandb, tensorboard, trackio"),
+            *common.saving_lines(request),
+        ),
     ]
 
 
@@ -368,18 +374,3 @@ def checkpointing_lines(setup: TrainSetup) -> list[Line]:
     comment += ", attention kept" * setup.selective_checkpointing + ", inputs in host memory" * setup.activation_offload
     kwargs = Line("activation_checkpointing_kwargs", checkpointing_kwargs(setup))
     return [Line("activation_checkpointing", True, comment), kwargs]
-
-
-def output_lines(request: ExportRequest) -> list[Line]:
-    """Where the run writes, and how often."""
-    lines = [
-        Line("output_dir", shown_path(request.output_dir)),
-        Line("logging_steps", request.logging_steps),
-        Line("report_to", "none", "or wandb, tensorboard, trackio"),
-    ]
-    if request.save:
-        lines += [Line("save_steps", 500), Line("save_total_limit", 1)]
-        if request.setup.sharded_at_loading:
-            lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
-        return lines
-    return [*lines, Line("save_strategy", "no", "the final model is saved all the same")]

@@ -107,27 +107,20 @@ class Difference:
         return f"{self.field}: planned {_plain(self.planned)}, runs as {_plain(self.runs_as)} ({self.reason})"
 
 
-@dataclass(frozen=True)
-class Main:
-    """The file that starts a run, below the head that every target's has (`planner.exporters.text.header`)."""
-
-    path: str
-    title: str
-    body: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """What a target's module makes of a setup that the target can run.
 
     Attributes:
-        main: the file that starts the run, still without its head; files: all others.
+        main: the file that starts the run, still without its head (`planner.exporters.text.header`), which has `title`;
+            files: all others.
         command: the one command that starts the run, from the directory that holds `launch/`.
         complete: False for a part that other files need, which its command alone does not start.
         python: oldest Python that the tested versions install on.
     """
 
-    main: Main | None = None
+    title: str = ""
+    main: LaunchFile | None = None
     files: tuple[LaunchFile, ...] = ()
     command: str = ""
     notes: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from planner.exporters import chat, common
 from planner.exporters.python_text import Code, call
 from planner.exporters.text import Line, said, shown_path
-from planner.exporters.types import Difference, Draft, ExportRequest, Main
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
@@ -76,7 +76,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     )
-    return Draft(main=Main(FILE, "Unsloth", _script(request)), command=f"python launch/{FILE}", notes=notes)
+    main = LaunchFile(path=FILE, text=_script(request))
+    return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
 
 
 def _script(request: ExportRequest) -> str:

@@ -36,19 +36,12 @@ OTHER_OPTIMIZERS = frozenset({
 
 KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS})
 
+_HUB_KERNELS = ("flash-attn2", "flash-attn3", "flash-attn", "vllm-flash-attn3")
 ATTENTIONS = {
     "eager": "eager",
-    "sdpa": "sdpa",
-    "flash_attention_2": "flash-attention-2",
-    "flash_attention_3": "flash-attention-2",
-    "flash_attention_4": "flash-attention-2",
-    "flash_attention_torch": "sdpa",
-    "flex_attention": "sdpa",
-    "xformers": "sdpa",
-    "kernels-community/flash-attn2": "flash-attention-2",
-    "kernels-community/flash-attn3": "flash-attention-2",
-    "kernels-community/flash-attn": "flash-attention-2",
-    "kernels-community/vllm-flash-attn3": "flash-attention-2",
+    **dict.fromkeys(("sdpa", "flash_attention_torch", "flex_attention", "xformers"), "sdpa"),
+    **{f"flash_attention_{version}": "flash-attention-2" for version in (2, 3, 4)},
+    **{f"kernels-community/{name}": "flash-attention-2" for name in _HUB_KERNELS},
 }
 
 DTYPES = {
@@ -68,9 +61,7 @@ SIZES = {
 """Settings of a model's configuration that make another model of it."""
 PEFT_DEFAULT_TARGETS = {
     "gpt2": ("c_attn",),
-    "gpt_neox": ("query_key_value",),
-    "bloom": ("query_key_value",),
-    "falcon": ("query_key_value",),
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), ("query_key_value",)),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
     "phi3": ("qkv_proj", "o_proj"),
     "t5": ("q", "v"),
