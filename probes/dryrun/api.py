@@ -18,7 +18,7 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
 
-VERSION = 17
+VERSION = 18
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"

@@ -7,8 +7,10 @@ choice depends on the device) and the flash-attention package (absent here) are 
 import importlib.util
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -264,16 +266,39 @@ def _legacy_flash(log: KernelLog) -> Any:
 def kernels_of(log: KernelLog, config: Any) -> AbstractContextManager[None]:
     """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run, for the model
     class of `config`."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
-    replacements: list[Replacement] = [(torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log))]
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None
-    for attribute, classes in vars(modeling).items() if modeling is not None else ():
-        if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
-            replacements.append((modeling, attribute, {**classes, FLASH_NAME: classes["flash_attention_2"]}))
-            replacements.append((modeling, "_flash_attention_forward", _legacy_flash(log)))
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(
+        FLASH_NAME, lambda *args, attention_mask=None, **kwargs: attention_mask
+    )
+    replacements: list[Replacement] = [
+        (torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log)),
+        (masking_utils, "set", _InOrder),
+    ]
+    for modeling in _modelings(config):
+        replacements.append((modeling, "set", _InOrder))
+        for attribute, classes in vars(modeling).items():
+            if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
+                replacements.append((modeling, attribute, {**classes, FLASH_NAME: classes["flash_attention_2"]}))
+                replacements.append((modeling, "_flash_attention_forward", _legacy_flash(log)))
     return replaced(replacements, create=True)
+
+
+def _modelings(config: Any) -> Iterator[ModuleType]:
+    """transformers' modules with the model class of `config`, and with that of its text where that is another."""
+    names = (
+        type(one).__module__.replace(".configuration_", ".modeling_") for one in (config, config.get_text_config())
+    )
+    for name in dict.fromkeys(names):
+        if importlib.util.find_spec(name):
+            yield importlib.import_module(name)
+
+
+class _InOrder(set[Any]):
+    """A set that is walked through in the same order in every process: transformers makes masks and rotary tables for
+    each kind of layer (`for layer_type in set(config.layer_types)`), and which comes first decides where they lie."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=str))

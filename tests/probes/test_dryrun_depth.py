@@ -1,5 +1,7 @@
 """A truncated run with its middle layers repeated must equal the full depth, byte for byte."""
 
+import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -149,6 +151,32 @@ def test_fewest_layers_of_patterns(kinds: str, kept: str) -> None:
     chosen = fewest(kinds)
     assert "".join(kinds[layer] for layer in chosen) == kept
     assert [kinds[chosen[run]] for run in standing_for(kinds, chosen)] == [*kinds]
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4"])
+def test_events_do_not_hang_on_the_order_in_which_a_process_walks_through_sets(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers makes masks and rotary tables for each of a set of words, whose order Python's hash seed decides."""
+    from transformers import masking_utils
+
+    config = load_config(small_config(kind, num_hidden_layers=6, sliding_window=32))
+    configs = (config, config.get_text_config())
+    modelings = {
+        importlib.import_module(type(one).__module__.replace(".configuration_", ".modeling_")) for one in configs
+    }
+    setup = TrainSetup(seq_len_tokens=64, checkpointing=1)
+
+    def events(backwards: bool) -> list[Any]:
+        class Ordered(set[Any]):
+            def __iter__(self) -> Any:
+                return iter(sorted(super().__iter__(), key=str, reverse=backwards))
+
+        for module in (masking_utils, *modelings):
+            monkeypatch.setattr(module, "set", Ordered, raising=False)
+        return [*flat(trace_run(copy.deepcopy(config), setup, capability=AMPERE).events)]
+
+    assert events(False) == events(True)
 
 
 def test_plan_depth_runs_all_layers_where_tables_outside_them_grow_with_their_number() -> None:
