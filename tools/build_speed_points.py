@@ -19,6 +19,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.measurement_sources import PEFT_EMPTIED_UNTIL  # noqa: E402
+
 OUT = ROOT / "benchmarks" / "data" / "speed_points.jsonl"
 Row = dict[str, Any]
 
@@ -112,6 +116,8 @@ def peft(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """PEFT's method comparison: a plain loop, bf16 weights without autocast, fp32 adapters, SDPA, no checkpointing."""
     if row["method_class"] not in ("lora", "full"):
         raise Unusable("other adapter method")
+    if str(row["source_date"]) < PEFT_EMPTIED_UNTIL:
+        raise Unusable("PEFT's loop while it emptied the cache after every step")
     if row["optimizer"] != "AdamW" or "mica" in row["variant"]:
         raise Unusable("LoRA-FA or MiCA")
     setup = base(row, row["avg_seq_len"]) | {
@@ -121,7 +127,7 @@ def peft(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     if row["method_class"] == "lora":
         setup |= {"lora_targets": ["q_proj", "v_proj"], "adapter_dtype": "fp32"}
-    return setup, {"masked_attention": True}
+    return setup, {"masked_attention": True, "trainer_overhead": False}
 
 
 def ml_engineering(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.speed_accuracy import FITTED, SET_APART, kept_apart
 from planner.cli import calibrate as command
 from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
@@ -218,3 +219,13 @@ def test_calibrate_command_refuses_nothing_and_nonsense(tmp_path: Path) -> None:
     empty.write_text('{"model": "unknown/model", "gpu": "a100-80gb", "tokens_per_s": 3}\n')
     with pytest.raises(UsageError, match="not in the catalogue"):
         invoke(str(empty))
+
+
+def test_a_refit_on_the_points_leaves_torch_compiles_constants() -> None:
+    """They were set on other runs: a fit on points of which some are compiled must not overwrite them."""
+    start = replace(SHIPPED, constants=kept_apart(SHIPPED))
+    setups = [replace(SETUPS[0], compile=True, checkpointing=0), SETUPS[1]]
+    points = [FitPoint(model=spec(MODELS[0]), gpu=A100, setup=one, tokens_per_s=5e4, group="g") for one in setups]
+    fitted = fit_constants(points, start, names=FITTED)
+    assert {name: fitted.constants[name] for name in SET_APART} == kept_apart(SHIPPED)
+    assert fitted.constants["training_share"] != Constants().training_share
