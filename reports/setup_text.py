@@ -91,6 +91,14 @@ def spread_words(setup: TrainSetup) -> str:
     return spread_name(setup)
 
 
+def layers_words(setup: TrainSetup) -> str:
+    """Which layers train, "" where all do."""
+    asked = setup.trained_layers
+    if isinstance(asked, tuple):
+        return f"layers {', '.join(map(str, asked))} alone"
+    return f"the {'last' if asked > 0 else 'first'} {abs(asked)} layers alone" if asked else ""
+
+
 def setup_words(setup: TrainSetup) -> str:
     """The whole setup in one line, in the order a person asks for it. Defaults that change nothing are left out."""
     return joined(
@@ -107,6 +115,7 @@ def setup_words(setup: TrainSetup) -> str:
             "reference asked beforehand" if setup.precomputed_reference else "",
             f"{setup.hard_negatives} hard negatives" if setup.hard_negatives else "",
             "a frozen encoder" if setup.frozen_encoder else "",
+            layers_words(setup),
             f"gradient cache, {setup.cached_seqs} at once" if setup.cached_seqs else "",
             KERNELS[setup.kernels].words if setup.kernels != "eager" else "",
             "packed" if setup.packing else "",

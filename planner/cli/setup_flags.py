@@ -190,6 +190,11 @@ AIM = (
     Flag(of="hard_negatives", kind=int, help="embedding: texts beside each pair. Default 0"),
     Flag(of="cached_seqs", kind=int, help="embedding: sequences at once of a cached loss; 0: none. Default: planned"),
     Flag(
+        of="trained_layers",
+        kind=int,
+        help="So many of the last layers train, or carry adapters; negative: of the first. Default: all",
+    ),
+    Flag(
         of="frozen_encoder",
         kind=bool,
         single=True,

@@ -4,6 +4,7 @@ from planner.choices.kernels import KERNELS, parts_of
 from planner.exporters import common, deepspeed, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
+from planner.memory.trained import layer_numbers
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -197,7 +198,7 @@ def _model(request: ExportRequest) -> list[Line | None]:
 def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
-        return []
+        return [_unfrozen(setup, request.model)] if setup.trained_layers and request.model is not None else []
     lines = [
         Line("adapter", "qlora" if setup.four_bit else "lora"),
         said(AXOLOTL, setup, "lora_rank"),
@@ -205,6 +206,12 @@ def _method(request: ExportRequest) -> list[Line]:
         said(AXOLOTL, setup, "lora_dropout"),
     ]
     targets = common.target_modules(setup, request.model)
+    if setup.trained_layers and request.model is not None:
+        numbers = layer_numbers(setup.trained_layers, request.model.num_layers)
+        lines.append(Line("peft_layers_to_transform", [*numbers]))
+        if isinstance(targets, str):  # which peft refuses beside the layers' numbers
+            linears = [one for layer in request.model.layer_kinds for one in layer.linears]
+            targets = sorted({one.name.rpartition(".")[2] for one in linears})
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))
@@ -212,6 +219,14 @@ def _method(request: ExportRequest) -> list[Line]:
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines
+
+
+def _unfrozen(setup: TrainSetup, model: ModelSpec) -> Line:
+    """The names of the parameters that train; Axolotl takes every dot for one."""
+    numbers = layer_numbers(setup.trained_layers, model.num_layers)
+    paths = dict.fromkeys(model.layer_kinds[model.layer_order[number]].path for number in numbers)
+    any_of = "|".join(map(str, numbers))
+    return Line("unfrozen_parameters", [f"^{path}.({any_of})." for path in paths], "these layers alone train")
 
 
 def _datasets(request: ExportRequest) -> Section:

@@ -145,14 +145,23 @@ def adapter_refusal(setup: TrainSetup, tool: str) -> str:
     return f"{TARGET_ROWS[tool].title}'s file has no {row.title}; use the hf target"
 
 
+def _partial_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
+    """Why no file here trains some layers alone, "" where a tool's own settings name them."""
+    if tool == "axolotl" and model is not None:
+        return ""
+    if tool == "llamafactory" and setup.method == "full" and isinstance(setup.trained_layers, int):
+        return ""
+    return "layers that train alone are written for Axolotl, and without adapters for LLaMA-Factory"
+
+
 def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
     if reason := adapter_refusal(setup, tool):
         return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
-    if setup.trained_layers:
-        return "launch files train all layers: say in one yourself which of them do"
+    if setup.trained_layers and (reason := _partial_refusal(setup, model, tool)):
+        return reason
     if setup.frozen_encoder and (model is None or model.front_end is None):
         return "only models that hear have an encoder to freeze"
     if setup.quantize_experts and tool != "axolotl":

@@ -64,6 +64,8 @@ def _precision_run(setup: TrainSetup) -> tuple[str, str]:
     if setup.parallel in deepspeed.STAGES and setup.precision in ("bf16-pure", "bf16-autocast"):
         runs_as = "bf16-autocast" if adapters else "bf16-mixed"
         return runs_as, "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
+    if setup.trained_layers and setup.precision == "bf16-mixed":
+        return "bf16-autocast", "LLaMA-Factory loads the layers that do not train in the 16-bit type"
     if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
         return common.narrow(setup.precision), "LLaMA-Factory loads a frozen base in the 16-bit type"
     return setup.precision, ""
@@ -93,7 +95,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel in ("fsdp2", "device-map"):
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
-    if setup.method == "full" and setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES:
+    narrow = setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES
+    if setup.trains_everything and narrow:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if setup.objective == "dpo" and setup.method == "full":
         return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
@@ -292,6 +295,9 @@ def _quantization(setup: TrainSetup) -> list[Line]:
 
 def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
+    if setup.method == "full" and setup.trained_layers:
+        layers = Line("freeze_trainable_layers", setup.trained_layers, "of the last; negative: of the first")
+        return [Line("finetuning_type", "freeze"), layers]
     if setup.method == "full":
         return [Line("finetuning_type", "full")]
     if setup.adapter == "oft":

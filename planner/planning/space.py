@@ -262,7 +262,7 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
     objective = OBJECTIVES[name]
     usual = {
         "lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False,
-        "frozen_encoder": False,
+        "frozen_encoder": False, "trained_layers": 0,
     }  # fmt: skip
     return {
         **{one: values.get(one, (default,))[0] for one, default in usual.items()},

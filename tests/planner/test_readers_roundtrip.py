@@ -62,6 +62,26 @@ def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path
     assert read_back == num
 
 
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
+@pytest.mark.parametrize("layers", [4, -4, (0, 4, 8)], ids=str)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_layers_that_train_alone_read_back(target: str, layers: int | tuple[int, ...], method: str) -> None:
+    """Axolotl names any; LLaMA-Factory's freeze takes the first or last, without adapters, in fp32 beside 16 bits."""
+    fields = {"attention": "flash-attention-2" if target == "axolotl" else "sdpa", "loss": "full"}
+    fields["precision"] = "bf16-autocast" if method == "lora" else "bf16-mixed"
+    setup = TrainSetup(method=method, lora_rank=16 * (method == "lora"), trained_layers=layers, **fields)
+    model = catalogue.load("Qwen/Qwen2.5-1.5B")
+    assert model is not None
+    launch = EXPORTERS[target](request(setup, model=model))
+    written = target == "axolotl" or (method == "full" and isinstance(layers, int))
+    assert bool(launch.refused) != written
+    if written:
+        back = read_text(launch.files[0].text, launch.files[0].path, model=model)
+        assert canonical(back.setup) == canonical(launch.runs_as(setup))
+        assert back.setup.trained_layers == layers
+        assert not back.approximations
+
+
 def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path) -> None:
     seen = 0
     for setup in SETUPS:
