@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     kernels: str | Sequence[str]
     adapter: str
     frozen_encoder: bool
+    trained_layers: int
     quantize_experts: bool
     activation_offload: bool
     selective_checkpointing: bool
