@@ -352,16 +352,17 @@ class _Script:
     def _offloads(self, checkpointing: int) -> bool:
         if not self.unsloth:
             return hf.offloads(self.arguments, checkpointing)
+        return str(self._of_unsloth()) == "unsloth"
+
+    def _of_unsloth(self) -> Any:
+        """What Unsloth is told of checkpointing, with the adapters or before."""
         key = "use_gradient_checkpointing"
-        return str((self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")) == "unsloth"
+        return (self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")
 
     def _checkpointing(self) -> int:
         arguments, prepared = self.arguments, self.found.prepared
         if self.unsloth:
-            key = "use_gradient_checkpointing"
-            settings = self.lora if self.lora.has(key) else self.loader
-            value = settings.raw(key, "unsloth")
-            return int(bool(value) and value not in ("none", "false"))
+            return int(bool(self._of_unsloth()) and self._of_unsloth() not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
         old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
         given = self.found.trainer.argument("peft_config") if self.found.trainer is not None else None

@@ -11,6 +11,7 @@ from planner.errors import NotATraining, Undetermined
 from planner.readers import schema, torchtitan, training
 from planner.readers.outside import Sharding
 from planner.readers.program import Function, Made, Reader
+from planner.readers.program.values import Value
 from planner.readers.shell import flags
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
@@ -53,62 +54,52 @@ def read(text: str, name: str, outside: Sharding) -> ReadConfig:
     made = reader.called(function, Made("", where=name))
     if not isinstance(made, Made):
         raise Undetermined(f"{name}: what {wanted} returns is not known without running it", hint="name another config")
-    return _Config(made, words, name).read(outside)
+    return _read(made, words, name, outside)
 
 
-class _Config:
-    """One config on its way to the form of a TOML file."""
+def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings:
+    """A block's settings, the command line's on top."""
+    found = training.settings(made.argument(title), f"{name}: {title}")
+    said = {key.partition(".")[2]: value for key, value in words.items() if key.startswith(f"{title}.")}
+    found.values = {**found.values, **said}
+    return found
 
-    def __init__(self, made: Made, words: dict[str, Any], name: str) -> None:
-        self.made, self.words, self.name = made, words, name
-        self.blocks = {title: self.settings(title) for title in BLOCKS}
 
-    def settings(self, title: str) -> Settings:
-        """A block's settings, the command line's on top."""
-        found = training.settings(self.made.argument(title), f"{self.name}: {title}")
-        said = {key.partition(".")[2]: value for key, value in self.words.items() if key.startswith(f"{title}.")}
-        found.values = {**found.values, **said}
-        return found
+def _read(made: Made, words: dict[str, Any], name: str, outside: Sharding) -> ReadConfig:
+    """One config as torchtitan's TOML is read."""
+    blocks, known = {title: _block(made, words, name, title) for title in BLOCKS}, schema.known(torchtitan.FORMAT)
+    context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
+    tokens = blocks["training"].integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
+    total = int(blocks["training"].real(STEP, -1))
+    document: dict[str, dict[str, Any]] = {
+        title: {key: value for key, value in settings.values.items() if f"{title}.{key}" in known}
+        for title, settings in blocks.items()
+    }
+    document["training"] |= {"seq_len": context, "local_batch_size": max(1, tokens // context)}
+    document["training"] |= {"global_batch_size": total // context} if total > 0 else {}
+    document["activation_checkpoint"] = _checkpointing(made.argument("activation_checkpoint"))
+    assets = training.settings(made, name).raw("hf_assets_path")
+    document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
+    found = torchtitan.read(Settings(document, name, outside))
+    loss = made.argument("loss")
+    if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
+        found = replace(found, setup=found.setup.with_(loss="chunked"))
+    missing = {
+        field: settings.undetermined[key]
+        for settings in blocks.values()
+        for key, field in ((CONTEXT, "seq_len_tokens"), (TOKENS, "micro_batch_seqs"), (STEP, "accumulation_steps"))
+        if key in settings.undetermined
+    }
+    if not isinstance(assets, str) or "tokenizer" in assets:
+        missing["model"] = f"{made.where}: hf_assets_path names no model"
+    named = None if "model" in missing else found.model_id
+    return replace(found, model_id=named, missing=tuple(Missing(field=of, reason=why) for of, why in missing.items()))
 
-    def read(self, outside: Sharding) -> ReadConfig:
-        """As torchtitan's TOML is read."""
-        block = self.blocks["training"]
-        context = block.integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
-        tokens = block.integer(TOKENS, DEFAULTS[TOKENS], at_least=1)
-        total = int(block.real(STEP, -1))
-        known = schema.known(torchtitan.FORMAT)
-        document: dict[str, dict[str, Any]] = {
-            title: {key: value for key, value in settings.values.items() if f"{title}.{key}" in known}
-            for title, settings in self.blocks.items()
-        }
-        document["training"] |= {"seq_len": context, "local_batch_size": max(1, tokens // context)}
-        document["training"] |= {"global_batch_size": total // context} if total > 0 else {}
-        document["activation_checkpoint"] = self.checkpointing()
-        assets = training.settings(self.made, self.name).raw("hf_assets_path")
-        document["model"] = {"hf_assets_path": assets} if isinstance(assets, str) else {}
-        found = torchtitan.read(Settings(document, self.name, outside))
-        loss = self.made.argument("loss")
-        if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
-            found = replace(found, setup=found.setup.with_(loss="chunked"))
-        missing = {
-            field: settings.undetermined[key]
-            for settings in self.blocks.values()
-            for key, field in ((CONTEXT, "seq_len_tokens"), (TOKENS, "micro_batch_seqs"), (STEP, "accumulation_steps"))
-            if key in settings.undetermined
-        }
-        if not isinstance(assets, str) or "tokenizer" in assets:
-            missing["model"] = f"{self.made.where}: hf_assets_path names no model"
-        return replace(
-            found,
-            model_id=None if "model" in missing else found.model_id,
-            missing=tuple(Missing(field=field, reason=reason) for field, reason in missing.items()),
-        )
 
-    def checkpointing(self) -> dict[str, Any]:
-        """The mode of activation checkpointing: an object of a class, None, or absent (selective by operation)."""
-        given = self.made.argument("activation_checkpoint")
-        if isinstance(given, Made) and given.owner == "FullAC":
-            return {"mode": "full"}
-        if given is not None and not isinstance(given, Made):
-            return {"mode": "none"}
-        return {"mode": "selective", "selective_ac_option": "op"}
+def _checkpointing(given: Value | None) -> dict[str, Any]:
+    """The mode of activation checkpointing: an object of a class, None, or absent (selective by operation)."""
+    if isinstance(given, Made) and given.owner == "FullAC":
+        return {"mode": "full"}
+    if given is not None and not isinstance(given, Made):
+        return {"mode": "none"}
+    return {"mode": "selective", "selective_ac_option": "op"}

@@ -275,7 +275,7 @@ def _follow_model(found: Training, model: Value | None) -> None:
                 found.unknown_model = f"{model.where}: {model.owner} takes the model from the adapter's own config"
                 return
         elif model.name == "get_peft_model" and found.adapter is None:
-            found.adapter = model if model.owner.startswith("Fast") else model.argument("peft_config", 1)
+            found.adapter = _handed_to_peft(model)
         elif found.adapter is None and (given := _adapter_among(model)) is not None:
             found.adapter = given  # a wrapper's own `get_peft_model`
         elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
@@ -284,6 +284,11 @@ def _follow_model(found: Training, model: Value | None) -> None:
             found.unknown_model = f"{model.where}: the model is built from a configuration"
             return
         model = model.argument("model", 0) or model.receiver
+
+
+def _handed_to_peft(call: Made) -> Value | None:
+    """The adapter's configuration, which Unsloth's call is itself."""
+    return call if call.owner.startswith("Fast") else call.argument("peft_config", 1)
 
 
 def _adapter_among(call: Made) -> Made | None:
@@ -312,8 +317,7 @@ def _only_loader(found: Training, program: Program) -> None:
         found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
         wrapped = [one for one in program.made if one.name == "get_peft_model"]
         if found.adapter is None and wrapped:
-            last = wrapped[-1]
-            found.adapter = last if last.owner.startswith("Fast") else last.argument("peft_config", 1)
+            found.adapter = _handed_to_peft(wrapped[-1])
         prepared = [one for one in program.made if one.name == "prepare_model_for_kbit_training"]
         found.prepared = found.prepared or (prepared[-1] if prepared else None)
     elif len(names) > 1:

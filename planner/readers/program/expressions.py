@@ -4,7 +4,6 @@ import ast
 from collections.abc import Sequence
 
 from planner.readers.program import files, library, objects
-from planner.readers.program.operators import binary, compare, unary
 from planner.readers.program.reading import CUT_NAMES, MAX_LISTED, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
 from planner.readers.program.values import (
     SLICE,
@@ -79,9 +78,9 @@ class Expressions(Reading):
         match node:
             case ast.BinOp():
                 left, right = self.value(node.left, scope), self.value(node.right, scope)
-                return binary(node.op, left, right, self.place(node, scope))
+                return objects.binary(node.op, left, right, self.place(node, scope))
             case ast.UnaryOp():
-                return unary(node.op, self.value(node.operand, scope), self.place(node, scope))
+                return objects.unary(node.op, self.value(node.operand, scope), self.place(node, scope))
             case ast.BoolOp():
                 return self.boolean(node, scope)
         return self.comparison(node, scope)
@@ -160,7 +159,7 @@ class Expressions(Reading):
         result: Value = Known(True)
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node, scope)
-            result = compare(op, left, right, self.place(node, scope))
+            result = objects.compare(op, left, right, self.place(node, scope))
             if objects.truth(result) is not True:
                 return result
             left = right

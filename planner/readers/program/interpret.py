@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from planner.readers.program import objects
 from planner.readers.program.functions import Functions
-from planner.readers.program.operators import binary
 from planner.readers.program.reading import (
     LIBRARIES,
     MAX_LOOP,
@@ -130,7 +129,7 @@ class Reader(Functions):
     def combined(self, node: ast.AugAssign, scope: Scope) -> Value:
         """What `a += b` makes of a."""
         left = self.value(node.target, scope)
-        return binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+        return objects.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
 
     def within(self, node: ast.With | ast.AsyncWith, scope: Scope) -> None:
         for item in node.items:
