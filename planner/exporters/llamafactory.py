@@ -175,19 +175,14 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     return Draft(title="LLaMA-Factory", main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
-def _attention(request: ExportRequest) -> str:
-    if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
-        return "auto"
-    return ATTENTIONS[request.setup.attention]
-
-
 def _sections(request: ExportRequest) -> list[Section]:
-    setup, hyper = request.setup, request.hyper
+    setup, hyper, model = request.setup, request.hyper, request.model
+    open_ = model is not None and left_unnamed(model.config, setup.attention)
     return [
         section(
             "model",
             common.model_line("model_name_or_path", request),
-            Line("flash_attn", _attention(request)),
+            Line("flash_attn", "auto" if open_ else ATTENTIONS[setup.attention]),
             *_quantization(setup),
             *_images(request),
         ),
@@ -283,14 +278,9 @@ def _objective(setup: TrainSetup) -> list[Section]:
 def _quantization(setup: TrainSetup) -> list[Line]:
     if setup.quantization == "none":
         return []
-    if setup.quantization == "int8":
-        return [Line("quantization_method", "bnb"), Line("quantization_bit", 8)]
-    return [
-        Line("quantization_method", "bnb"),
-        Line("quantization_bit", 4),
-        Line("quantization_type", "nf4"),
-        Line("double_quantization", setup.quantization == "nf4-double"),
-    ]
+    lines = [Line("quantization_method", "bnb"), Line("quantization_bit", 4 if setup.four_bit else 8)]
+    double = Line("double_quantization", setup.quantization == "nf4-double")
+    return [*lines, Line("quantization_type", "nf4"), double] if setup.four_bit else lines
 
 
 def _method(request: ExportRequest) -> list[Line]:

@@ -187,6 +187,7 @@ def _notes(request: ExportRequest) -> list[str]:
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
+    template = Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
     env = common.environment(request.gpu)
     return [
         section("environment, set before the training process starts", Line("env", env) if env else None),
@@ -195,13 +196,11 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             common.model_line("model_name_or_path", request),
             Line("dtype", DTYPES[setup.weight_dtype], "of the weights that are not quantized, and of 4-bit compute"),
             common.attention_line(request),
-            Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
-            if chat.brought_along(request) and setup.objective in TEMPLATED
-            else None,
+            template if chat.brought_along(request) and setup.objective in TEMPLATED else None,
             *_quantization(setup),
         ),
         section("method", *_method(request)),
-        dataset_section(request),
+        _dataset(request),
         section("batch", *_lengths(setup), *common.batch_lines(TRL, setup)),
         section("memory and speed", *_memory(request, runs)),
         *_objective(setup),
@@ -226,7 +225,7 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
     return [
         Line("bf16", runs.autocast_dtype == "bf16", "autocast"),
         Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
-        *checkpointing_lines(setup),
+        *_checkpointing(setup),
         Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
         *common.kernels_lines(setup.trusted_with(loss="chunked"), request.model),
         said(TRL, setup, "compile") if setup.compile else None,
@@ -236,14 +235,13 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
 
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:
+    pieces = Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
     if setup.aim.supervised:
         return [
             said(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
             said(TRL, setup, "packing"),
             Line("packing_strategy", "bfd") if setup.packing else None,
-            Line("pad_to_multiple_of", setup.pieces, "every sequence is cut into so many pieces")
-            if setup.context_degree > 1
-            else None,
+            pieces if setup.context_degree > 1 else None,
         ]
     if setup.aim.rolls_out:
         why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
@@ -298,9 +296,9 @@ def _quantization(setup: TrainSetup) -> list[Line]:
         return [*lines, Line("model_init_kwargs", kwargs, "sharded while loading")]
     if setup.parallel == "device-map":
         return [*lines, Line("model_init_kwargs", {"device_map": "auto", **kwargs}, "layers spread over the GPUs")]
-    return (
-        [*lines, Line("model_init_kwargs", kwargs, "computes in another type than the weights'")] if kwargs else lines
-    )
+    if kwargs:
+        lines.append(Line("model_init_kwargs", kwargs, "computes in another type than the weights'"))
+    return lines
 
 
 def _method(request: ExportRequest) -> list[Line]:
@@ -319,52 +317,29 @@ def _method(request: ExportRequest) -> list[Line]:
     ]
 
 
-def dataset_section(request: ExportRequest) -> Section:
-    """`dataset_name` and its split, or the placeholder."""
-    if request.setup.images is not None:
-        return _image_section(request)
-    if request.dataset is None:
-        return section(
-            "dataset: PUT YOURS HERE",
-            Line("dataset_name", PLACEHOLDER_DATASET, f"hub id, or a directory with train.jsonl ({_columns(request)})"),
-        )
-    comment = "chat columns" if request.dataset.columns == "messages" else f"{request.dataset.columns} columns"
-    text = request.dataset.columns == "text" and request.dataset.text_field != "text"
-    if request.dataset.local and (loader := FILE_LOADERS.get(request.dataset.path.rpartition(".")[2].lower())):
-        entry = {"path": loader, "data_files": shown_path(request.dataset.path), "split": "train"}
-        return section(
-            "dataset",
-            Line("datasets", [entry], comment),
-            Line("dataset_text_field", request.dataset.text_field) if text else None,
-        )
-    return section(
-        "dataset",
-        Line("dataset_name", shown_path(request.dataset.path), comment),
-        Line("dataset_train_split", request.dataset.split),
-        Line("dataset_text_field", request.dataset.text_field) if text else None,
-    )
-
-
-def _image_section(request: ExportRequest) -> Section:
-    """The dataset of pictures: TRL looks for a column `images` beside the messages.
+def _dataset(request: ExportRequest) -> Section:
+    """`dataset_name` and its split, or the placeholder; TRL looks for pictures in a column `images` beside messages.
 
     Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
     """
-    images = request.setup.images
-    assert images is not None
-    columns = f"columns: images (a list of {images.num}), messages"
-    if request.dataset is not None:
-        lines = (Line("dataset_name", shown_path(request.dataset.path), columns),)
-        return section("dataset", *lines, Line("dataset_train_split", request.dataset.split))
-    return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, columns))
+    dataset, images, aim = request.dataset, request.setup.images, request.setup.aim
+    shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
+    if dataset is None:
+        columns = "messages or text" if aim.name == "sft" else aim.columns
+        comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
+        return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
+    comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"
+    named = not shown and dataset.columns == "text" and dataset.text_field != "text"
+    text = Line("dataset_text_field", dataset.text_field) if named else None
+    loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local and not shown else None
+    if loader is not None:
+        entry = {"path": loader, "data_files": shown_path(dataset.path), "split": "train"}
+        return section("dataset", Line("datasets", [entry], comment), text)
+    name = Line("dataset_name", shown_path(dataset.path), comment)
+    return section("dataset", name, Line("dataset_train_split", dataset.split), text)
 
 
-def _columns(request: ExportRequest) -> str:
-    aim = request.setup.aim
-    return "messages or text" if aim.name == "sft" else aim.columns
-
-
-def checkpointing_lines(setup: TrainSetup) -> list[Line]:
+def _checkpointing(setup: TrainSetup) -> list[Line]:
     """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
     if accelerate.checkpoints(setup):
         return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
