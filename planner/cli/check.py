@@ -23,6 +23,7 @@ from planner.records import dataclass
 from planner.single_changes import Predict
 from planner.units import gib, percent
 from reports.plain import clean
+from reports.setup_text import layers_words
 
 SHOWN_CHANGES = 8
 
@@ -261,6 +262,7 @@ def _setup_lines(result: CheckResult) -> list[str]:
         setup.quantization * setup.quantized,
         setup.adapter * (setup.adapter != "lora"),
         f"{setup.kind.size} {setup.lora_rank}" * bool(setup.lora_rank),
+        layers_words(setup),
         setup.optimizer,
         setup.attention,
         f"checkpointing {setup.checkpointing or 'off'}",
