@@ -63,6 +63,7 @@ def _eq(cls: Any, known: dict[str, Any]) -> str:
     names = [one.name for one in dataclasses.fields(cls) if one.compare]
     return (
         "def __eq__(self, other):\n"
+        "    if other is self: return True\n"
         "    if other.__class__ is not self.__class__: return NotImplemented\n"
         f"    return {_values('self', names)} == {_values('other', names)}"
     )

@@ -209,7 +209,7 @@ def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:
 
 def has_expert_stacks(model: ModelSpec) -> bool:
     """Whether transformers keeps the experts in bare parameters, which bitsandbytes leaves as they are."""
-    return any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
+    return bool(model.expert_stacks)
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = True) -> bool:

@@ -53,6 +53,12 @@ def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     Raises:
         SetupError: explicit names that match nothing, or that PEFT refuses; the hint lists what there is.
     """
+    key = targets if isinstance(targets, str) else tuple(targets)
+    return model.once(("lora linears", key), lambda one: _lora_linears(one, targets))
+
+
+def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
+    """`lora_linears`, worked out."""
     if targets == "attention":
         groups = [
             (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES))

@@ -28,6 +28,7 @@ from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
+from planner.memory.rank_part import rank_parts
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.notes import found, risk, usual
 from planner.outcome import Candidate
@@ -35,7 +36,7 @@ from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, 
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.refine import CorrectionKey
 from planner.planning.runs import Known
-from planner.planning.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
+from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, kinds, micro_batches
 from planner.planning.walk import Point
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -87,7 +88,12 @@ def plan_workload(
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    walked = _Walked.all(workload, corrections, known if known is not None else Known())
+    known = known if known is not None else Known()
+    if not corrections and _packed(workload) is not None and _weights_alone_exceed(workload):
+        packed = _with_packed_experts(workload, corrections, known)
+        if packed is not None:
+            return packed
+    walked = _Walked.all(workload, corrections, known)
     if walked.node is None or walked.best is None:
         return _nothing_fits(walked, corrections)
     written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
@@ -285,6 +291,17 @@ def _packed(workload: Workload) -> Workload | None:
     if not has_expert_stacks(workload.model):
         return None
     return replace(workload, targets=("axolotl",), fixed={**workload.fixed, "quantize_experts": (True,)})
+
+
+def _weights_alone_exceed(workload: Workload) -> bool:
+    """Whether every branch's weights by themselves are more than one GPU takes: then nothing has to be walked to know
+    that nothing fits."""
+    branched = list(branches(workload, dimension_values(workload)))
+    return bool(branched) and all(
+        engine_of(setup).state(rank_parts(workload.model, setup)[0], setup, accumulated=False).moment_bytes["resident"]
+        > workload.budget_bytes
+        for setup in branched
+    )
 
 
 def _with_packed_experts(
