@@ -38,6 +38,7 @@ class NodeFacts:
         fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit for
             sure, or that a dry run will look at before anything is said (`Limits`).
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
+        preferred: of the points that surely fit, and of all that do: after how many walked points, and which.
     """
 
     walked: int = 0
@@ -49,6 +50,7 @@ class NodeFacts:
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
     fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
+    preferred: dict[bool, tuple[int, Point | None]] = field(default_factory=dict)
 
     def best(self) -> Point | None:
         """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
@@ -58,18 +60,24 @@ class NodeFacts:
     def best_sure(self) -> Point | None:
         """Of the points that surely fit and are no slower than the fastest of them by more than is given
         (`Limits`): the simplest, then the smallest."""
-        return self._preferred(self.fastest_sure)
+        return self._preferred(self.fastest_sure, sure=True)
 
     def best_tight(self) -> Point | None:
         """The same of all points that fit, whether or not the error band reaches past the budget."""
-        return self._preferred(self.fastest)
+        return self._preferred(self.fastest, sure=False)
 
     @property
     def fit_words(self) -> str:
         """Whether its best fits: "fits", or "may fit" where the error band reaches past the budget."""
         return "fits" if self.fastest_sure else "may fit"
 
-    def _preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
+    def _preferred(self, entries: list[tuple[float, int, Point]], *, sure: bool) -> Point | None:
+        known = self.preferred.get(sure)
+        if known is None or known[0] != self.walked:
+            known = self.preferred[sure] = self.walked, self._find_preferred(entries)
+        return known[1]
+
+    def _find_preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
         if not entries or self.limits is None:
             return None
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
@@ -217,6 +225,7 @@ class Facts:
         walked: the spreads, in the order they were walked.
         refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
         too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
+        whole: `nodes` of what was walked, until more is.
     """
 
     known: Known = field(default_factory=Known)
@@ -224,6 +233,7 @@ class Facts:
     walked: list[Spread] = field(default_factory=list)
     refused: dict[tuple[SpreadKey, Node], str] = field(default_factory=dict)
     too_large_for_hosts: dict[SpreadKey, int] = field(default_factory=dict)
+    whole: dict[Node, NodeFacts] = field(default_factory=dict)
 
     def of(self, shared: TrainSetup) -> NodeFacts:
         """The facts that a point with this shared setup adds to."""
@@ -236,14 +246,15 @@ class Facts:
 
     def nodes(self) -> dict[Node, NodeFacts]:
         """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
-        found = {}
+        if self.whole:
+            return self.whole
         for node in Node:
             known = self.of_node(node)
-            whole = found[node] = merged(known.values())
+            whole = self.whole[node] = merged(known.values())
             best = best_spread(known)
             taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
             whole.fastest, whole.fastest_sure, whole.nearest = taken.fastest, taken.fastest_sure, taken.nearest
-        return found
+        return self.whole
 
 
 def merged(parts: Collection[NodeFacts]) -> NodeFacts:
@@ -321,6 +332,7 @@ def add_spreads(
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
+    facts.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given)
     points: Iterable[Point] = walk(

@@ -8,7 +8,8 @@ from planner.models.spec import ModelSpec
 from planner.parallel.traffic import Traffic, computed, traffic_of
 from planner.setup import TrainSetup
 from planner.throughput import Calibration, Conditions, throughput_profile
-from planner.throughput.profile import GRADIENT_ADD_PASSES, ThroughputProfile
+from planner.throughput.family import GRADIENT_ADD_PASSES
+from planner.throughput.profile import ThroughputProfile
 from planner.throughput.types import WITHOUT_GRADIENTS
 
 _FORWARD_PART = {"attention": 1 / 3.5, "elementwise": 0.35, "lora": 1 / 3, "dequantization": 0.5, "loss": 1 / 3}

@@ -11,6 +11,8 @@ from planner.throughput.model import SpeedModel
 from planner.throughput.types import WITHOUT_GRADIENTS
 from planner.throughput.work import Work, trained_share
 
+GRADIENT_ADD_PASSES = 3.0
+"""Accumulation reads both gradients and writes one."""
 SELECTIVE_HOST = 1.7
 """Further host time of an operation under selective checkpointing, in the forward and in the recomputation, as a
 multiple of its own: torch calls Python for each. Timed on a CPU (docs/kernels.md)."""
@@ -60,13 +62,14 @@ class Family:
     Attributes:
         trained_params, trained_tensors: what the optimizer updates.
         trained_bytes: size of one trained parameter.
-        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; step_s: host
-            time of the adapter's own work after every optimizer step.
+        add_s: adding one micro-batch's gradients to the sum.
+        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; trainer_s:
+            host time after every optimizer step, the trainer's and the adapter's own work.
     """
 
     __slots__ = (
-        "_above", "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "forward_host_s", "host_s", "step_s",
-        "trained_bytes", "trained_params", "trained_tensors", "work",
+        "_above", "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "add_s", "forward_host_s", "host_s",
+        "trained_bytes", "trained_params", "trained_tensors", "trainer_s", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, setup: TrainSetup) -> None:
@@ -74,7 +77,10 @@ class Family:
         self.work, self._setup = work, setup
         self._busy: dict[int, float] = {}
         self.trained_params, self.trained_tensors = trained.params, trained.tensors
-        self.trained_bytes, self.step_s = trained.size_bytes, trained.step_s * speed.constants.host_scale
+        self.trained_bytes = trained.size_bytes
+        self.add_s = GRADIENT_ADD_PASSES * (trained.params * trained.size_bytes) / speed.bandwidth
+        self.trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
+        self.trainer_s += trained.step_s * speed.constants.host_scale
         full, every = setup.method == "full", setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)

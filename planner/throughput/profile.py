@@ -7,16 +7,13 @@ from planner.choices.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, spe
 from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
-from planner.throughput.rollout import Generation
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 from planner.throughput.work import Work
 
 if TYPE_CHECKING:
     from planner.throughput.encoder import EncoderTime
+    from planner.throughput.rollout import Generation
     from planner.throughput.tower import TowerTime
-
-GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
-
 
 EXPERTS_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
@@ -46,16 +43,12 @@ class ThroughputProfile:
     """
 
     __slots__ = (
-        "_add_s",
         "_beside",
         "_family",
         "_generation",
-        "_optimizer",
         "_parts",
         "_setup",
         "_speed",
-        "_step_s",
-        "_trainer_s",
         "times",
     )
 
@@ -66,16 +59,18 @@ class ThroughputProfile:
         self._family = family if family is not None else family_of(speed, setup)
         self._parts: dict[int, dict[str, float]] = {}
         self.times: dict[int, float] = {} if times is None else times
-        self._optimizer = speed.optimizer_s(
-            setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
-        )
         self._beside = _time_beside(speed, setup)
-        self._generation = Generation(speed, self._family, setup) if setup.aim.rolls_out else None
-        trained_bytes = self._family.trained_params * self._family.trained_bytes
-        self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
-        self._trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
-        self._trainer_s += self._family.step_s
-        self._step_s = max(self._optimizer) + self._trainer_s
+        self._generation = _generation(speed, self._family, setup) if setup.aim.rolls_out else None
+
+    def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
+        """GPU and host seconds of an optimizer's step."""
+        family = self._family
+        return self._speed.optimizer_s(optimizer, family.trained_params, family.trained_bytes, family.trained_tensors)
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds after the last backward."""
+        return max(self._optimizer_s(self._setup.optimizer)) + self._family.trainer_s
 
     def beside(self, setup: TrainSetup) -> "ThroughputProfile":
         """The profile of a setup with all else the same but what is recomputed, loss and optimizer."""
@@ -115,17 +110,16 @@ class ThroughputProfile:
     def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one; None:
         with one that takes no time."""
-        family, step_s = self._family, self._trainer_s
+        step_s = self._family.trainer_s
         if optimizer is not None:
-            trained = (family.trained_params, family.trained_bytes, family.trained_tensors)
-            step_s = max(self._speed.optimizer_s(optimizer, *trained)) + self._trainer_s
+            step_s = max(self._optimizer_s(optimizer)) + step_s
         seconds = self._steps_s(step_s, pairs)
         one = self._tokens(1)
         return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
 
     def _steps_s(self, step_s: float, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Seconds of each step, of which `step_s` after the last backward."""
-        times, add_s, found = self.times, self._add_s, []
+        times, add_s, found = self.times, self._family.add_s, []
         for samples, steps in pairs:
             micro = times.get(samples)
             if micro is None:
@@ -183,15 +177,15 @@ class ThroughputProfile:
         busy = sum(micro.values())
         micro["host"] = self._with_host(busy) - busy
         parts = {name: seconds * steps for name, seconds in micro.items()}
-        gpu, host = self._optimizer
+        gpu, host = self._optimizer_s(self._setup.optimizer)
         family = self._family
         paging = self._speed.paging_s(setup.optimizer, family.trained_params, family.trained_bytes)
         unpaged = gpu - paging
-        parts["optimizer"] = unpaged + (steps - 1) * self._add_s
+        parts["optimizer"] = unpaged + (steps - 1) * family.add_s
         parts["host"] += max(host - unpaged, 0.0)
         if paging:
             parts["paging"] = max(gpu, host) - max(unpaged, host)
-        parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(self._optimizer)
+        parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(gpu, host)
         if generation := self.generation_s(seqs * steps):
             parts["generation"] = generation
         total = sum(parts.values())
@@ -272,6 +266,12 @@ class ThroughputProfile:
                 "time to issue its kernels, for prompts of one length and completions that all reach theirs."
             )
         return notes
+
+
+def _generation(speed: SpeedModel, family: Family, setup: TrainSetup) -> "Generation":
+    from planner.throughput.rollout import Generation  # late: what is given its completions needs none of it
+
+    return Generation(speed, family, setup)
 
 
 def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "TowerTime | EncoderTime | None":

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.trained import layer_numbers, trained_parameters
 from planner.setup import TrainSetup
-from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
 from planner.throughput.model import LayerMatmuls, SpeedModel
 
@@ -188,6 +187,8 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
     per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
     thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
     if setup.adapter != "lora" and not setup.kind.like_lora:
+        from planner.throughput.adapter_kinds import kind_work  # late: LoRA needs none of it
+
         work = kind_work(speed.model, setup, flow)
         moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
         constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.calls
