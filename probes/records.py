@@ -12,6 +12,8 @@ from planner.inputs import number, parse_json
 from planner.records import dataclass
 
 RECORD_SCHEMA = 1
+_TEXTS = ("key", "model_id", "config_digest", "recorded_at")
+_OBJECTS = ("setup", "request")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +36,9 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return {
-            "schema": RECORD_SCHEMA,
-            "key": self.key,
-            "model_id": self.model_id,
-            "config_digest": self.config_digest,
-            "setup": dict(self.setup),
-            "request": dict(self.request),
-            "outcome": evidence_to_dict(self.outcome),
-            "recorded_at": self.recorded_at,
-        }
+        texts = {name: getattr(self, name) for name in _TEXTS}
+        objects = {name: dict(getattr(self, name)) for name in _OBJECTS}
+        return {"schema": RECORD_SCHEMA, **texts, **objects, "outcome": evidence_to_dict(self.outcome)}
 
 
 def record_from_dict(values: Mapping[str, Any]) -> Record:
@@ -59,15 +54,9 @@ def record_from_dict(values: Mapping[str, Any]) -> Record:
     try:
         limits = values["request"].get("limits", {})
         number(limits.get("time_s", 0.0), "request.limits.time_s")
-        return Record(
-            key=str(values["key"]),
-            model_id=str(values["model_id"]),
-            config_digest=str(values["config_digest"]),
-            setup=dict(values["setup"]),
-            request=dict(values["request"]),
-            outcome=outcome_from_dict(values["outcome"]),
-            recorded_at=str(values["recorded_at"]),
-        )
+        texts = {name: str(values[name]) for name in _TEXTS}
+        objects: dict[str, Any] = {name: dict(values[name]) for name in _OBJECTS}
+        return Record(**texts, **objects, outcome=outcome_from_dict(values["outcome"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadOutcome(f"record cannot be read: {type(error).__name__}: {error}") from error
 

@@ -32,7 +32,9 @@ class Origin(NamedTuple):
     size_bytes: int
 
 
-Temporaries = Callable[[tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...]], Iterable[int]]
+Args = tuple[Any, ...]
+Outputs = tuple[torch.Tensor, ...]
+Temporaries = Callable[[Args, dict[str, Any], Outputs], Iterable[int]]
 """Sizes in bytes of what a kernel allocates for itself, from its arguments and outputs."""
 
 

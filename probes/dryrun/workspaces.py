@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from probes.dryrun.tracker import Temporaries
+from probes.dryrun.tracker import Args, Outputs, Temporaries
 
 _FLOAT = 4
 
@@ -14,7 +14,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+def flash_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """fp32 query-gradient accumulator, per-row softmax sums, and for grouped queries the expanded key and value
     gradients.
 
@@ -33,9 +33,7 @@ def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple
         yield expanded
 
 
-def efficient_backward(
-    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]
-) -> Iterable[int]:
+def efficient_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """fp32 accumulators of the gradients that do not stay in registers, and the row sums.
 
     Source: PyTorch 2.13 mem_eff_attention/kernel_backward.h `workspace_elements_gq/gk/gv`: none for fp32 input;
@@ -54,9 +52,7 @@ def efficient_backward(
     yield seqs * heads * total
 
 
-def embedding_backward(
-    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]
-) -> Iterable[int]:
+def embedding_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """Sorted indices and their origins, int64 each, twice (Embedding.cu `embedding_dense_backward_cuda`)."""
     tokens = args[1].numel()
     if tokens <= 3072:
@@ -65,7 +61,7 @@ def embedding_backward(
         yield tokens * 8
 
 
-def gemm_4bit(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+def gemm_4bit(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """The weight dequantized to the input's type, and with double quantization its fp32 statistics.
 
     Source: bitsandbytes 0.50 backends/cuda/ops.py: above 1,536 rows (and below for most shapes) the matrix is
@@ -84,7 +80,7 @@ def gemm_4bit(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torc
 _FUSED_4BIT_ROWS = 8
 
 
-def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+def foreach_norm(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """One partial norm per tensor and chunk of 65,536 elements, chunks counted for the largest tensor.
 
     Source: PyTorch 2.13 ForeachReduceOp.cu `foreach_tensor_norm_cuda` (output_per_tensor).

@@ -109,11 +109,11 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
         return FailureKind.OUT_OF_MEMORY, message
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("planner", "probes"):
         return FailureKind.CRASHED, message  # our own code, changed or broken: no fact about the setup
-    if isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError)):
-        return FailureKind.UNSUPPORTED, message
-    if type(error).__name__ == "OutOfResources":  # triton.runtime.errors, a plain Exception
-        return FailureKind.UNSUPPORTED, message
-    if isinstance(error, (RuntimeError, ValueError)) and _UNSUPPORTED_TEXT.search(str(error)):
+    if (
+        isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError))
+        or type(error).__name__ == "OutOfResources"  # triton.runtime.errors, a plain Exception
+        or (isinstance(error, (RuntimeError, ValueError)) and _UNSUPPORTED_TEXT.search(str(error)))
+    ):
         return FailureKind.UNSUPPORTED, message
     if isinstance(error, RuntimeError) and _COLLECTIVE_TIMEOUT_TEXT.search(str(error)):
         return FailureKind.TIMEOUT, message

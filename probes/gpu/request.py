@@ -139,26 +139,20 @@ class ProbeRequest:
         return decode(cls, values, "the probe request", newer=True)
 
 
-@dataclass(frozen=True, slots=True)
 class ProbePaths:
-    """The files of one probe, all in one directory of its own."""
+    """The files of one probe, all in one directory of its own.
 
-    directory: Path
+    Attributes:
+        request: what the child is asked, written by the runner.
+        result: what the child answers; appears whole or not at all.
+        log: everything the child printed.
+    """
 
-    @property
-    def request(self) -> Path:
-        """What the child is asked, written by the runner."""
-        return self.directory / "request.json"
-
-    @property
-    def result(self) -> Path:
-        """What the child answers; appears whole or not at all."""
-        return self.directory / "result.json"
-
-    @property
-    def log(self) -> Path:
-        """Everything the child printed."""
-        return self.directory / "log.txt"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.request = directory / "request.json"
+        self.result = directory / "result.json"
+        self.log = directory / "log.txt"
 
 
 def write_json_whole(path: Path, value: object) -> None:

@@ -33,12 +33,10 @@ def head_loss(
         if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
             rows = rows.clone()
         real = real_loss("chunked") if rows.device.type == "cuda" else None
-        log_probs, entropy, top1 = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
-        shape = valid.shape
+        found = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
+        names = ("log_probs", "entropy", "is_top1")
         return {
-            "log_probs": log_probs.new_zeros(shape).masked_scatter(valid, log_probs),
-            "entropy": entropy.new_zeros(shape).masked_scatter(valid, entropy),
-            "is_top1": top1.new_zeros(shape).masked_scatter(valid, top1),
+            name: one.new_zeros(valid.shape).masked_scatter(valid, one) for name, one in zip(names, found, strict=True)
         }
     padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     rows = hidden.view(-1, hidden.shape[-1])
