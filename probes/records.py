@@ -54,7 +54,7 @@ def record_from_dict(values: Mapping[str, Any]) -> Record:
     try:
         limits = values["request"].get("limits", {})
         number(limits.get("time_s", 0.0), "request.limits.time_s")
-        texts = {name: str(values[name]) for name in _TEXTS}
+        texts: dict[str, Any] = {name: str(values[name]) for name in _TEXTS}
         objects: dict[str, Any] = {name: dict(values[name]) for name in _OBJECTS}
         return Record(**texts, **objects, outcome=outcome_from_dict(values["outcome"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
