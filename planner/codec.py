@@ -60,7 +60,7 @@ def _decoder(kind: Any, newer: bool) -> Decoder:
     if origin in (Union, types.UnionType):
         return _union([_decoder(one, newer) for one in arguments if one is not type(None)], type(None) in arguments)
     if origin is Literal:
-        return _one_of(frozenset(arguments), " or ".join(map(repr, arguments)))
+        return _one_of({one: one for one in arguments}, " or ".join(map(repr, arguments)))
     if origin is tuple:
         endless = len(arguments) == 2 and arguments[1] is Ellipsis
         return _tuple([_decoder(one, newer) for one in arguments if one is not Ellipsis], endless)
@@ -69,7 +69,7 @@ def _decoder(kind: Any, newer: bool) -> Decoder:
     if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind, newer)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _enum(kind)
+        return _one_of({member.value: member for member in kind}, f"a {kind.__name__}")
     return _plain(kind)
 
 
@@ -108,24 +108,15 @@ def _union(options: list[Decoder], optional: bool) -> Decoder:
     return union
 
 
-def _one_of(allowed: frozenset[Any], words: str) -> Decoder:
+def _one_of(allowed: Mapping[Any, Any], words: str) -> Decoder:
+    """What each of the allowed values stands for."""
+
     def one_of(value: Any) -> Any:
         if not isinstance(value, (str, int)) or value not in allowed:
             raise _misfit(value, words)
-        return value
+        return allowed[value]
 
     return one_of
-
-
-def _enum(kind: type[Enum]) -> Decoder:
-    members = {member.value: member for member in kind}
-
-    def enum(value: Any) -> Any:
-        if not isinstance(value, str) or value not in members:
-            raise _misfit(value, f"a {kind.__name__}")
-        return members[value]
-
-    return enum
 
 
 def _tuple(items: list[Decoder], endless: bool) -> Decoder:
