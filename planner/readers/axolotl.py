@@ -8,7 +8,7 @@ from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
 from planner.readers import common, hf, partial, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Spread, fsdp, hybrid, parallel_of, zero_stage
+from planner.readers.sharding import Spread, device_map, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
@@ -51,7 +51,6 @@ def read(settings: Settings) -> ReadConfig:
     """
     settings.note_unknown(schema.known(FORMAT), AXOLOTL)
     _refuse_other_training(settings)
-    num_gpus = settings.outside.num_gpus
     fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
     fields |= {
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
@@ -69,12 +68,9 @@ def read(settings: Settings) -> ReadConfig:
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = _selects(settings, fields)
     fields |= _adapter_dtype(settings, fields)
-    if settings.raw("device_map") == "auto" and num_gpus > 1:
-        fields |= {"num_gpus": num_gpus, "parallel": "device-map"}
-    else:
-        fields |= parallel_of(settings, _parallel(settings))
-        if "context_degree" in fields:
-            fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
+    fields |= device_map(settings, settings) or parallel_of(settings, _parallel(settings))
+    if "context_degree" in fields:
+        fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= partial.adapted_layers(settings, "peft_layers_to_transform", fields)
     fields |= partial.frozen_but(settings, settings.model, fields)

@@ -22,7 +22,7 @@ from planner.readers.program.values import Value
 from planner.readers.program_adapters import Adapters
 from planner.readers.program_loading import heard, pictures, quantization
 from planner.readers.rollouts import rollout_fields
-from planner.readers.sharding import cut_sequences, loaded, parallel_of
+from planner.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
 from planner.readers.types import ReadConfig
@@ -400,8 +400,8 @@ class _Script:
 
     def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus, loader = self.outside.num_gpus, self.loader
-        if loader.raw("device_map") == "auto" and num_gpus > 1:
-            return {"num_gpus": num_gpus, "parallel": "device-map"}
+        if over_layers := device_map(self.arguments, loader):
+            return over_layers
         if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "dp"}
         block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None

@@ -38,6 +38,12 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int = 0) -> dict[s
     return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
 
+def device_map(settings: Settings, kwargs: Settings) -> dict[str, Any]:
+    """A model whose layers lie over several GPUs, as its loading asks; nothing where it does not."""
+    spread_out = kwargs.raw("device_map") == "auto" and settings.outside.num_gpus > 1
+    return {"num_gpus": settings.outside.num_gpus, "parallel": "device-map"} if spread_out else {}
+
+
 def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int, context: int = 1) -> Spread:
     """The groups of a device mesh: shards within a group (over those of one sequence too), copies over the groups,
     matrices cut within `tensor`, sequences within `context`."""

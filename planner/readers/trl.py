@@ -8,7 +8,7 @@ from planner.models.towers import SEEING
 from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal
-from planner.readers.sharding import Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
+from planner.readers.sharding import Spread, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.types import TEXT_ALONE, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
@@ -44,7 +44,7 @@ def read(settings: Settings) -> ReadConfig:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
         fields |= rollouts.rollout_fields(settings, fields)
-    fields |= _spread(settings, kwargs)
+    fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
         settings.assume(TEXT_ALONE)
@@ -142,13 +142,6 @@ def _precision(
 def _attention(settings: Settings, kwargs: Settings) -> str:
     inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
     return common.attention(kwargs if inside else settings, "attn_implementation")
-
-
-def _spread(settings: Settings, kwargs: Settings) -> dict[str, Any]:
-    num_gpus = settings.outside.num_gpus
-    if kwargs.raw("device_map") == "auto" and num_gpus > 1:
-        return {"num_gpus": num_gpus, "parallel": "device-map"}
-    return parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
 
 
 def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
