@@ -45,8 +45,11 @@ def read(settings: Settings) -> ReadConfig:
     aim = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
-    fields |= {**_method(settings), "objective": aim, **_checkpointing(settings)}
+    fields |= {**_method(settings), "objective": aim}
+    whole = settings.flag("disable_gradient_checkpointing", False)
     fields |= {
+        "checkpointing": 0 if whole else 1,
+        "activation_offload": not whole and settings.flag("use_unsloth_gc", False),
         "precision": _precision(settings, widens=fields["method"] == "full" and not fields.get("trained_layers")),
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
         "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
@@ -65,14 +68,20 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     settings.leave_out(NOT_COUNTED)
-    if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter") and fields["method"] != "full":
+    if fields["method"] != "full":
+        _note_continued(settings)
+    data = settings.raw("dataset")
+    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
+
+
+def _note_continued(settings: Settings) -> None:
+    """Says, or asks, how large the adapters are that an earlier run made."""
+    if settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter"):
         whose = "adapters that are trained on (adapter_name_or_path) have the rank of their own file"
         if settings.has("lora_rank"):
             settings.assume(f"{whose}: taken to be lora_rank")
         else:
             settings.ask("lora_rank", f": {whose}")
-    data = settings.raw("dataset")
-    return config(LLAMAFACTORY, settings, fields, dataset=data if isinstance(data, str) else None)
 
 
 def _objective(settings: Settings) -> str:
@@ -101,12 +110,6 @@ def _attention(settings: Settings) -> str:
     if word not in READ_ATTENTIONS:
         raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
     return default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word]
-
-
-def _checkpointing(settings: Settings) -> dict[str, Any]:
-    off = settings.flag("disable_gradient_checkpointing", False)
-    offloads = not off and settings.flag("use_unsloth_gc", False)
-    return {"checkpointing": 0 if off else 1, "activation_offload": offloads}
 
 
 def _spread(settings: Settings) -> Spread:

@@ -19,8 +19,7 @@ from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program.values import Value
-from planner.readers.program_adapters import Adapters
-from planner.readers.program_loading import heard, pictures, quantization
+from planner.readers.program_loading import Adapters, heard, pictures, quantization
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.readers.training import Training

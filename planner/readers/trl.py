@@ -26,13 +26,14 @@ def read(settings: Settings) -> ReadConfig:
     values, aim = settings.values, _objective(settings)
     defaults, of_transformers = _versions(settings, aim)
     kwargs = settings.block("model_init_kwargs")
+    inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
     fields: dict[str, Any] = {
         "objective": aim.name,
         **_kernels_and_loss(settings, aim, defaults),
         **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
         **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
         **_method(settings, kwargs, defaults),
-        "attention": _attention(settings, kwargs),
+        "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "checkpointing": hf.checkpointing(settings, defaults.checkpointing),
     }
@@ -137,11 +138,6 @@ def _precision(
     if compute is None and weights == "fp32" and autocast and quantization in common.FOUR_BIT:
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
     return common.precision(settings, weights, autocast, method)
-
-
-def _attention(settings: Settings, kwargs: Settings) -> str:
-    inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
-    return common.attention(kwargs if inside else settings, "attn_implementation")
 
 
 def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
