@@ -61,6 +61,7 @@ class Family:
 
     Attributes:
         trained_params, trained_tensors: what the optimizer updates.
+        above: of the layers, those that the backward reaches: from the first that trains on.
         trained_bytes: size of one trained parameter.
         add_s: adding one micro-batch's gradients to the sum.
         host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; trainer_s:
@@ -68,7 +69,7 @@ class Family:
     """
 
     __slots__ = (
-        "_above", "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "add_s", "forward_host_s", "host_s",
+        "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
         "trained_bytes", "trained_params", "trained_tensors", "trainer_s", "work",
     )  # fmt: skip
 
@@ -84,13 +85,13 @@ class Family:
         full, every = setup.method == "full", setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
-        self._above = 1.0 - below / max(1, inv.num_layers)
+        self.above = 1.0 - below / max(1, inv.num_layers)
         again_token = again * work.moved.forward_bytes * work.per_byte + again * trained.forward_token_s
         again_micro = again * work.alone[1] + again * trained.forward_micro_s + again * work.unpacked.again_s
         kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.flow)
         attended = 0.0 if kept else again * work.attention[0]
         attended += self._offloaded_token_s(again) * work.length
-        self._recompute = (again_token, attended, again_micro, again * self._above)
+        self._recompute = (again_token, attended, again_micro, again * self.above)
         self._skip_last = full and not speed.conditions.reentrant_checkpointing
         self._skip_first = not full and not every
         self._count_host(again)
@@ -153,7 +154,7 @@ class Family:
         work, setup = self.work, self._setup
         seqs, cached, layers = work.micro(samples)
         again_token, again_seq, again_micro, again = self._recompute
-        matmul = layers.forward + self._above * layers.input_gradient
+        matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
         elif self._skip_first:

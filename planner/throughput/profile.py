@@ -8,7 +8,7 @@ from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
-from planner.throughput.work import Work
+from planner.throughput.work import Work, trained_share
 
 if TYPE_CHECKING:
     from planner.throughput.encoder import EncoderTime
@@ -156,11 +156,15 @@ class ThroughputProfile:
         tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.work.seqs_per_sample
         weights = sum(g.count * g.linear.num_active * g.linear.in_features * g.linear.out_features for g in inv.groups)
         weights += sum(one.num_weights for one in inv.outer)
-        weights += inv.head.num_weights if inv.head is not None else 0
-        needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.work.attention_flops * seqs
+        head = inv.head.num_weights if inv.head is not None else 0
+        share = trained_share(self._speed, setup)
+        inputs = 2.0 * self._family.above  # of the activations' gradients; the weights' where they train
+        needed = (2.0 + inputs + (2.0 * share if full else 0.0)) * weights * tokens
+        needed += (6.0 if full and not setup.trained_layers else 4.0) * head * tokens
+        needed += (1.0 + inputs) * self._family.work.attention_flops * seqs
         if not full and setup.kind.like_lora:
-            needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
-        needed += setup.extra_forwards * (2.0 * weights * tokens + self._family.work.attention_flops * seqs)
+            needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
+        needed += setup.extra_forwards * (2.0 * (weights + head) * tokens + self._family.work.attention_flops * seqs)
         if self._beside is not None:
             needed += self._beside.flops(micro_batch_seqs, full=full)
         return needed * accumulation_steps

@@ -316,3 +316,9 @@ def test_contradictions_on_several_gpus_are_named_too() -> None:
     with pytest.raises(UsageError, match="global batch") as caught:
         plan_workload(wish(model, card, cluster=cluster, global_batch=3))
     assert "--global-batch 4" in caught.value.hint
+
+
+@pytest.mark.parametrize("layers", [29, -29, 400])
+def test_more_trained_layers_than_the_model_has_are_refused(layers: int) -> None:
+    with pytest.raises(UsageError, match="has 28 layers"):
+        wish(fixed={"trained_layers": (layers,)})

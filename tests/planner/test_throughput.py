@@ -129,6 +129,20 @@ def test_flops_lora_lacks_the_weight_gradients() -> None:
     assert 0.66 < lora / full < 0.70
 
 
+def test_flops_of_partial_training_are_those_that_the_backward_reaches() -> None:
+    """The last 4 of 32 layers: forwards of all, gradients of 4 layers' inputs and weights, of the head's input; the
+    first 4: of all inputs. Under checkpointing transformers' backward goes through all layers whatever trains."""
+    plain = SETUPS["full"].with_(precision="bf16-autocast", checkpointing=0)
+    head, tokens = MISTRAL.vocab_size * MISTRAL.hidden_size, plain.tokens_per_step
+    layers = MISTRAL.num_active_params - head
+    whole, last, first = (step_time(MISTRAL, A100, plain.with_(trained_layers=one)).flops for one in (0, 4, -4))
+    attention = whole - 6 * (layers + head) * tokens
+    assert last == pytest.approx((2.5 * layers + 4 * head) * tokens + attention * (1 + 2 / 8) / 3, rel=0.001)
+    assert first == pytest.approx((4.25 * layers + 4 * head) * tokens + attention, rel=0.001)
+    checkpointed = step_time(MISTRAL, A100, plain.with_(checkpointing=1, trained_layers=4)).flops
+    assert checkpointed == pytest.approx(first, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", SETUPS)
 def test_step_time_parts_sum_up(name: str) -> None:
     answer = step_time(MISTRAL, A100, SETUPS[name])
