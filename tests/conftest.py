@@ -78,6 +78,8 @@ settings.register_profile("explore", _ANY_SPEED, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _numbers = count()
+_num_frozen = [0]
+"""Modules that were loaded when their objects were last set aside."""
 MANY_OBJECTS = 50_000
 """Made since objects were last set aside, and still there."""
 WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
@@ -112,12 +114,22 @@ def _own_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _freeze_what_is_loaded() -> None:
     """Loaded libraries are not looked through for garbage again and again (a sixth of the time), as `plan` does it:
-    models and trainers load most of them while the first tests run, and every probe and dry run collects. Nor is what
-    the tests before left for good."""
-    made, looked_through, _ = gc.get_count()
-    if made > MANY_OBJECTS or looked_through:
-        gc.collect()
-        gc.freeze()
+    models and trainers load most of them while the first tests run, and every probe and dry run collects."""
+    if len(sys.modules) > _num_frozen[0] + 100:
+        _freeze()
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+    _num_frozen[0] = len(sys.modules)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _files_before_set_aside() -> None:
+    """Nor is what the files before left for good."""
+    if gc.get_count()[0] > MANY_OBJECTS or gc.get_count()[1]:
+        _freeze()
 
 
 @pytest.fixture(autouse=True)
