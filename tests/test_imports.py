@@ -1,4 +1,4 @@
-"""One-way imports: who may import whom, which libraries never load on the formula path, and that each is declared."""
+"""One-way imports: who may import whom, which libraries never load on the formula path, what is declared; sizes."""
 
 import ast
 import re
@@ -192,3 +192,14 @@ def test_no_file_imports_itself_round_a_circle() -> None:
     known = {module_name(path) for path in paths}
     graph = {module_name(path): imported_modules(path, known) - {module_name(path)} for path in paths}
     assert not circles(graph)
+
+
+@pytest.mark.parametrize("package", ["finetune_planner", *PACKAGES])
+def test_a_function_fits_a_screen_and_a_module_has_one_subject(package: str) -> None:
+    """At most 40 lines a function, docstring and inner functions within, and 450 a module (docs/architecture.md)."""
+    for path in modules(package):
+        text = path.read_text()
+        assert text.count("\n") <= 450, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 40, f"{path}:{node.lineno} {node.name}"

@@ -440,9 +440,7 @@ def _gradients_and_copy(
     ]
     if EARLY_BUCKET * blocks <= model.num_layers:
         found.append(gradients_held(name, copy, "first", "turn"))
-    if end > bucket:
-        return [*found, gradients_held(gradient, end, "end")]
-    return [*found, gradients_held(name, bucket, "end")]
+    return [*found, gradients_held(gradient, end, "end") if end > bucket else gradients_held(name, bucket, "end")]
 
 
 def _flat(trained: Trained, shards: int) -> Trained:
