@@ -109,7 +109,8 @@ def objective_spreads() -> list[TrainSetup]:
 
 
 def setups() -> list[TrainSetup]:
-    """The table: every value once, then random combinations up to NUM_SETUPS, then `spread_setups`; always the same."""
+    """The table: every value once, random combinations up to NUM_SETUPS, `spread_setups`, some layers alone; always the
+    same."""
     dice = random.Random(SEED)
     table = dict.fromkeys(_all_values())
     while len(table) < NUM_SETUPS:
@@ -141,7 +142,8 @@ def setups() -> list[TrainSetup]:
             table.setdefault(TrainSetup(**values))
         except SetupError:
             continue
-    return [*table, *(setup for setup in spread_setups() if setup not in table)]
+    partial = [TrainSetup(**method, trained_layers=one) for method, one in product(METHODS[:3], (4, -4))]
+    return [*table, *(setup for setup in spread_setups() if setup not in table), *partial]
 
 
 def request(setup: TrainSetup, **changes: object) -> ExportRequest:
