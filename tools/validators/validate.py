@@ -126,7 +126,9 @@ def llamafactory() -> Check:
         # the parser takes one token off under packing; the packer pads rows back to cutoff_len + 1
         length = data.cutoff_len + 1 if setup.packing else data.cutoff_len
         assert length == setup.seq_len_tokens, (length, setup.seq_len_tokens)
-        assert tuning.finetuning_type == ("full" if setup.method == "full" else "lora")
+        whole = "freeze" if setup.trained_layers else "full"
+        assert tuning.finetuning_type == (whole if setup.method == "full" else "lora")
+        assert setup.trained_layers in (0, tuning.freeze_trainable_layers)
         if setup.method != "full":
             assert tuning.lora_rank == setup.lora_rank
         assert bool(model.quantization_bit) == setup.quantized
@@ -380,11 +382,11 @@ def of_objectives() -> list[TrainSetup]:
 
 def main(tool: str, *only: str) -> int:
     check = TOOLS[tool]()
-    # torchtitan has its own copies of few models; the other files do not depend on which it is
-    model = catalogue.load("Qwen/Qwen3-8B") if tool == "torchtitan" else None
+    qwen = catalogue.load("Qwen/Qwen3-8B")
     accepted, refused_by_us, failures = 0, 0, []
     for setup in [*(() if "objectives" in only else setups()), *of_objectives()]:
-        launch = EXPORTERS[tool](request(setup, model=model))
+        # torchtitan has its own copies of few models, layers have a model's names; nothing else depends on which it is
+        launch = EXPORTERS[tool](request(setup, model=qwen if tool == "torchtitan" or setup.trained_layers else None))
         if launch.refused:
             refused_by_us += 1
             continue
