@@ -24,6 +24,10 @@ class Note(str):
         note.place = place
         return note
 
+    def __getnewargs__(self) -> tuple[str, Place]:
+        """What a copy and a pickle are made of."""
+        return str(self), self.place
+
 
 def found(text: str) -> Note:
     """A note that was measured or refuted here."""

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from planner.choices.images import Images
@@ -13,25 +14,35 @@ from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
 from reports.plain import clean
 
 
-def default_next_command(answer: Plan) -> str:
+def default_next_command(answer: Plan, also: Sequence[str] = ()) -> str:
     """The command that makes this plan again and writes its launch files.
 
     Where a higher rung refuted the choice, the reserve grows by what was missing.
+
+    Args:
+        also: what was asked for and no workload holds: a data set on the hub, a revision of the model.
     """
-    wish = answer.workload
-    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
+    grown = None
+    if not answer.chosen.fits:
+        excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
+        grown = math.ceil(10 * (answer.workload.headroom_bytes + max(0, excess)) / GIB) / 10
+    return shlex.join(["plan", *wish_words(answer.workload, headroom_gib=grown), *also, "--out", "my-plan"])
+
+
+def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str]:
+    """Model, GPU and options of `plan` that make this workload; `headroom_gib`: another reserve than its own."""
+    words = [clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
     words += ["--seq-len", str(wish.seq_len_tokens)]
     words += ["--global-batch", str(wish.global_batch_seqs)]
     for name, values in wish.fixed.items():
         for value in values:
             words += _flag(name, value)
     if wish.memory_bytes != wish.gpu.memory_bytes:
-        words += ["--memory-gib", f"{wish.memory_bytes / GIB:g}"]
-    if not answer.chosen.fits:
-        excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
-        words += ["--headroom", f"{math.ceil(10 * (wish.headroom_bytes + max(0, excess)) / GIB) / 10:g}"]
+        words += ["--memory-gib", _shortest(wish.memory_bytes / GIB, _bytes)]
+    if headroom_gib is not None:
+        words += ["--headroom", f"{headroom_gib:g}"]
     elif wish.headroom_bytes != default_headroom_bytes(wish.memory_bytes):
-        words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
+        words += ["--headroom", _shortest(wish.headroom_bytes / GIB, _bytes)]
     if wish.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(wish.min_rank)]
     if wish.data.file:
@@ -41,14 +52,25 @@ def default_next_command(answer: Plan) -> str:
         if wish.data.num_samples is not None:
             words += ["--samples", str(wish.data.num_samples)]
     if wish.price_source == PRICE_GIVEN:
-        words += ["--price", f"{wish.price_per_hour:g}"]
+        words += ["--price", _shortest(wish.price_per_hour)]
     if wish.prefer != "quality":
         words += ["--prefer", wish.prefer]
     for option, given in (("--epochs", wish.num_epochs), ("--lr", wish.learning_rate)):
-        words += [option, f"{given:g}"] if given else []
+        words += [option, _shortest(given)] if given else []
     for target in wish.targets:
         words += ["--target", target]
-    return shlex.join([*words, "--out", "my-plan"])
+    return words
+
+
+def _shortest(value: float, read: Callable[[float], float] = float) -> str:
+    """The number in the fewest digits that the command line reads as the same."""
+    texts = (f"{value:.{digits}g}" for digits in range(6, 18))
+    return next(text for text in texts if read(float(text)) == read(value))
+
+
+def _bytes(size_gib: float) -> int:
+    """A size as `planner.option_values` reads it."""
+    return int(size_gib * GIB)
 
 
 def cluster_flags(wish: Workload) -> list[str]:
@@ -81,6 +103,8 @@ def _flag(name: str, value: object) -> list[str]:
             (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default
         ]
         return [word for inner, its in given for word in _flag(inner, its)]
+    if name == "lora_rank" and value == 0:
+        return []  # of a kind of adapter that has none: nobody could ask for another
     option = _OPTIONS.get(name, name.replace("_", "-"))
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]

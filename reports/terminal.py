@@ -42,15 +42,18 @@ def render_plan(
     next_command: str = "",
     launches: Sequence[str] = (),
     show: Collection[str] = EVERYTHING,
+    also: Sequence[str] = (),
 ) -> None:
     """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next.
 
     Without "all" in `show` the short answer, before it the tree ("why") and every term ("memory") where they are named.
+    `also`: words of a command that plans again.
     """
     page = Page(console)
+    again = default_next_command(plan, also)
     if "all" not in show:
         _asked_for(page, plan, plan.chosen, show)
-        render_brief(plan, console, next_command=next_command or default_next_command(plan), launches=launches)
+        render_brief(plan, console, next_command=next_command or again, launches=launches)
         return
     page.line(workload_words(plan.workload), style="bold")
     page.line()
@@ -65,14 +68,14 @@ def render_plan(
     page.line()
     page.line(text.space_sentence(plan))
     _notes(page, notes_of(plan))
-    _next(page, plan, next_command)
+    _next(page, plan, next_command, again)
 
 
-def _next(page: Page, plan: Plan, command: str) -> None:
+def _next(page: Page, plan: Plan, command: str, again: str) -> None:
     page.head("Next")
     if not plan.chosen.fits:
         page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
-    page.command(command if command and plan.chosen.fits else default_next_command(plan))
+    page.command(command if command and plan.chosen.fits else again)
 
 
 def render_no_plan(

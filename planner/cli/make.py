@@ -124,7 +124,8 @@ def make(
         written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
-    _show(written, show.names, as_json=as_json)
+    beyond = () if files.dataset is None or asked.data.file else ("--dataset", files.dataset)
+    _show(written, show.names, (*lookup.words, *beyond), as_json=as_json)
     _end(written, files)
 
 
@@ -180,7 +181,8 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
         written.problem = problem
 
 
-def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
+def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_json: bool) -> None:
+    """The answer; `also`: words of a command that plans again."""
     if as_json:
         from reports.plan_json import plan_to_dict
 
@@ -189,7 +191,8 @@ def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
     elif isinstance(written.plan, NoPlan):
         render_no_plan(written.plan, console(), launches=written.said, show=show)
     else:
-        render_plan(written.plan, console(), next_command=written.following, launches=written.said, show=show)
+        following, said = written.following, written.said
+        render_plan(written.plan, console(), next_command=following, launches=said, show=show, also=also)
 
 
 def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:

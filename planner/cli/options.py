@@ -56,6 +56,11 @@ class Lookup:
     revision: Annotated[str | None, typer.Option(help="Hub revision; asks the hub first.")] = None
     hub: Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")] = False
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As they were typed."""
+        return ("--hub",) * self.hub + (("--revision", self.revision) if self.revision is not None else ())
+
     def model(self, name: str) -> "ModelSpec":
         """The model that the word means."""
         from planner.models.resolve import resolve_model

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -295,3 +296,31 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     again = json.loads(capsys.readouterr().out)
     assert again["setup"] == chosen["setup"]
     assert again["formula"]["peak_device_bytes"] == chosen["formula"]["peak_device_bytes"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--adapter", "ia3"],
+        ["--adapter", "ln-tuning"],
+        ["--dataset", "who/what"],
+        ["--memory-gib", "11.3333333", "--headroom", "1.23456789", "--lr", "0.00012345678"],
+    ],
+)
+def test_the_command_under_next_plans_the_same(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was asked for is asked for again: pasted, it makes the same plan and names the same data set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    following = shlex.split(lines[next(at for at, line in enumerate(lines) if line.startswith("Next")) + 1])
+    assert following[0] == "plan"
+    assert run([*following[1:], "--no-dry-run"]) == 0
+    made = json.loads((tmp_path / "my-plan" / "plan.json").read_text())
+    capsys.readouterr()
+    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json", *asked]) == 0
+    assert made["workload"] == json.loads(capsys.readouterr().out)["workload"]
+    script = (tmp_path / "my-plan" / "launch" / "hf" / "train_hf.py").read_text()
+    assert ('DATASET = "who/what"' in script) == ("--dataset" in asked)

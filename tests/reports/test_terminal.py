@@ -17,7 +17,7 @@ from typer.main import get_command
 from planner.choices.rollouts import Rollout
 from planner.cli.app import MAIN_COMMAND, build_app
 from planner.models.spec import ModelSpec
-from planner.option_values import default_headroom_bytes
+from planner.option_values import default_headroom_bytes, memory_and_headroom
 from planner.outcome import Candidate, Rung
 from planner.plan import Alternative, with_trades
 from planner.units import GIB, count, gib
@@ -184,6 +184,22 @@ def test_next_command_repeats_every_wish() -> None:
     assert not {one for one in words.split() if one.startswith("--")} - parameters
     usual = make_workload(headroom_bytes=default_headroom_bytes(workload.memory_bytes), memory_bytes=20 * GIB)
     assert "--headroom" not in default_next_command(make_plan(usual))
+
+
+def test_next_command_is_read_as_the_same_wish() -> None:
+    """Numbers in as many digits as they were given; no option that nobody could give."""
+    given = {"price_per_hour": 0.123456789, "price_source": PRICE_GIVEN, "learning_rate": 0.00012345678}
+    sizes = {"memory_bytes": int(21.3333333 * GIB), "headroom_bytes": int(1.23456789 * GIB)}
+    plan = make_plan(make_workload(fixed={"adapter": ("ia3",), "lora_rank": (0,)}, num_epochs=2.0, **given, **sizes))
+    words = default_next_command(plan, ("--revision", "v1.1", "--dataset", "who/what")).split()
+    assert "--rank" not in words
+    assert words[-6:-2] == ["--revision", "v1.1", "--dataset", "who/what"]
+    said = {option: float(words[words.index(option) + 1]) for option in ("--price", "--lr", "--epochs")}
+    assert said == {"--price": 0.123456789, "--lr": 0.00012345678, "--epochs": 2.0}
+    read = memory_and_headroom(
+        plan.workload.gpu, *(float(words[words.index(option) + 1]) for option in ("--memory-gib", "--headroom"))
+    )
+    assert read == (plan.workload.memory_bytes, plan.workload.headroom_bytes)
 
 
 def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
