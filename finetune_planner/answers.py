@@ -39,6 +39,9 @@ class _Answer(ABC):
     def __str__(self) -> str:
         return self._text().rstrip()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {' '.join(str(self).split(chr(10), 1)[0].split())}>"
+
     def _text(self) -> str:
         from planner.cli.output import console
 
@@ -56,9 +59,12 @@ class Planned(_Answer):
 
     Attributes:
         answer: the frozen `Plan`, or the `NoPlan` that says what is missing.
+        dataset, targets: as they were asked for: `write` takes them where it is told nothing else.
     """
 
     answer: Plan | NoPlan
+    dataset: str | None = None
+    targets: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -100,15 +106,16 @@ class Planned(_Answer):
         self,
         folder: str | Path,
         *,
-        targets: Sequence[str] | None = None,
-        dataset: str | None = None,
+        targets: str | Sequence[str] | None = None,
+        dataset: str | Path | None = None,
         force: bool = False,
     ) -> "tuple[Launch, ...]":
         """Write plan.json, the reports and the launch files, as `--out` does; what was written or refused, by target.
 
         Args:
-            targets: launch targets, None for all; those that cannot run the setup say why in `Launch.refused`.
-            dataset: hub id or local file for the launch files.
+            targets: launch targets, None for those that were planned for, else all; those that cannot run the setup
+                say why in `Launch.refused`.
+            dataset: hub id or local file for the launch files; None for what was planned with.
             force: launch files that are predicted to run out of memory too.
 
         Raises:
@@ -116,24 +123,31 @@ class Planned(_Answer):
         """
         from planner.app.climb import chosen_timeline
         from planner.cli.writing import check_launch_words, write_out
+        from reports.command import wish_words
 
         place, wish = Path(folder), self.answer.workload
-        check_launch_words(targets, dataset, place)
+        data = self.dataset if dataset is None else str(dataset)
+        names = [targets] if isinstance(targets, str) else targets or self.targets or None
+        check_launch_words(names, data, place)
         return write_out(
             self.answer,
             place,
-            targets=targets,
-            dataset=dataset,
-            command=[wish.model.model_id, "--gpu", wish.gpu.key],
+            targets=names,
+            dataset=data,
+            command=[*wish_words(wish), *self._beyond(data)],
             timeline=chosen_timeline(self.answer),
             force=force,
         )
+
+    def _beyond(self, dataset: str | None) -> tuple[str, ...]:
+        """What a command that plans again says and no workload holds."""
+        return () if dataset is None or self.answer.workload.data.file else ("--dataset", dataset)
 
     def _print(self, console: "Console") -> None:
         from reports.terminal import render_no_plan, render_plan
 
         if isinstance(self.answer, Plan):
-            render_plan(self.answer, console, show=())
+            render_plan(self.answer, console, show=(), also=self._beyond(self.dataset))
         else:
             render_no_plan(self.answer, console, show=())
 

@@ -1,10 +1,10 @@
 """The questions of the command line as functions, and a comparison of plans."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from types import NoneType
+from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Traced
 from planner.errors import UsageError
@@ -75,11 +75,11 @@ class Options(TypedDict, total=False):
 
 
 def plan(
-    model: str,
+    model: str | Path,
     gpu: str,
     *,
     dry_run: bool = True,
-    dataset: str | None = None,
+    dataset: str | Path | None = None,
     target: str | Sequence[str] = (),
     **wish: Unpack[Options],
 ) -> Planned:
@@ -89,7 +89,7 @@ def plan(
         model: hub id, directory with config.json, or catalogue name.
         gpu: key of the GPU table, marketing name, or "local".
         dry_run: prove the choice with a dry run where torch is installed; False: formula only.
-        dataset: a local file: its lengths decide sequence length, packing, batch and epochs.
+        dataset: hub id or local file for the launch files; a file's lengths decide length, packing, batch and epochs.
         target: one launch target or several: what is planned is what the first of them runs, and the others run too.
 
     Raises:
@@ -101,16 +101,18 @@ def plan(
 
     asked = WishOptions(**_options(wish))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
-    names: tuple[str, ...] = ()
-    if target:
-        from planner.cli.writing import known_targets
+    names, data = (target,) if isinstance(target, str) else tuple(target), None if dataset is None else str(dataset)
+    if names or data is not None:
+        from planner.cli.writing import check_launch_words, known_targets
 
-        names = known_targets([target] if isinstance(target, str) else target)
-    return Planned(answered(workload_for(model, gpu, asked, dataset=dataset, targets=names), dry_run=dry_run))
+        check_launch_words(names, data, None)
+        names = known_targets(names) if names else ()
+    workload = workload_for(str(model), gpu, asked, dataset=data, targets=names)
+    return Planned(answered(workload, dry_run=dry_run), dataset=data, targets=names)
 
 
 def estimate(
-    model: str,
+    model: str | Path,
     gpu: str,
     *,
     dry_run: bool = True,
@@ -134,7 +136,7 @@ def estimate(
     from planner.interchange import asked_setup
     from planner.models.resolve import resolve_model
 
-    spec, card, wanted = resolve_model(model), find_gpu(gpu), asked_setup(setup)
+    spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), asked_setup(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
@@ -178,6 +180,8 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
     from planner.option_values import memory_and_headroom
     from probes.phantom.card import TraceOptions
 
+    if isinstance(command, str) or not command:
+        raise UsageError(f"a command is a list of words, got {command!r}", hint='for example ["python", "train.py"]')
     card = find_gpu(gpu)
     order = order_of(command, card, options=TraceOptions(num_steps=steps), network=network)
     return Traced(answer_of(order, card, memory_and_headroom(card, None, None)))
@@ -200,19 +204,47 @@ def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
     """The wish as the command line's options have it: one value of a repeatable option is a list of one.
 
     Raises:
-        UsageError: a name that is no option.
+        UsageError: a name that is no option, or a value of another type than the option's.
     """
     from planner.cli.wish_options import WishOptions
 
-    listed = {one.name: "list[" in str(one.type) for one in fields(WishOptions)}
+    kinds = get_type_hints(WishOptions)
     for name in wish:
-        if name not in listed:
-            close = get_close_matches(name, listed, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(listed)}"
+        if name not in kinds:
+            close = get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kinds)}"
             raise UsageError(f"plan() has no option {name!r}", hint=hint)
-    return {
-        name: ([value] if isinstance(value, (str, int)) else list(value))
-        if listed[name] and value is not None
-        else value
-        for name, value in wish.items()
-    }
+    return {name: None if value is None else _taken(name, value, kinds[name]) for name, value in wish.items()}
+
+
+def _taken(name: str, value: Any, kind: Any) -> Any:
+    """The value of an option of this kind (`int | None`, `list[str] | None`, ...)."""
+    kind = next((one for one in get_args(kind) if one is not NoneType), kind) if get_origin(kind) is not list else kind
+    if get_origin(kind) is not list:
+        return _one(name, value, kind)
+    several = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    return [_one(name, each, get_args(kind)[0]) for each in several]
+
+
+def _one(name: str, value: Any, kind: type) -> Any:
+    """One value as the command line would have read it; NumPy's numbers and whole floats (2e7) are taken.
+
+    Raises:
+        UsageError: of another type.
+    """
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, bool) == (kind is bool):
+        if kind is int and isinstance(plain, float) and plain.is_integer():
+            return int(plain)
+        if isinstance(plain, (int, float) if kind is float else kind):
+            return kind(plain)
+    words, usual = _KINDS[kind]
+    raise UsageError(f"{name} must be {words}, got {value!r:.60}", hint=f"for example {name}={usual}")
+
+
+_KINDS = {
+    bool: ("True or False", "True"),
+    int: ("a whole number", "2048"),
+    float: ("a number", "1.5"),
+    str: ("a string", "'...'"),
+}

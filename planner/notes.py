@@ -24,9 +24,9 @@ class Note(str):
         note.place = place
         return note
 
-    def __getnewargs__(self) -> tuple[str, Place]:
+    def __reduce__(self) -> tuple[type["Note"], tuple[str, Place]]:
         """What a copy and a pickle are made of."""
-        return str(self), self.place
+        return Note, (str(self), self.place)
 
 
 def found(text: str) -> Note:

@@ -51,7 +51,7 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
         words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
         if wish.data.num_samples is not None:
             words += ["--samples", str(wish.data.num_samples)]
-    if wish.price_source == PRICE_GIVEN:
+    if wish.price_source == PRICE_GIVEN and wish.price_per_hour is not None:
         words += ["--price", _shortest(wish.price_per_hour)]
     if wish.prefer != "quality":
         words += ["--prefer", wish.prefer]

@@ -1,19 +1,24 @@
 """`finetune_planner` from Python: the same answers as the command line, typed, and at home in a notebook."""
 
+import copy
 import json
+import pickle
+import shlex
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import finetune_planner
-from finetune_planner import Planned, PlannerError, check, compare, estimate, plan
+from finetune_planner import Planned, PlannerError, check, compare, estimate, plan, trace
 from finetune_planner.api import Options
 from planner.cli.app import run
 from planner.cli.wish_options import WishOptions
+from planner.notes import Place, place_of
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 
@@ -60,6 +65,51 @@ def test_a_target_constrains_the_plan(tmp_path: Path) -> None:
     assert not launch.differences
     with pytest.raises(PlannerError, match="--target must be one of"):
         plan(MODEL, "rtx-4090", dry_run=False, target="trill")
+
+
+def test_a_plan_is_written_as_it_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data and its targets, as `--dataset` and `--target` beside `--out`; the report says the command."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text('{"text": "a few words"}\n' * 40)
+    planned = plan(MODEL, "rtx-4090", dry_run=False, dataset=Path("data.jsonl"), target="hf", method="lora")
+    launches = planned.write("there")
+    assert {launch.target for launch in launches if launch.command} == {"hf"}
+    assert 'DATASET = "../data.jsonl"' in Path("there/launch/hf/train_hf.py").read_text()
+    command = shlex.split(json.loads(Path("there/plan.json").read_text())["command"])
+    assert run([*command[1:], "--no-dry-run", "--out", "again"]) == 0
+    assert Path("again/launch/hf/train_hf.py").read_text() == Path("there/launch/hf/train_hf.py").read_text()
+    named = plan(MODEL, "rtx-4090", dry_run=False, dataset="who/what")
+    assert "--dataset who/what --out my-plan" in " ".join(str(named).split())
+    (launch,) = named.write("hub", targets="hf", dataset="who/else")
+    assert 'DATASET = "who/else"' in launch.files[0].text
+
+
+def test_answers_are_copied_and_sent_to_other_processes(small: Planned) -> None:
+    guess = estimate(MODEL, "t4", method="lora", precision="bf16-autocast", dry_run=False)
+    assert any(place_of(note) is not Place.PLAIN for note in small.answer.notes)  # which a string does not keep
+    for answer in (small, guess, compare([small, small])):
+        for same in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
+            assert same == answer
+            assert same.to_dict() == answer.to_dict()
+    assert asdict(small.answer)["notes"] == small.answer.notes
+    assert repr(small).startswith(f"<Planned: {MODEL}")
+    assert "\n" not in repr(small)
+
+
+def test_values_of_other_types_are_read_or_errors() -> None:
+    same = plan(MODEL, "t4", dry_run=False, seq_len=512, dataset_tokens=20_000_000, lr=1.0)
+    odd = plan(MODEL, "t4", dry_run=False, seq_len=np.int64(512), dataset_tokens=2e7, lr=1)  # type: ignore[arg-type]
+    assert odd == same
+    for wrong in ({"seq_len": "2048"}, {"seq_len": 2048.5}, {"rank": True}, {"targets": ["q_proj"]}, {"price": "1"},
+                  {"packing": 1}, {"method": [1]}):  # fmt: skip
+        with pytest.raises(PlannerError, match=f"{next(iter(wrong))} must be") as raised:
+            plan(MODEL, "t4", dry_run=False, **wrong)  # type: ignore[arg-type]
+        assert raised.value.hint
+    with pytest.raises(PlannerError, match="no data set at"):
+        plan(MODEL, "t4", dry_run=False, dataset="missing.jsonl")
+    for command in ([], "python train.py"):
+        with pytest.raises(PlannerError, match="list of words"):
+            trace(command, "t4")
 
 
 def test_bad_words_are_errors_with_a_hint() -> None:
