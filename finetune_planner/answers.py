@@ -144,12 +144,9 @@ class Planned(_Answer):
         return () if dataset is None or self.answer.workload.data.file else ("--dataset", dataset)
 
     def _print(self, console: "Console") -> None:
-        from reports.terminal import render_no_plan, render_plan
+        from reports.terminal import render_plan
 
-        if isinstance(self.answer, Plan):
-            render_plan(self.answer, console, show=(), also=self._beyond(self.dataset))
-        else:
-            render_no_plan(self.answer, console, show=())
+        render_plan(self.answer, console, show=(), also=self._beyond(self.dataset))
 
 
 @dataclass(frozen=True, repr=False)

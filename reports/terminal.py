@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from planner.hardware.gpu import GpuSpec
+from planner.memory.around import occasions
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
+from planner.workload import Workload
 from reports import text
-from reports.around import around
 from reports.brief import render_brief
+from reports.command import default_next_command
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
@@ -24,19 +26,16 @@ from reports.setup_text import setup_difference, setup_words, workload_words
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
-from reports.command import default_next_command
 
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
 MAX_TERM_WIDTH = 34
 NUM_ENOUGH = 4
-
-
 EVERYTHING = frozenset({"all"})
 
 
 def render_plan(
-    plan: Plan,
+    answer: Plan | NoPlan,
     console: Console,
     *,
     next_command: str = "",
@@ -44,31 +43,51 @@ def render_plan(
     show: Collection[str] = EVERYTHING,
     also: Sequence[str] = (),
 ) -> None:
-    """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next.
+    """The answer as a story: verdict, memory, the walk of the decision tree, what is beside it, notes, what to type.
 
     Without "all" in `show` the short answer, before it the tree ("why") and every term ("memory") where they are named.
     `also`: words of a command that plans again.
     """
-    page = Page(console)
-    again = default_next_command(plan, also)
+    page, workload = Page(console), answer.workload
+    again = default_next_command(answer, also) if isinstance(answer, Plan) else ""
     if "all" not in show:
-        _asked_for(page, plan, plan.chosen, show)
-        render_brief(plan, console, next_command=next_command or again, launches=launches)
+        _asked_for(page, answer, show)
+        command = next_command or again if isinstance(answer, Plan) else ""
+        render_brief(answer, console, next_command=command, launches=launches)
         return
-    page.line(workload_words(plan.workload), style="bold")
+    page.line(workload_words(workload), style="bold")
     page.line()
-    page.line(text.verdict_sentence(plan), style=text.verdict_style(plan.chosen))
-    for sentence in text.plan_sentences(plan):
-        page.line(sentence)
-    _launches(page, launches)
-    _memory(page, plan.chosen, plan.workload.memory_bytes)
-    around(page, plan.workload, plan.chosen)
-    _tree(page, plan.tree)
-    _alternatives(page, plan)
+    _verdict(page, answer, launches)
+    _memory(page, answer.subject, workload.memory_bytes)
+    if isinstance(answer, Plan):
+        _around(page, workload, answer.chosen)
+    _tree(page, answer.tree)
+    if isinstance(answer, Plan):
+        _alternatives(page, answer)
     page.line()
-    page.line(text.space_sentence(plan))
-    _notes(page, notes_of(plan))
-    _next(page, plan, next_command, again)
+    page.line(text.space_sentence(answer))
+    _notes(page, notes_of(answer))
+    if isinstance(answer, Plan):
+        _next(page, answer, next_command, again)
+
+
+def _verdict(page: Page, answer: Plan | NoPlan, launches: Sequence[str]) -> None:
+    """What to do, and what to know of the launch files; else how much is missing, and which changes are enough."""
+    if isinstance(answer, Plan):
+        page.line(text.verdict_sentence(answer), style=text.verdict_style(answer.chosen))
+        for sentence in text.plan_sentences(answer):
+            page.line(sentence)
+    else:
+        page.line(text.nothing_sentence(answer), style="bold red")
+        page.line(text.nearest_sentence(answer))
+    for sentence in launches:
+        page.line(clean(sentence), style=text.sentence_style(sentence))
+    if isinstance(answer, NoPlan):
+        page.head("What would make it fit, smallest change first")
+        if answer.remedies:
+            page.whole(text.REMEDY_HEADER, text.remedy_rows(answer), right=("saves",))
+        else:
+            page.line("No single change is enough.", indent=2)
 
 
 def _next(page: Page, plan: Plan, command: str, again: str) -> None:
@@ -78,49 +97,16 @@ def _next(page: Page, plan: Plan, command: str, again: str) -> None:
     page.command(command if command and plan.chosen.fits else again)
 
 
-def render_no_plan(
-    no_plan: NoPlan, console: Console, *, launches: Sequence[str] = (), show: Collection[str] = EVERYTHING
-) -> None:
-    """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first; `show` as for a
-    plan."""
-    page = Page(console)
-    if "all" not in show:
-        _asked_for(page, no_plan, no_plan.nearest, show)
-        render_brief(no_plan, console, launches=launches)
-        return
-    page.line(workload_words(no_plan.workload), style="bold")
-    page.line()
-    page.line(text.nothing_sentence(no_plan), style="bold red")
-    page.line(text.nearest_sentence(no_plan))
-    _launches(page, launches)
-    page.head("What would make it fit, smallest change first")
-    if no_plan.remedies:
-        page.whole(text.REMEDY_HEADER, text.remedy_rows(no_plan), right=("saves",))
-    else:
-        page.line("No single change is enough.", indent=2)
-    _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
-    _tree(page, no_plan.tree)
-    page.line()
-    page.line(text.space_sentence(no_plan))
-    _notes(page, notes_of(no_plan))
-
-
-def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Collection[str]) -> None:
+def _asked_for(page: Page, answer: Plan | NoPlan, show: Collection[str]) -> None:
     """The tree ("why") and every term ("memory") before the short answer."""
     if "why" in show:
         _tree(page, answer.tree)
         page.line(text.space_sentence(answer))
     if "memory" in show:
-        _memory(page, candidate, answer.workload.memory_bytes)
-        around(page, answer.workload, candidate)
+        _memory(page, answer.subject, answer.workload.memory_bytes)
+        _around(page, answer.workload, answer.subject)
     if show:
         page.line()
-
-
-def _launches(page: Page, sentences: Sequence[str]) -> None:
-    """What to know of the launch files, a part of the verdict."""
-    for sentence in sentences:
-        page.line(clean(sentence), style=text.sentence_style(sentence))
 
 
 def render_estimate(
@@ -252,6 +238,19 @@ def _bar(row: MemoryRow, scale_bytes: int, memory_bytes: int, width: int, filled
     limit = min(width, memory_bytes * width // scale_bytes)
     cells = [" "] * start + [filled] * (end - start) + [" "] * (width - end)
     return "".join([*cells[:limit], "│", *cells[limit:]]).rstrip()
+
+
+def _around(page: Page, workload: Workload, chosen: Candidate) -> None:
+    """What evaluating, saving and merging take, with the setting that keeps it so; one GPU."""
+    if chosen.setup.num_gpus > 1:
+        return
+    page.head("Around the steps, at most", text.RUNG_WORDS[Rung.FORMULA])
+    rows = []
+    for one in occasions(workload.model, workload.gpu, chosen.setup):
+        device, host = (gib(size) if size else "-" for size in (one.device_bytes, one.host_bytes))
+        over = "does not fit; " if one.device_bytes > workload.memory_bytes else ""
+        rows.append((f"  {one.name}", device, host, over + one.setting))
+    page.whole(("  what", "device", "host", "kept so by"), rows, right=("device", "host"))
 
 
 def _tree(page: Page, walk: Sequence[Answer]) -> None:

@@ -19,7 +19,7 @@ from planner.exporters import Launch
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.workload import Workload
-from reports.terminal import render_no_plan, render_plan
+from reports.terminal import render_plan
 
 MAX_CARDS = 6
 """Cards that an inexact name may mean and that are all answered for."""
@@ -188,8 +188,6 @@ def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_js
 
         print_json(plan_to_dict(written.plan))
         print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
-    elif isinstance(written.plan, NoPlan):
-        render_no_plan(written.plan, console(), launches=written.said, show=show)
     else:
         following, said = written.following, written.said
         render_plan(written.plan, console(), next_command=following, launches=said, show=show, also=also)

@@ -24,7 +24,7 @@ from planner.planning.answer import plan_workload
 from planner.records import dataclass
 from planner.workload import Workload
 from reports.plan_json import plan_to_dict
-from reports.terminal import render_no_plan, render_plan
+from reports.terminal import render_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,10 @@ def tune(
         plan = tune_plan(plan, tuning)
     if out is not None:
         write_out(plan, out, targets=None, dataset=None, command=["tune", *_job(model, gpu, asked)])
-    _show(plan, as_json=as_json)
+    if as_json:
+        print_json(plan_to_dict(plan))
+    else:
+        render_plan(plan, console())
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -107,15 +110,6 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
     asked = wanted.workload(spec, card, wish.cluster(card))
     on_this_machine(asked)
     return asked
-
-
-def _show(plan: Plan | NoPlan, *, as_json: bool) -> None:
-    if as_json:
-        print_json(plan_to_dict(plan))
-    elif isinstance(plan, NoPlan):
-        render_no_plan(plan, console())
-    else:
-        render_plan(plan, console())
 
 
 def _job(model: str, gpu: str, wish: Workload) -> list[str]:

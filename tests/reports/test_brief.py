@@ -18,7 +18,7 @@ from planner.wish import Wish
 from planner.workload import Data
 from reports.brief import MAX_LINES
 from reports.rows import notes_of
-from reports.terminal import render_no_plan, render_plan
+from reports.terminal import render_plan
 from reports.text import band_words, sides_words, verdict_style
 from tests.reports.factories import make_plan
 from tests.whole import some
@@ -28,8 +28,7 @@ CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 
 def shown(answer: Plan | NoPlan, width: int = 80, show: frozenset[str] = frozenset()) -> list[str]:
     text = StringIO()
-    render = render_plan if isinstance(answer, Plan) else render_no_plan
-    render(answer, Console(file=text, width=width), show=show)  # type: ignore[arg-type]
+    render_plan(answer, Console(file=text, width=width), show=show)
     return text.getvalue().splitlines()
 
 

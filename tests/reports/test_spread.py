@@ -24,7 +24,7 @@ from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.setup_text import setup_words, short_setup_words, spread_words
-from reports.terminal import render_estimate, render_no_plan, render_plan
+from reports.terminal import render_estimate, render_plan
 from reports.text import epoch_sentence, spread_sentence
 from tests.planner.helpers import wish
 
@@ -113,7 +113,7 @@ def test_no_plan_comes_back_and_is_told() -> None:
     assert isinstance(no_plan, NoPlan)
     back = plan_from_dict(json.loads(json.dumps(plan_to_dict(no_plan))))
     assert back == replace(no_plan, nearest=back.nearest)  # type: ignore[union-attr]
-    text = shown(render_no_plan, no_plan)
+    text = shown(render_plan, no_plan)
     assert "Nothing fits" in text
     assert "2 × Tesla T4" in text
 

@@ -27,7 +27,7 @@ from reports.html import Entry, report_html
 from reports.lists import ModelRow, render_gpus, render_models
 from reports.markdown import plan_markdown
 from reports.rows import breakdown, compared
-from reports.terminal import render_estimate, render_no_plan, render_plan
+from reports.terminal import render_estimate, render_plan
 from tests.reports.factories import (
     make_candidate,
     make_failed_dry_run,
@@ -60,7 +60,7 @@ PAGES: dict[str, Callable[[Console], None]] = {
         console,
         next_command="plan confirm my-plan",
     ),
-    "no_plan": lambda console: render_no_plan(make_no_plan(), console),
+    "no_plan": lambda console: render_plan(make_no_plan(), console),
     "estimate_probe": lambda console: render_estimate(
         make_candidate(rung=Rung.PROBE), make_model(), make_gpu(), console
     ),
