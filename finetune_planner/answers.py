@@ -261,7 +261,7 @@ class Comparison(_Answer):
         )
 
     def _print(self, console: "Console") -> None:
-        from reports.comparison_text import render_comparison
+        from reports.compare import render_comparison
 
         render_comparison([(name, one.answer) for name, one in self.plans], console)
 

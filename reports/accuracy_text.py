@@ -1,13 +1,17 @@
-"""The accuracy report as Markdown, CSV and JSON."""
+"""The accuracy report on the terminal (one table per quantity, whole within 80 columns), as Markdown, CSV and JSON."""
 
 import csv
 import io
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from planner.evidence.measured import Quantity
 from planner.units import GIB
 from reports.accuracy import AccuracyCase, AccuracyTable, GroupStats
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAMES: dict[Quantity, str] = {
     "allocated": "peak allocated memory (max_memory_allocated)",
@@ -21,6 +25,48 @@ COLUMNS = (
     "attention", "micro_batch", "seq_len", "measured", "predicted", "unit", "error_percent", "ran", "predicted_fits",
     "versions", "assumed", "differs", "source",
 )  # fmt: skip
+
+
+def render_accuracy(tables: Sequence[AccuracyTable], console: "Console") -> None:
+    """Errors per source, then what was said and seen about fitting."""
+    from rich.table import Table
+
+    for table in tables:
+        title = f"{NAMES[table.what].capitalize()}, {table.rung}: error of the prediction"
+        if table.overall is None:
+            console.print(f"{title}: no recorded run could be compared")
+            continue
+        view = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+        view.add_column("source", no_wrap=True)
+        for name in ("configs", "bias", "median", "90th", "95th", "worst", "noise"):
+            view.add_column(name, justify="right", no_wrap=True)
+        for one in table.groups:
+            view.add_row(*_cells(one))
+        view.add_row(*_cells(table.overall), style="bold")
+        for one in table.exact if len(table.exact) > 1 else ():
+            view.add_row(*_cells(one))
+        console.print(view)
+        if table.what != "tokens_per_s":
+            fit = table.fit
+            console.print(
+                f"{fit.num_out_of_memory} runs went out of memory, {fit.num_false_fits} of them predicted to fit; "
+                f"{fit.num_ran} ran, {fit.num_false_rejects} of them predicted not to fit."
+            )
+        if table.not_predicted:
+            console.print(f"{len(table.not_predicted)} rows have no prediction (reasons: --json or --out).")
+        console.print()
+
+
+def _cells(one: GroupStats) -> tuple[str, ...]:
+    errors = (one.median_error, one.p90_error, one.p95_error, one.worst_error)
+    noise = "" if one.noise_median is None else f"{100 * one.noise_median:.1f} %"
+    return (
+        one.name.replace("known differences of the stack", "known differences"),
+        str(one.num_configs),
+        f"{100 * one.bias:+.1f} %",
+        *(f"{100 * error:.1f} %" for error in errors),
+        noise,
+    )
 
 
 def accuracy_markdown(tables: Sequence[AccuracyTable], *, title: str, command: str) -> str:
@@ -148,25 +194,15 @@ def accuracy_json(tables: Sequence[AccuracyTable]) -> list[dict[str, Any]]:
         {
             "rung": table.rung,
             "what": table.what,
-            "overall": None if table.overall is None else _stats_json(table.overall),
-            "groups": [_stats_json(one) for one in table.groups],
-            "exact": [_stats_json(one) for one in table.exact],
-            "fit": {
-                "num_out_of_memory": table.fit.num_out_of_memory,
-                "num_false_fits": table.fit.num_false_fits,
-                "num_ran": table.fit.num_ran,
-                "num_false_rejects": table.fit.num_false_rejects,
-                "false_fit_fraction": table.fit.false_fit_fraction,
-            },
+            "overall": None if table.overall is None else asdict(table.overall),
+            "groups": [asdict(one) for one in table.groups],
+            "exact": [asdict(one) for one in table.exact],
+            "fit": {**asdict(table.fit), "false_fit_fraction": table.fit.false_fit_fraction},
             "not_predicted": [{"id": row_id, "reason": reason} for row_id, reason in table.not_predicted],
             "cases": [case_record(case, table.what) for case in sorted(table.cases, key=lambda one: one.row.id)],
         }
         for table in tables
     ]
-
-
-def _stats_json(one: GroupStats) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in GroupStats.__slots__}
 
 
 def _plain(value: float) -> float | int:

@@ -12,7 +12,6 @@ from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.units import gib, seconds
 from reports.extras import Extras, Timeline
-from reports.pareto import pareto_front
 from reports.plain import clean
 from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes
 from reports.setup_text import setup_difference
@@ -131,6 +130,20 @@ def speed_memory(plan: Plan) -> Chart:
         "budget_bytes": plan.workload.budget_bytes,
         "table": table_of(("on the front", "peak", "from", "speed"), rows),
     }
+
+
+def pareto_front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Candidates that no other beats in both speed and memory, smallest memory first.
+
+    Of candidates that tie in both, the first one given stays.
+    """
+    front: list[Candidate] = []
+    fastest = 0.0
+    for one in sorted(candidates, key=lambda one: (one.memory_evidence.peak_device_bytes, -one.tokens_per_s)):
+        if one.tokens_per_s > fastest:
+            front.append(one)
+            fastest = one.tokens_per_s
+    return tuple(front)
 
 
 def phase_peaks(candidate: Candidate) -> Chart:

@@ -1,15 +1,19 @@
-"""Several plans side by side: models, GPUs, sequence lengths."""
+"""Several plans side by side (models, GPUs, sequence lengths): on the terminal, as Markdown, for the page."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.charts import Chart, memory_bars, table_of
-from reports.costs import cost_per_million, cost_words
+from reports.markdown import bullets, document
+from reports.markdown import table as markdown_table
+from reports.page import Page
 from reports.plain import clean
 from reports.setup_text import gpus_words, setup_words, short_setup_words
-from reports.text import fit_word, memory_mark, rate, speed_mark
+from reports.text import cost_per_million, cost_words, fit_word, memory_mark, rate, speed_mark
 
 MAX_LONG_ROWS = 8
 """More plans than this are told apart by the short form of their setups."""
@@ -126,3 +130,43 @@ def _bars(
         "words": list(words),
         "table": table_of(("plan", unit), zip(labels, words, strict=True)),
     }
+
+
+def render_comparison(named: Sequence[Named], console: Console) -> None:
+    """The plans in the order given, with what differs between them."""
+    page = Page(console)
+    view = comparison_view(named, [""] * len(named))
+    page.line(view["title"], style="bold")
+    for sentence in view["sentences"]:
+        page.line(sentence)
+    page.line()
+    header = ("plan", "fits", "peak", "budget", "tokens/s", "$/M tokens")
+    table = page.table(*header, right=header[2:])
+    labels = plan_labels(named)
+    for label, (_, plan) in zip(labels, named, strict=True):
+        candidate = plan.subject
+        speed = f"{candidate.tokens_per_s:,.0f}" if isinstance(plan, Plan) and candidate.tokens_per_s else "-"
+        page.row(
+            table,
+            label,
+            fit_word(candidate) if isinstance(plan, Plan) else "no",
+            gib(candidate.memory_evidence.peak_device_bytes),
+            gib(candidate.budget_bytes),
+            speed,
+            cost_words(plan).removeprefix("$"),
+        )
+    console.print(table)
+    for label, (_, plan) in zip(labels, named, strict=True):
+        page.line()
+        page.line(label, style="bold")
+        if isinstance(plan, Plan):
+            memory, speed = memory_mark(plan.chosen.memory_evidence), speed_mark(plan.chosen.speed_evidence)
+            page.line(f"{setup_words(plan.chosen.setup)} (memory: {memory}; speed: {speed})", indent=2)
+        else:
+            page.line(f"nothing fits: {gib(plan.missing_bytes)} missing", indent=2)
+
+
+def comparison_markdown(named: Sequence[Named]) -> str:
+    """The comparison as Markdown."""
+    view = comparison_view(named, [""] * len(named))
+    return document(view["title"], bullets(view["sentences"]), markdown_table(*comparison_rows(named)))

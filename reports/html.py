@@ -14,10 +14,13 @@ from typing import Any
 from planner.errors import EnvironmentProblem
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
+from planner.units import gib
+from reports import text
 from reports.compare import comparison_view
 from reports.extras import Extras
 from reports.html_plan import plan_view
-from reports.setup_text import workload_words
+from reports.plain import clean
+from reports.setup_text import setup_difference, workload_words
 
 ECHARTS_VERSION = "6.1.0"
 MAX_FULL_PLANS = 6
@@ -105,10 +108,11 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"text": text, "gib": gib, "clean": clean, "setup_difference": setup_difference}
     return environment.get_template("report.html.j2")
 
 
-def _markup(text: str) -> Any:
+def _markup(trusted: str) -> Any:
     from markupsafe import Markup
 
-    return Markup(text)  # our own assets, and JSON whose "<" is written as \u003c
+    return Markup(trusted)  # our own assets, and JSON whose "<" is written as \u003c

@@ -1,12 +1,11 @@
 """What the page of one plan shows, as plain values for the template."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from planner.interchange import asked_form
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Answer, NoPlan, Plan
+from planner.plan import NoPlan, Plan
 from planner.units import count, gib, percent, seconds
 from reports import text
 from reports.charts import (
@@ -22,15 +21,12 @@ from reports.charts import (
     time_parts,
     timeline_chart,
 )
-from reports.costs import cost_words
-from reports.extras import Extras, LaunchTarget
+from reports.extras import Extras
 from reports.plain import clean
 from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
-from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
+from reports.setup_text import gpus_words, method_words, setup_words, spread_words, workload_words
 
 BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
-METER_SHARE = 70
-"""Where a full budget ends on the little meters of the tree, in percent of their width."""
 
 
 def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
@@ -47,7 +43,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
-        "launch": [_launch_view(one) for one in extras.launch],
+        "launch": extras.launch,
         "setup_json": _setup_json(plan, chosen),
         "rungs": _rungs(chosen),
         "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
@@ -60,7 +56,8 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         ),
         "ranks": _ranks(chosen),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
-        "tree": _tree(plan.tree),
+        "tree": plan.tree,
+        "chosen": chosen.setup,
         "space": text.space_sentence(plan),
         "notes": notes_of(plan),
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
@@ -71,15 +68,6 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     return view
 
 
-def _launch_view(one: LaunchTarget) -> dict[str, Any]:
-    return {
-        "target": clean(one.target),
-        "command": one.command,
-        "files": [{"path": clean(file.path), "text": file.text} for file in one.files],
-        "notes": [clean(note) for note in one.notes],
-    }
-
-
 def _found(plan: Plan) -> dict[str, Any]:
     """The words of a plan."""
     chosen = plan.chosen
@@ -88,7 +76,7 @@ def _found(plan: Plan) -> dict[str, Any]:
         "verdict": text.verdict_sentence(plan),
         "sentences": text.plan_sentences(plan),
         "leaf": f"{method_words(chosen.setup)}{spread}",
-        "beside": _beside(plan) if plan.alternatives else [],
+        "beside": compared(plan) if plan.alternatives else [],
         "search_note": clean(str(plan.search.get("stop_reason") or "")),
         "remedies": None,
     }
@@ -192,47 +180,8 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
             )
         if isinstance(plan, Plan) and wish.price_per_hour is not None:
             price = f"{text.dollars(wish.price_per_hour)} per GPU hour"
-            tiles.append(("Million tokens", cost_words(plan), (price, mark)))
+            tiles.append(("Million tokens", text.cost_words(plan), (price, mark)))
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
-
-
-def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
-    nodes = []
-    for answer in walk:
-        node = _bytes(answer)
-        cuts = [{"branch": clean(cut.branch), "words": text.behind_the_branch(cut, answer)} for cut in answer.cuts]
-        words = {"question": clean(answer.question), "choice": clean(answer.choice), "reason": clean(answer.reason)}
-        nodes.append({**words, **node, "cuts": cuts})
-    return nodes
-
-
-def _bytes(one: Answer) -> dict[str, Any]:
-    needed, budget = one.needed_bytes, one.budget_bytes
-    filled = min(100.0, METER_SHARE * needed / budget) if needed is not None and budget else 0.0
-    return {
-        "words": text.needs_words(needed, budget),
-        "needed_bytes": needed,
-        "budget_bytes": budget,
-        "needed_percent": round(filled, 1),
-        "budget_percent": METER_SHARE,
-    }
-
-
-def _beside(plan: Plan) -> list[dict[str, str]]:
-    return [
-        {
-            "label": clean(label),
-            "difference": setup_difference(plan.chosen.setup, candidate.setup),
-            "speed": text.rate(speed.tokens_per_s or 0.0),
-            "speed_mark": text.speed_mark(speed),
-            "peak": gib(peak.peak_device_bytes),
-            "memory_mark": text.memory_mark(peak),
-            "rank": str(candidate.setup.lora_rank or "-"),
-            "fits": text.fit_word(candidate),
-            "trade": clean(trade),
-        }
-        for label, candidate, peak, speed, trade in compared(plan)
-    ]
 
 
 def _rungs(candidate: Candidate) -> dict[str, Any]:

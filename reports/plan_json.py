@@ -95,14 +95,12 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
 
 def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
     """One candidate in the interchange form: setup, fits, budget and the rungs."""
+    rungs = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe")}
     return {
         "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
-        "formula": rung_to_dict(candidate.formula, detail=detail),
-        "dry_run": None if candidate.dry_run is None else rung_to_dict(candidate.dry_run, detail=detail),
-        "trace": None if candidate.trace is None else rung_to_dict(candidate.trace, detail=detail),
-        "probe": None if candidate.probe is None else rung_to_dict(candidate.probe, detail=detail),
+        **{name: None if rung is None else rung_to_dict(rung, detail=detail) for name, rung in rungs.items()},
     }
 
 

@@ -12,13 +12,13 @@ from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.units import count, gib
 from planner.workload import Workload
-from reports.costs import cost_per_million
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
-from reports.page import Page
+from reports.page import Page, Sheet
 from reports.plain import clean, plural
+from reports.plan_json import candidate_to_dict
 from reports.setup_text import short_setup_words
-from reports.text import fit_word, memory_marks, speed_mark
+from reports.text import cost_per_million, fit_word, memory_marks, speed_mark
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -125,36 +125,62 @@ def which_gpu_title(wish: Workload) -> str:
     )
 
 
-def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fitting: bool = False) -> None:
-    """The ranking on the terminal; `only_fitting` leaves out rows of cards that do not fit, unless none does."""
-    page = Page(console)
-    page.line(which_gpu_title(choices[0].answer.workload), style="bold")
-    for sentence in which_gpu_sentences(choices):
-        page.line(sentence)
-    page.line()
-    if only_fitting and any(one.fits for one in choices):
-        choices = [one for one in choices if one.fits]
-    by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
-    header, rows, right = _table(choices, by_method=by_method, setups=setups)
-    page.whole(header, rows, right=right, fixed=("--gpu", "method"))
-    marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
-    words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
-    if by_method:
-        words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
-    if not setups and not all(one.fits for one in choices):
-        words += " +: memory that is missing."
-    page.line(words, style="dim")
-    missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
-    if missing:
-        page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
-    if any(one.cost_place for one in choices):
-        page.line("Prices are dated and indicative; plan MODEL --gpu GPU --price sets your own.", style="dim")
+@dataclass(frozen=True)
+class GpusSheet(Sheet):
+    """The ranking; on a terminal `only_fitting` leaves out rows of cards that do not fit, unless none does."""
+
+    choices: Sequence[GpuChoice]
+    only_fitting: bool = False
+
+    def render(self, console: Console) -> None:
+        page, choices = Page(console), self.choices
+        page.line(which_gpu_title(choices[0].answer.workload), style="bold")
+        for sentence in which_gpu_sentences(choices):
+            page.line(sentence)
+        page.line()
+        if self.only_fitting and any(one.fits for one in choices):
+            choices = [one for one in choices if one.fits]
+        by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
+        header, rows, right = _table(choices, by_method=by_method, setups=setups)
+        page.whole(header, rows, right=right, fixed=("--gpu", "method"))
+        marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
+        words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
+        if by_method:
+            words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
+        if not setups and not all(one.fits for one in choices):
+            words += " +: memory that is missing."
+        page.line(words, style="dim")
+        missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
+        if missing:
+            page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
+        if any(one.cost_place for one in choices):
+            page.line("Prices are dated and indicative; plan MODEL --gpu GPU --price sets your own.", style="dim")
+
+    def markdown(self) -> str:
+        table = markdown_table(*_table(self.choices, by_method=True, setups=True))
+        title = which_gpu_title(self.choices[0].answer.workload)
+        return document(title, bullets(which_gpu_sentences(self.choices)), table)
+
+    def document(self) -> list[dict[str, Any]]:
+        return list(map(_as_json, self.choices))
 
 
-def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
-    """The ranking as Markdown."""
-    table = markdown_table(*_table(choices, by_method=True, setups=True))
-    return document(which_gpu_title(choices[0].answer.workload), bullets(which_gpu_sentences(choices)), table)
+def _as_json(one: GpuChoice) -> dict[str, Any]:
+    """One card as data; `candidate` as in plan.json."""
+    answer, chosen = one.answer, one.answer.subject
+    return {
+        "gpu": one.gpu.key,
+        "num_gpus": answer.workload.num_gpus,
+        "memory_bytes": answer.workload.memory_bytes,
+        "fits": one.fits,
+        "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
+        "tokens_per_s": chosen.tokens_per_s if one.fits else None,
+        "speed_place": one.speed_place,
+        "usd_per_hour": answer.workload.price_per_hour,
+        "usd_per_million_tokens": cost_per_million(answer),
+        "cost_place": one.cost_place,
+        "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, one.gpu.key),
+    }
 
 
 def _table(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.plan import NoPlan, Plan
-from reports.comparison_text import comparison_markdown
+from reports.compare import comparison_markdown
 from reports.extras import Extras, extras_from_dict, extras_to_dict
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
@@ -18,15 +18,9 @@ def plan_files(plan: Plan | NoPlan, extras: Extras | None = None, *, html: bool 
     Raises:
         EnvironmentProblem: `html` is wanted and jinja2 is not installed.
     """
-    extras = extras or Extras()
-    document = plan_to_dict(plan, extras=extras_to_dict(extras))
-    texts = {
-        "plan.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
-        "report.md": plan_markdown(plan, extras),
-    }
-    if html:
-        texts["report.html"] = report_html([Entry(plan=plan, extras=extras)])
-    return texts
+    entry = Entry(plan=plan, extras=extras or Extras())
+    document = plan_to_dict(plan, extras=extras_to_dict(entry.extras))
+    return {"plan.json": json.dumps(document, indent=1, allow_nan=False) + "\n", **report_files([entry], html=html)}
 
 
 def entry_of(document: Mapping[str, Any], name: str = "") -> Entry:

@@ -22,8 +22,7 @@ from planner.predict import predict
 from planner.setup import TrainSetup
 from reports.accuracy import AccuracyTable, accuracy_table
 from reports.accuracy_charts import scatter_svg
-from reports.accuracy_terminal import render_accuracy
-from reports.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown
+from reports.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy
 
 Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 

@@ -195,7 +195,7 @@ def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_js
 
 def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> None:
     """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
-    from reports.comparison_text import render_comparison
+    from reports.compare import render_comparison
 
     render_comparison(
         [(card, answered(workload(card), dry_run=False, history=False)) for card in cards], console(stderr=True)

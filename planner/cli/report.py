@@ -10,7 +10,7 @@ import typer
 from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import console, print_json, show_table, write_text
 from planner.cli.setup_flags import MAX_GPUS
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
@@ -23,12 +23,11 @@ from planner.planning.answer import NUM_RANKED, plan_workload
 from planner.planning.runs import Known
 from planner.records import dataclass
 from planner.wish import Wish
-from reports.comparison_text import render_comparison
-from reports.costs import cost_per_million
+from reports.compare import render_comparison
 from reports.html import Entry, report_html
-from reports.plan_json import candidate_to_dict, plan_to_dict, read_plan_json
+from reports.plan_json import plan_to_dict, read_plan_json
 from reports.progress import steps
-from reports.which_gpu import SORTS, rank_gpus, render_which_gpu, which_gpu_markdown
+from reports.which_gpu import SORTS, GpusSheet, rank_gpus
 from reports.write import entry_of, report_files
 
 Directories = Annotated[
@@ -126,13 +125,9 @@ def which_gpu(
     wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
     answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
     choices = rank_gpus(answers, sort=table.sort)
+    show_table(out, as_json, GpusSheet(choices, table.fitting))
     if out is not None:
-        _write(out, {"report.md": which_gpu_markdown(choices)})
         _write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in choices])
-    if as_json:
-        print_json([_choice_json(one) for one in choices])
-    else:
-        render_which_gpu(choices, console(), only_fitting=table.fitting)
     if not any(one.fits for one in choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
@@ -173,24 +168,6 @@ def _plans(
     if left_out:
         print(f"left out, where the options cannot be kept: {', '.join(left_out)}", file=sys.stderr)
     return answers
-
-
-def _choice_json(one: Any) -> dict[str, Any]:
-    answer = one.answer
-    chosen = answer.subject
-    return {
-        "gpu": one.gpu.key,
-        "num_gpus": answer.workload.num_gpus,
-        "memory_bytes": answer.workload.memory_bytes,
-        "fits": one.fits,
-        "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
-        "tokens_per_s": chosen.tokens_per_s if one.fits else None,
-        "speed_place": one.speed_place,
-        "usd_per_hour": answer.workload.price_per_hour,
-        "usd_per_million_tokens": cost_per_million(answer),
-        "cost_place": one.cost_place,
-        "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, one.gpu.key),
-    }
 
 
 def _entries(plans: list[Path]) -> list[Entry]:

@@ -11,10 +11,9 @@ from rich.console import Console
 from planner.decision.node import Node
 from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan
-from reports.compare import plan_labels
-from reports.comparison_text import comparison_markdown, render_comparison
-from reports.costs import cost_per_million
-from reports.which_gpu import best_by_method, rank_gpus, render_which_gpu, which_gpu_markdown, which_gpu_sentences
+from reports.compare import comparison_markdown, plan_labels, render_comparison
+from reports.text import cost_per_million
+from reports.which_gpu import GpusSheet, best_by_method, rank_gpus, which_gpu_sentences
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden
 
@@ -43,12 +42,12 @@ def page(render: Callable[[Console], None], width: int) -> str:
 def test_comparison_and_which_gpu_golden(width: int) -> None:
     assert_golden(f"compare_{width}.txt", page(lambda console: render_comparison(named(), console), width))
     choices = rank_gpus(answers())
-    assert_golden(f"which_gpu_{width}.txt", page(lambda console: render_which_gpu(choices, console), width))
+    assert_golden(f"which_gpu_{width}.txt", page(lambda console: GpusSheet(choices).render(console), width))
 
 
 def test_comparison_and_which_gpu_markdown_golden() -> None:
     assert_golden("compare.md", comparison_markdown(named()))
-    assert_golden("which_gpu.md", which_gpu_markdown(rank_gpus(answers())))
+    assert_golden("which_gpu.md", GpusSheet(rank_gpus(answers())).markdown())
 
 
 def test_rank_gpus_smallest_that_fits_first_and_places() -> None:
@@ -89,11 +88,11 @@ def test_plan_labels_name_only_what_differs_and_are_unique() -> None:
 
 def test_render_which_gpu_only_fitting_leaves_rows_out_but_counts_all() -> None:
     choices = rank_gpus(answers())
-    shown = page(lambda console: render_which_gpu(choices, console, only_fitting=True), 80)
+    shown = page(lambda console: GpusSheet(choices, only_fitting=True).render(console), 80)
     assert "3 of 4 cards fit." in shown
     assert not any(line.startswith("t4 ") for line in shown.splitlines())
     nothing = rank_gpus([make_no_plan()])
-    assert "t4 " in page(lambda console: render_which_gpu(nothing, console, only_fitting=True), 80)
+    assert "t4 " in page(lambda console: GpusSheet(nothing, only_fitting=True).render(console), 80)
 
 
 def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:

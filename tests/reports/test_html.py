@@ -14,10 +14,9 @@ from planner.errors import EnvironmentProblem
 from planner.outcome import Rung
 from planner.units import gib
 from reports import html
-from reports.charts import accuracy_rows, memory_bars, search_history, speed_memory
+from reports.charts import accuracy_rows, memory_bars, pareto_front, search_history, speed_memory
 from reports.extras import Extras
 from reports.html import ECHARTS_VERSION, Entry, report_html
-from reports.pareto import pareto_front
 from reports.rows import beside
 from tests.reports.factories import make_candidate, make_model, make_no_plan, make_plan, make_setup, make_workload
 from tests.reports.many import make_many

@@ -19,13 +19,12 @@ from planner.setup import TrainSetup
 from planner.workload import Data, Workload
 from reports.command import default_next_command
 from reports.compare import plan_labels
-from reports.costs import cost_per_million
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.setup_text import setup_words, short_setup_words, spread_words
 from reports.terminal import render_estimate, render_plan
-from reports.text import epoch_sentence, spread_sentence
+from reports.text import cost_per_million, epoch_sentence, spread_sentence
 from tests.planner.helpers import wish
 
 SMALL = {"attention": ("sdpa",), "checkpointing": (1,), "loss": ("chunked",), "optimizer": ("adamw-fused",)}
