@@ -46,19 +46,16 @@ def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
     if not entries:
         raise ValueError("a report needs at least one plan")
     single = len(entries) == 1
-    charts: dict[str, Any] = {}
     shown = entries if len(entries) <= MAX_FULL_PLANS else ()
     plans = [plan_view(entry.plan, entry.extras, f"plan-{n}", single=single) for n, entry in enumerate(shown, 1)]
     comparison = None
     if not single:
         targets = [view["id"] for view in plans] or [""] * len(entries)
         comparison = comparison_view([(entry.name, entry.plan) for entry in entries], targets)
-        _register(charts, comparison["charts"])
-    for view in plans:
-        found = [chart for chart in view["charts"].values() if isinstance(chart, dict)]
-        _register(charts, [*found, *view["charts"]["sensitivity"]])
+    drawn = [*(comparison["charts"] if comparison else ()), *(chart for view in plans for chart in view["drawn"])]
+    charts = {one["id"]: {key: value for key, value in one.items() if key != "table"} for one in drawn}
     page: str = _template().render(
-        title=_title(entries),
+        title=workload_words(entries[0].plan.workload) if single else f"{len(entries)} plans compared",
         version=version or entries[0].extras.planner_version,
         echarts_version=ECHARTS_VERSION,
         plans=plans,
@@ -72,21 +69,10 @@ def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
     return page
 
 
-def _register(charts: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
-    for chart in found:
-        charts[chart["id"]] = {key: value for key, value in chart.items() if key != "table"}
-
-
-def _title(entries: Sequence[Entry]) -> str:
-    if len(entries) == 1:
-        return workload_words(entries[0].plan.workload)
-    return f"{len(entries)} plans compared"
-
-
 def _links(plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> list[dict[str, str]]:
-    links = [{"target": "comparison-title", "words": "Comparison"}] if comparison else []
     if comparison:
-        return links + [{"target": view["id"], "words": view["short"]} for view in plans]
+        own = [{"target": view["id"], "words": view["short"]} for view in plans]
+        return [{"target": "comparison-title", "words": "Comparison"}, *own]
     return [{"target": f"{plans[0]['id']}-{key}", "words": words} for key, words in plans[0]["sections"]]
 
 

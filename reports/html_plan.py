@@ -9,7 +9,6 @@ from planner.plan import NoPlan, Plan
 from planner.units import count, gib, percent, seconds
 from reports import text
 from reports.charts import (
-    Chart,
     accuracy_chart,
     accuracy_rows,
     memory_bars,
@@ -36,6 +35,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
     named = text.memory_mark(parts.terms_evidence)
     charts = _charts(plan, extras, name)
+    moved = [chart for key, chart in charts.items() if key.startswith("sensitivity")]
     view: dict[str, Any] = {
         "id": name,
         "single": single,
@@ -43,6 +43,8 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
+        "moved": moved,
+        "drawn": list(filter(None, charts.values())),
         "launch": extras.launch,
         "setup_json": _setup_json(plan, chosen),
         "rungs": _rungs(chosen),
@@ -102,42 +104,28 @@ def _ranks(chosen: Candidate) -> dict[str, Any] | None:
 
 
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
-    chosen = plan.subject
-    wish = plan.workload
+    """Name -> chart, None where there is nothing to draw; "sensitivity": a list of them."""
+    chosen, wish = plan.subject, plan.workload
     labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
     bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
-    measured = accuracy_rows(plan)
-    charts: dict[str, Chart | None] = {
-        "memory": _sized(bars, 160 + BAR_HEIGHT_PX * len(bars["labels"])),
-        "phases": _sized(phase_peaks(chosen), 240),
-        "speed": None,
-        "timeline": None,
-        "time": None,
-        "search": None,
-        "accuracy": None,
-    }
-    if isinstance(plan, Plan):
-        speed = speed_memory(plan)
-        charts["speed"] = _sized(speed, 460) if speed["points"] else None
-        charts["search"] = _sized(search_history(plan.search), CHART_HEIGHT_PX)
-    if extras.timeline is not None and extras.timeline.points:
-        charts["timeline"] = _sized(timeline_chart(extras.timeline, wish.memory_bytes), CHART_HEIGHT_PX)
-    if chosen.formula.time_parts_s:
-        time = time_parts(chosen)
-        charts["time"] = _sized(time, 60 + BAR_HEIGHT_PX * len(time["labels"]))
-    if measured:
-        charts["accuracy"] = _sized(accuracy_chart(measured), 110 + 2 * BAR_HEIGHT_PX * len(measured))
-    for key, chart in charts.items():
-        if chart is not None:
-            chart["id"] = f"{name}-chart-{key}"
+    speed = speed_memory(plan) if isinstance(plan, Plan) else None
+    timeline = extras.timeline if extras.timeline is not None and extras.timeline.points else None
+    time, measured = time_parts(chosen), accuracy_rows(plan)
     moved = sensitivity_charts(extras, wish.budget_bytes) if isinstance(plan, Plan) else []
-    for number, chart in enumerate(moved, 1):
-        chart.update(id=f"{name}-chart-sensitivity-{number}", height=340)
-    return {**charts, "sensitivity": moved}
-
-
-def _sized(chart: Chart | None, height_px: int) -> Chart | None:
-    return None if chart is None else {**chart, "height": height_px}
+    sized = {
+        "memory": (bars, 160 + BAR_HEIGHT_PX * len(bars["labels"])),
+        "phases": (phase_peaks(chosen), 240),
+        "speed": (speed if speed and speed["points"] else None, 460),
+        "timeline": (timeline_chart(timeline, wish.memory_bytes) if timeline else None, CHART_HEIGHT_PX),
+        "time": (time if time["labels"] else None, 60 + BAR_HEIGHT_PX * len(time["labels"])),
+        "search": (search_history(plan.search) if isinstance(plan, Plan) else None, CHART_HEIGHT_PX),
+        "accuracy": (accuracy_chart(measured) if measured else None, 110 + 2 * BAR_HEIGHT_PX * len(measured)),
+        **{f"sensitivity-{number}": (chart, 340) for number, chart in enumerate(moved, 1)},
+    }
+    return {
+        key: None if chart is None else {**chart, "id": f"{name}-chart-{key}", "height": height}
+        for key, (chart, height) in sized.items()
+    }
 
 
 def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
@@ -148,7 +136,7 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
         ("launch", "Run it" if view["launch"] else "The setup", True),
         ("why", "Why", view["tree"]),
         ("beside", "Alternatives", view["beside"]),
-        ("sensitivity", "If one thing moved", charts["sensitivity"]),
+        ("sensitivity", "If one thing moved", view["moved"]),
         ("time", "Time", charts["time"]),
         ("accuracy", "Predicted and measured", charts["accuracy"]),
         ("search", "Search", charts["search"]),

@@ -1,7 +1,6 @@
 """`plan accuracy`: every recorded measurement against what a rung predicts for it."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from planner.cli.rivals import compare, markdown
 from planner.errors import EnvironmentProblem, UsageError
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows, newest_versions
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.gpus import all_gpus
+from planner.hardware.gpus import find_gpu
 from planner.install import install_command
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
@@ -131,24 +130,14 @@ def _remembered(predict: Predict) -> Predict:
     return ask
 
 
-@cache
-def _model(name: str) -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None, name  # the recorded rows name catalogue entries only; a test checks
-    return spec
-
-
-@cache
-def _cards() -> dict[str, GpuSpec]:
-    return {card.key: card for card in all_gpus()}
-
-
 def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
     assert row.gpu is not None  # comparable rows have a card
-    if row.model is not None:
-        return _model(row.model), _cards()[row.gpu]
-    assert row.config is not None
-    return spec_from_config(row.config, model_id=row.model_name, source=row.source), _cards()[row.gpu]
+    if row.model is None:
+        assert row.config is not None
+        return spec_from_config(row.config, model_id=row.model_name, source=row.source), find_gpu(row.gpu)
+    spec = catalogue.load(row.model)
+    assert spec is not None, row.model  # the recorded rows name catalogue entries only; a test checks
+    return spec, find_gpu(row.gpu)
 
 
 def _write(directory: Path, rung: str, tables: Sequence[AccuracyTable], command: str) -> None:

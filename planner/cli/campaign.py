@@ -64,7 +64,8 @@ def _measure(
     from probes.campaign import run_campaign
 
     gpu = None if devices == ("cpu",) else machine.gpu_of(plan.gpu, devices[0])
-    resolve = _Resolver(plan)
+    first = {chain.model: chain for chain in reversed(plan.chains)}
+    models = {name: _model_of(chain) for name, chain in first.items()}  # a wrong name shows now, not after an hour
     line = ProgressLine(budget_s=budget_s)
     try:
         with machine.executor_for(devices, on_progress=line.event, **jobs) as executor:
@@ -72,7 +73,7 @@ def _measure(
                 plan,
                 executor=executor,
                 store=store,
-                resolve=resolve,
+                resolve=lambda chain: models[chain.model],
                 gpu=gpu,
                 device=devices[0],
                 budget_s=budget_s,
@@ -107,23 +108,11 @@ def _sentence(report: "CampaignReport") -> str:
     return f"{measured}, failures: {failures}; {seconds(report.seconds)}; {left}"
 
 
-class _Resolver:
-    """Model names to specs, each resolved once; a configuration in the YAML stands for itself."""
-
-    def __init__(self, plan: "CampaignSpec") -> None:
-        self._known: dict[str, ModelSpec] = {}
-        for chain in plan.chains:
-            self(chain)  # a wrong name shows before the first probe, not after an hour
-
-    def __call__(self, chain: "Chain") -> ModelSpec:
-        if chain.model not in self._known:
-            given = chain.config
-            self._known[chain.model] = (
-                resolve_model(chain.model)
-                if given is None
-                else spec_from_config(given, model_id=chain.model, source="campaign")
-            )
-        return self._known[chain.model]
+def _model_of(chain: "Chain") -> ModelSpec:
+    """A chain's model; a configuration in the YAML stands for itself."""
+    if chain.config is None:
+        return resolve_model(chain.model)
+    return spec_from_config(chain.config, model_id=chain.model, source="campaign")
 
 
 def step_line(step: "Step") -> str:

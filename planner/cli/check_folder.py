@@ -16,6 +16,7 @@ SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "buil
 MAX_FILES = 5_000
 LEVELS = {"fits": "note", "does_not_fit": "error", "uncertain": "warning"}
 EXIT_OF = {"fits": 0, "not_planned": 0, "does_not_fit": 1, "unreadable": 2, "uncertain": 3, "undetermined": 3}
+"""As `plan check` of that file alone; what is not planned fails no CI."""
 WORST_FIRST = ("does_not_fit", "unreadable", "undetermined", "uncertain", "fits", "not_planned")
 
 
@@ -35,11 +36,6 @@ class Finding:
     message: str
     line: int = 1
     document: dict[str, Any] | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """As `plan check` of that file alone; what is not planned fails no CI."""
-        return EXIT_OF[self.outcome]
 
 
 def candidates(folder: Path) -> Iterator[Path]:
@@ -93,7 +89,7 @@ def findings(place: Path, gpu: str, asked: Asked, limits: Memory) -> list[Findin
 
 def exit_code(found: Sequence[Finding]) -> int:
     """1 where anything does not fit, then 2 (unreadable), 3 (open or uncertain), 0."""
-    codes = {one.exit_code for one in found}
+    codes = {EXIT_OF[one.outcome] for one in found}
     return next((code for code in (1, 2, 3) if code in codes), 0)
 
 

@@ -1,5 +1,6 @@
 """`plan store`: what was measured: how much there is, exported, and taken in from elsewhere."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -41,8 +42,6 @@ def show(store: probing.StorePath = None) -> None:
     """How much the store holds, and where it lies."""
     kept = machine.open_store(store)
     records = kept.latest()
-    models: dict[str, int] = {}
-    for record in records:
-        models[record.model_id] = models.get(record.model_id, 0) + 1
+    models = Counter(record.model_id for record in records)
     measured = sum(isinstance(record.outcome, Measurement) for record in records)
     print_json({"store": str(kept.path), "outcomes": len(records), "measurements": measured, "models": models})

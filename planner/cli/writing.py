@@ -57,7 +57,6 @@ def write_out(
         EnvironmentProblem: the directory cannot be written.
         UsageError: an unknown launch target.
     """
-
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
         launches = launch_files(plan, targets, dataset, folder, force=force, traces=traces)
@@ -88,13 +87,12 @@ def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, .
         if launch.files and len(launch.about) > 1
     ]
     refused = [launch for launch in launches if launch.refused and (named or launch.about)]
-    said = (Note(f"Not written for {one.target}: {one.refused}.", _place(one)) for one in refused)
+    # of why there are no files what is predicted of a run must be known first
+    said = (
+        Note(f"Not written for {one.target}: {one.refused}.", Place.RISK if one.about else Place.PLAIN)
+        for one in refused
+    )
     return (*forced, *said)
-
-
-def _place(launch: Launch) -> Place:
-    """Of why there are no files: what is predicted of a run must be known first."""
-    return Place.RISK if launch.about else Place.PLAIN
 
 
 def next_command(launches: Sequence[Launch], folder: Path) -> str:
@@ -128,7 +126,6 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UsageError: an unknown one.
     """
-
     names = tuple(dict.fromkeys(targets or EXPORTERS))
     for name in names:
         if name not in EXPORTERS:
@@ -155,7 +152,6 @@ def launch_files(
     `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
     said; its figure stands above the plan's rung.
     """
-
     chosen = plan.subject
     request = _request(plan.workload, chosen, dataset, folder)
     launches = []
@@ -179,7 +175,6 @@ def launch_files(
 def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
     """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
     one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
-
     runs = as_run(target, setup, workload.model)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
         return setup
@@ -188,7 +183,6 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
 
 def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> ExportRequest:
     """What the launch files of every target are made of."""
-
     return ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
@@ -218,7 +212,6 @@ def _launch(
     traced: Prediction | ProbeFailure | None,
 ) -> Launch:
     """One target's files with what is predicted of the run, or the prediction that forbids them."""
-
     told: tuple[str, ...] = ()
     if traced:
         told = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
@@ -247,7 +240,6 @@ def _launch(
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
     """What a target makes of the chosen setup, on the rung of the plan."""
-
     workload = plan.workload
     found = candidate(workload, setup)
     if not isinstance(chosen.dry_run, Prediction):
@@ -259,7 +251,6 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
     """What is predicted of the run that a target makes of the plan: one number, with its rung."""
-
     evidence = really.memory_evidence
     rung = evidence.rung.value.replace("_", " ")
     words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({rung})"
@@ -298,7 +289,6 @@ def dataset_choice(dataset: str | None, folder: Path) -> DatasetChoice | None:
 def _extras(
     plan: Plan | NoPlan, launches: Sequence[Launch], command: Sequence[str], timeline: Timeline | None
 ) -> Extras:
-
     moved: tuple[SensitivityPoint, ...] = ()
     if isinstance(plan, Plan):
         moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
