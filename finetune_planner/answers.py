@@ -287,5 +287,7 @@ def _frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     try:
         import pandas
     except ImportError as error:
-        raise EnvironmentProblem("pandas is not installed", hint="pip install pandas") from error
+        from planner.install import packages_command
+
+        raise EnvironmentProblem("pandas is not installed", hint=packages_command("pandas")) from error
     return pandas.DataFrame(rows)

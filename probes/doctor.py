@@ -16,7 +16,7 @@ from planner.children import child_environment, python_argv
 from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
-from planner.install import install_command
+from planner.install import install_command, packages_command
 from planner.records import dataclass
 from planner.units import GIB, gib
 from probes.gpu.environment import device_status, library_versions
@@ -60,9 +60,10 @@ def _judged(
 def examine() -> list[Finding]:
     """Everything the planner may want of a machine, looked at one by one."""
     findings = [*_python(), *_driver(), *_versions()]
-    torch_facts = ask_torch()
-    findings += [*torch_findings(torch_facts), *several_gpus(torch_facts, local_devices()), *_disk(), *_caches()]
-    return findings
+    if installed(("torch",)):  # else its absence is said, and nothing of what it does can be asked
+        torch_facts = ask_torch()
+        findings += [*torch_findings(torch_facts), *several_gpus(torch_facts, local_devices())]
+    return [*findings, *_disk(), *_caches()]
 
 
 def can_probe(findings: list[Finding]) -> bool:
@@ -97,7 +98,7 @@ def _driver() -> Iterator[Finding]:
                     "install the NVIDIA driver, or start the container with --gpus all (AMD: install ROCm's amdsmi for "
                     "Python); without a GPU everything but probes works"
                     if installed
-                    else "pip install nvidia-ml-py"
+                    else packages_command("nvidia-ml-py")
                 ),
             )
             return
@@ -174,7 +175,7 @@ def _versions() -> Iterator[Finding]:
             continue
         inside = at_least(version, low) and not at_least(version, high)
         text = version if inside else f"{version}, tested from {low} to below {high}"
-        yield _judged(name, inside, text, f"pip install '{name}>={low},<{high}'", facts={"version": version})
+        yield _judged(name, inside, text, packages_command(f"{name}>={low},<{high}"), facts={"version": version})
 
 
 def at_least(version: str, bound: str) -> bool:
@@ -281,8 +282,8 @@ def _gpus_finding(facts: dict[str, Any], problems: dict[str, str]) -> Finding:
 
 KERNELS = (
     ("triton", "Triton", "install a C compiler (gcc): liger-kernel and trl's chunked loss need Triton"),
-    ("nf4", "bitsandbytes NF4", "pip install -U bitsandbytes (only QLoRA setups need it)"),
-    ("adam8bit", "bitsandbytes AdamW 8-bit", "pip install -U bitsandbytes (only 8-bit setups need it)"),
+    ("nf4", "bitsandbytes NF4", "install a newer bitsandbytes (only QLoRA setups need it)"),
+    ("adam8bit", "bitsandbytes AdamW 8-bit", "install a newer bitsandbytes (only 8-bit setups need it)"),
 )
 """(what `ask_torch` calls it, what people do, how to mend it)."""
 
@@ -325,7 +326,7 @@ def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Fi
     yield Finding(
         name="deepspeed",
         level="ok",
-        text=deepspeed or "not installed: ZeRO setups are planned but not probed (pip install deepspeed)",
+        text=deepspeed or f"not installed: ZeRO setups are planned but not probed ({packages_command('deepspeed')})",
         facts={"version": deepspeed},
     )
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from planner.errors import EnvironmentProblem
+from planner.install import packages_command
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.units import gib
@@ -86,7 +87,8 @@ def _template() -> Any:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
-        raise EnvironmentProblem("the HTML report needs jinja2", hint="pip install jinja2, or use report.md") from error
+        hint = f"{packages_command('jinja2')}, or use report.md"
+        raise EnvironmentProblem("the HTML report needs jinja2", hint=hint) from error
     environment = Environment(
         loader=PackageLoader("reports"),
         autoescape=True,

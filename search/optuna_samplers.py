@@ -15,6 +15,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.install import packages_command
 from planner.outcome import ProbeFailure
 from search.dimensions import value_of
 from search.problem import Problem, Result, memory_excess
@@ -132,7 +133,8 @@ def _gp(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=4, deterministic_objective=True)
     except ImportError as error:
         raise EnvironmentProblem(
-            f"Optuna's GP sampler needs torch and scipy: {error}", hint="pip install scipy torch, or --sampler residual"
+            f"Optuna's GP sampler needs torch and scipy: {error}",
+            hint=f"{packages_command('scipy', 'torch')}, or --sampler residual",
         ) from error
 
 

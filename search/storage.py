@@ -19,6 +19,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.install import packages_command
 from search.journal import open_journal
 from search.liveness import PULSE, AttributeLiveness, DatabaseLiveness, Liveness, LockLiveness, Pulse
 from search.outage import first_line, make_patient
@@ -53,7 +54,8 @@ def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseS
             proxy = optuna.storages.GrpcStorageProxy(host=host or "localhost", port=int(port or 13000))
             proxy.wait_server_ready(timeout=PROXY_WAIT_S)
         except ImportError as error:
-            raise EnvironmentProblem("the gRPC proxy needs grpcio", hint="pip install grpcio protobuf") from error
+            hint = packages_command("grpcio", "protobuf")
+            raise EnvironmentProblem("the gRPC proxy needs grpcio", hint=hint) from error
         except ConnectionError as error:
             raise EnvironmentProblem(
                 f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
@@ -102,7 +104,7 @@ def _database(kind: str, scheme: str, rest: str, pulse: Pulse) -> tuple[BaseStor
             )
         except ImportError as error:
             raise EnvironmentProblem(
-                f"no driver for {kind}: {error}", hint="pip install 'psycopg[binary]'" if "postgres" in kind else ""
+                f"no driver for {kind}: {error}", hint=packages_command("psycopg[binary]") if "postgres" in kind else ""
             ) from error
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             problem = error

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from planner.errors import ConfigError, EnvironmentProblem
 from planner.inputs import open_regular, parse_json, read_lines
+from planner.install import packages_command
 from planner.records import dataclass
 from planner.samples.steps import PADDING_LIMIT
 
@@ -355,7 +356,7 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise EnvironmentProblem(
-            "Parquet needs pyarrow", hint="pip install pyarrow, or give the data set as .jsonl"
+            "Parquet needs pyarrow", hint=f"{packages_command('pyarrow')}, or give the data set as .jsonl"
         ) from error
     try:
         for batch in ParquetFile(file).iter_batches(batch_size=64):

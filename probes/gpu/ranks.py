@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+from planner.install import packages_command
 from planner.outcome import FailureKind
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -42,8 +43,8 @@ def why_not_probed(setup: TrainSetup) -> str:
         return "pipeline parallelism is not probed: it needs the training engine itself; probe one stage's layers alone"
     if setup.zero and importlib.util.find_spec("deepspeed") is None:
         return (
-            "ZeRO is probed through DeepSpeed, which is not installed here: pip install deepspeed, or probe 'fsdp2' "
-            "(shards as zero3 does)"
+            f"ZeRO is probed through DeepSpeed, which is not installed here: {packages_command('deepspeed')}, or probe "
+            "'fsdp2' (shards as zero3 does)"
         )
     return ""
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from planner.choices.kernels import parts_of
+from planner.install import packages_command
 from planner.setup import TrainSetup
 
 OUT_OF_PLACE = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "olmo2", "olmo3", "qwen3_5", "qwen3_5_text"})
@@ -70,7 +71,7 @@ def _apply_liger(inner: Any, setup: TrainSetup, device: str) -> None:
     if setup.kernels == "fused":
         raise KernelsMissing("fused LoRA kernels run in Axolotl or Unsloth, not in a probe")
     if any(find_spec(name) is None for name in NEEDS):
-        raise KernelsMissing("kernels 'liger' need liger-kernel and Triton: pip install liger-kernel")
+        raise KernelsMissing(f"kernels 'liger' need liger-kernel and Triton: {packages_command('liger-kernel')}")
     if device == "cpu":
         raise KernelsMissing("kernels 'liger' are Triton's, which run on a GPU only")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance

@@ -35,16 +35,26 @@ def test_what_came_from_an_index_is_named_by_its_name(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("config", "one_call", "command"),
+    ("config", "one_call", "command", "more"),
     [
-        ("version = 3.12.1\n", False, f"{install.sys.executable} -m pip install WHAT"),
-        ("uv = 0.13.9\n", False, f"uv pip install --python {install.sys.executable} WHAT"),
-        ("uv = 0.13.9\n", True, "uvx --from WHAT plan ..."),
-        ("version = 3.12.1\n", True, "pipx run --spec WHAT plan ..."),
+        (
+            "version = 3.12.1\n", False,
+            f"{install.sys.executable} -m pip install WHAT", f"{install.sys.executable} -m pip install a 'b>=2'",
+        ),
+        (
+            "uv = 0.13.9\n", False,
+            f"uv pip install --python {install.sys.executable} WHAT",
+            f"uv pip install --python {install.sys.executable} a 'b>=2'",
+        ),
+        ("uv = 0.13.9\n", True, "uvx --from WHAT plan ...", "uvx --with a --with 'b>=2' --from WHAT plan ..."),
+        (
+            "version = 3.12.1\n", True,
+            "pipx run --spec WHAT plan ...", "pipx run --with a --with 'b>=2' --spec WHAT plan ...",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
-    config: str, one_call: bool, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: str, one_call: bool, command: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `uvx --from WHEEL plan` and `pipx run --spec WHEEL plan` leave on the disk (uv 0.13.9, pipx 1.18)."""
     wheel = tmp_path / "finetune_planner-0.1.0-py3-none-any.whl"
@@ -56,3 +66,5 @@ def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(f'{{"url": "{wheel.as_uri()}"}}'))
     said = install.install_command("torch")
     assert shlex.split(said) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
+    said = install.packages_command("a", "b>=2")
+    assert shlex.split(said) == shlex.split(more.replace("WHAT", f"'finetune-planner @ {wheel.as_uri()}'"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from planner.cli.app import run
+from planner.install import install_command
 from probes import doctor, doctor_torch
 
 
@@ -25,6 +26,18 @@ def test_doctor_finds_this_machine_and_says_how_to_mend(
     assert {one["level"] for one in document["findings"]} <= {"ok", "warning", "missing"}
     assert all(one["mend"] for one in document["findings"] if one["level"] != "ok")
     assert by_name["torch"]["text"] == torch.__version__
+
+
+def test_without_torch_nothing_of_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be installed is said once, and no driver or kernel is blamed for it."""
+    monkeypatch.setattr(doctor, "installed", lambda names: {})
+    monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("asked"))
+    findings = doctor.examine()
+    assert not doctor.can_probe(findings)
+    by_name = {one.name: one for one in findings}
+    assert by_name["torch"].mend == install_command("torch")
+    assert not {"torch on the GPU", "bitsandbytes NF4", "flash-attn", "NCCL"} & set(by_name)
+    assert {"Python", "NVIDIA driver", "temporary directory", "Hugging Face cache"} <= set(by_name)
 
 
 def done(stdout: str = "", stderr: str = "", code: int = 0) -> Any:
