@@ -4,9 +4,11 @@ Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, e
 """
 
 import random
+import re
 from bisect import bisect_left, insort_left
 from collections.abc import Callable, Iterator
 from dataclasses import field
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,24 +186,23 @@ def _cut_words(stats: DatasetStats, length: int) -> str:
 
 
 def measure(path: Path, *, tokenizer: Path | None = None, text_field: str = "text") -> DatasetStats:
-    """Token lengths of a JSON-lines, JSON or Parquet file, or of the first such file in a directory.
+    """Token lengths of a JSON-lines, JSON or Parquet file, or of the training split in a directory of them.
 
     Raises:
         ConfigError: no such file, a line that is not a sample, or columns that are not known.
         EnvironmentProblem: Parquet without pyarrow.
     """
-    file = _file_of(path)
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
     lengths: list[int] = []
     columns, total = "", 0
-    for row in _rows(file):
+    for row in _all_rows(path):
         columns = columns or columns_of(row, text_field, str(path))
         total += 1
         # Reservoir: every row with the same chance. Its length is kept, not the row: those may have megabytes.
         index = total - 1 if total <= MAX_SAMPLES else dice.randrange(total)
         if index < MAX_SAMPLES:
-            lengths[index : index + 1] = [_length(row, columns, text_field, count, str(path))]
+            lengths[index : index + 1] = [_length(row, columns, text_field, count, f"{path}: sample {total}")]
     return DatasetStats(
         path=str(path),
         columns=columns,
@@ -279,7 +280,7 @@ def _length(row: dict[str, Any], columns: str, text_field: str, count: CountToke
             return question + count(_of(str, row["output"])) + 2 * TOKENS_PER_MESSAGE
         return count(_of(str, row[text_field])) + 1
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{name}: a sample has no {columns} like the first one: {str(row)[:80]}") from error
+        raise ConfigError(f"{name} has no {columns} like the first one: {str(row)[:80]}") from error
 
 
 def _of(kind: type[T], value: Any) -> T:
@@ -300,22 +301,47 @@ def _content(value: Any) -> str:
     return "" if content is None else content if isinstance(content, str) else _content(content)
 
 
-def _file_of(path: Path) -> Path:
+def _files_of(path: Path) -> list[Path]:
+    """The file, or those that `load_dataset(DIRECTORY, split="train")` reads: in several parts, by name or folder.
+
+    Source: datasets 5.2, data_files.py (SPLIT_KEYWORDS, FILES_TO_IGNORE), load.py (the commonest ending decides).
+
+    Raises:
+        ConfigError: nothing there.
+    """
     if path.is_file():
-        return path
-    if path.is_dir():
-        found = [one for one in sorted(path.rglob("*")) if one.suffix in (".jsonl", ".parquet", ".json")]
-        train = [one for one in found if "train" in one.stem] or found
-        if train:
-            return train[0]
-    raise ConfigError(f"no data set at {path}", hint="a .jsonl, .json or .parquet file, or a directory with one")
+        return [path]
+    found = [
+        one
+        for one in sorted(path.rglob("*"))
+        if one.suffix in SUFFIXES and one.is_file() and one.name not in NO_SAMPLES and not _hidden(one, path)
+    ]
+    if not found:
+        raise ConfigError(f"no data set at {path}", hint="a .jsonl, .json or .parquet file, or a directory with one")
+    train = [one for one in found if any(_TRAIN.search(f"{part}.") for part in one.relative_to(path).parts)] or found
+    kinds = [SUFFIXES[one.suffix] for one in train]
+    return [one for one in train if SUFFIXES[one.suffix] == max(kinds, key=kinds.count)]
+
+
+def _hidden(file: Path, below: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.relative_to(below).parts)
+
+
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""Ending of a file with samples -> what reads it in `datasets`."""
+NO_SAMPLES = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+_TRAIN = re.compile(r"(?:^|[-._ 0-9])train(?:ing)?[-._ 0-9]")
+
+
+def _all_rows(path: Path) -> Iterator[dict[str, Any]]:
+    return chain.from_iterable(map(_rows, _files_of(path)))
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     if file.suffix == ".parquet":
         yield from _parquet_rows(file)
         return
-    if file.suffix not in (".jsonl", ".json"):
+    if file.suffix not in SUFFIXES:
         raise ConfigError(
             f"{file.name}: only .jsonl, .json and .parquet files are read",
             hint="convert it, for example with load_dataset('csv', data_files=...).to_json('data.jsonl') of `datasets`",
@@ -371,7 +397,6 @@ def sample_columns(path: Path, text_field: str = "text") -> str:
     Raises:
         ConfigError: no such file, no sample, or columns that are not known.
     """
-    file = _file_of(path)
-    for row in _rows(file):
+    for row in _all_rows(path):
         return columns_of(row, text_field, str(path))
     raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")

@@ -139,7 +139,7 @@ def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.
         ('{"messages": "hello"}\n', "has no messages"),
         ('{"text": null}\n', "has no text"),
         ('{"instruction": "a", "output": 7}\n', "has no alpaca"),
-        ('{"text": "a"}\n{"other": 1}\n', "has no text"),
+        ('{"text": "a"}\n{"other": 1}\n', "sample 2 has no text"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -166,6 +166,36 @@ def test_columns_come_from_the_first_row_alone(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match="no samples"):
         sample_columns(file)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("data/train-00000-of-00003.parquet", "data/train-00001-of-00003.parquet", "data/train-00002-of-00003.parquet",
+         "data/test-00000-of-00001.parquet", "dataset_infos.json"),
+        ("train/a.jsonl", "train/b.jsonl", "test/c.jsonl"),
+        ("part-1.jsonl", "part-2.jsonl", ".cache/part-3.jsonl"),
+        ("my_training_data.jsonl", "my_eval_data.jsonl"),
+        ("b.parquet", "c.parquet", "a.json"),
+    ],
+)  # fmt: skip
+def test_a_directory_is_read_as_the_launch_files_read_it(files: tuple[str, ...], tmp_path: Path) -> None:
+    """All parts of the training split, no other, as `load_dataset(DIRECTORY, split="train")`."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    for number, name in enumerate(files):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        rows = [{"text": "a" * 4 * length} for length in range(5 * 2**number)]
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        else:
+            write(tmp_path / name, rows if name.endswith("l") else [{}])
+    found = measure(tmp_path)
+    read = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / ".hf"))
+    assert found.num_samples == len(read)
+    assert found.lengths_tokens == tuple(sorted(len(row["text"]) // 4 + 1 for row in read))
 
 
 def test_other_kinds_of_file_are_refused_by_their_name(tmp_path: Path) -> None:
