@@ -17,7 +17,7 @@ from probes.allocator import replay
 from probes.allocator.events import EmptyCache, Event, Phase
 from probes.allocator.stretches import Stretch
 from probes.dryrun.depths import plan_depth
-from probes.dryrun.engine import full_trace, standing_in_for
+from probes.dryrun.engine import full_trace
 from probes.stack.configs import load_config
 
 SLOW, REPEATED = ("2025-06-17", "2025-06-18"), ("2025-06-19", "2025-06-20")
@@ -50,7 +50,7 @@ def driver_calls(row: MeasuredRow) -> int:
     assert setup is not None
     assert capability is not None
     plan = plan_depth(load_config(dict(model.config)), checkpointing=0, full_depth=True)
-    events = [*emptied(standing_in_for(lambda: full_trace(plan, capability, setup)).events)]
+    events = [*emptied(full_trace(plan, capability, setup).events)]
     step = max(place for place, event in enumerate(events) if isinstance(event, EmptyCache))
     return replay(events).num_driver_calls - replay(events[: step + 1]).num_driver_calls
 

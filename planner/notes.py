@@ -18,8 +18,8 @@ class Note(str):
 
     place: Place
 
-    def __new__(cls, text: str, place: Place) -> "Note":
-        """The sentence, at its place."""
+    def __new__(cls, text: str, place: Place = Place.PLAIN) -> "Note":
+        """The sentence, at its place; pickle, by which a dry run's child answers, sets the place afterwards."""
         note = super().__new__(cls, text)
         note.place = place
         return note

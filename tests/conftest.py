@@ -64,12 +64,9 @@ if hasattr(yaml, "CSafeLoader"):  # thousands of emitted files are read back: th
 from planner.children import python_argv  # noqa: E402
 from planner.locks import lock, open_lock  # noqa: E402
 from planner.models import module_tree  # noqa: E402
-from probes.dryrun.standins import give_up  # noqa: E402
 from tests.warm import programs  # noqa: E402
 
 module_tree.LIMIT_S = 1200.0  # a loaded machine takes its time to import torch: only what hangs reaches this
-
-give_up()  # whether a module is the real one must not depend on which files a worker was given before
 
 # How long an example takes, or how many are made per second, says something about the machine only.
 _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)

@@ -3,8 +3,6 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,16 +32,13 @@ def dry_run_possible() -> str:
     return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
 
 
-@contextmanager
-def dry_runs_ahead(wanted: bool = True) -> Iterator[None]:
-    """Within it a dry run's libraries are loaded beside what is done before one is asked for."""
-    if not wanted or dry_run_possible():
-        yield
+def dry_runs_ahead(num_gpus: int) -> None:
+    """From now on a dry run's libraries are loaded beside what is done before one, on so many GPUs, is asked for."""
+    if dry_run_possible():
         return
-    from probes.dryrun.ahead import loading_ahead
+    from probes.dryrun.ahead import load_ahead
 
-    with loading_ahead():
-        yield
+    load_ahead(one_gpu=num_gpus == 1)
 
 
 def with_dry_run(
@@ -108,7 +103,7 @@ def over_samples(
     if not isinstance(candidate.dry_run, Prediction):
         return None
     from planner.samples.lengths import micro_batches
-    from probes.dryrun.varying import over_lengths
+    from probes.dryrun.ahead import reported
 
     setup = candidate.setup
     batches = micro_batches(
@@ -119,7 +114,11 @@ def over_samples(
         seed=seed,
     )
     try:
-        return over_lengths(model, with_memory(gpu, memory_bytes), setup, batches, source=source, seed=seed, say=_say)
+        card = with_memory(gpu, memory_bytes)
+        found: OverLengths = reported(
+            "probes.dryrun.varying:over_lengths", model, card, setup, batches, source=source, seed=seed, say=_say
+        )
+        return found
     except ValueError as error:
         raise UsageError(
             f"no memory over varying lengths: {error}", hint="leave --dataset and --lengths out"
@@ -173,8 +172,8 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "K
         return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
 
     try:
-        with dry_runs_ahead():
-            return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)
+        dry_runs_ahead(workload.num_gpus)
+        return refine(lambda learned: with_history(plan_workload(workload, learned, walked), known), run)
     finally:
         _say("")
 

@@ -114,14 +114,15 @@ def make(
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     names = files.targets(wish.gpus)
     asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
-    with dry_runs_ahead(not rungs.no_dry_run):
-        try:
-            asked = asked_for(gpu=gpu, lookup=lookup)
-        except UnknownGpuError as error:
-            if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
-                _answer_each(error.could_be, lambda card: asked_for(gpu=card))
-            raise
-        written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
+    if not rungs.no_dry_run:
+        dry_runs_ahead(wish.gpus or 1)
+    try:
+        asked = asked_for(gpu=gpu, lookup=lookup)
+    except UnknownGpuError as error:
+        if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
+            _answer_each(error.could_be, lambda card: asked_for(gpu=card))
+        raise
+    written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
     beyond = () if files.dataset is None or asked.data.file else ("--dataset", files.dataset)

@@ -1,53 +1,56 @@
-"""The libraries of a dry run, loaded beside the formula: a child process imports them while this one still plans.
+"""The libraries of a dry run, in a child process: it can import them while this one still plans.
 
 Importing torch, transformers and peft takes two thirds of a cold plan, and needs nothing of what the formula chooses.
-Where a second core is free, `loading_ahead` starts a child (`beside.py`) that imports them at once and then makes the
-reports. Whatever goes wrong with it, the report is made in this process as without it.
+A process that has not loaded torch has a child (`beside.py`) that makes its reports; `load_ahead` starts it before the
+first is asked for. Whatever goes wrong with it, the report is made in this process as without it.
 """
 
-import os
+import atexit
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 from planner.children import child_environment, python_argv
-from planner.outcome import ProbeFailure
-from probes.dryrun.report import DryRunReport
-
-Outcome = DryRunReport | ProbeFailure
 
 
 class _Helper:
-    """The child, until it fails once."""
+    """The child, until it fails once; `one_gpu`: all that it is asked about runs on one."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_gpu: bool) -> None:
+        self.one_gpu = one_gpu
         self._child: subprocess.Popen[bytes] | None = None
         with suppress(OSError):  # no process can be started: this one does it
             self._child = subprocess.Popen(
-                python_argv("-m", "probes.dryrun.beside"),
+                python_argv("-m", "probes.dryrun.beside", *["one-gpu"] * one_gpu),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # where it fails, this process tries again and says why
                 env=child_environment(),
             )
+        atexit.register(self.close)
 
-    def report(self, args: tuple[Any, ...], options: dict[str, Any]) -> Outcome | None:
+    def report(self, make: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The child's answer, None where it has none."""
         if self._child is None:
             return None
         assert self._child.stdin is not None
         assert self._child.stdout is not None
+        say: Callable[[str], None] | None = options.get("say")
         try:
-            pickle.dump((args, options), self._child.stdin)
+            pickle.dump((make, args, options if say is None else {**options, "say": None}), self._child.stdin)
             self._child.stdin.flush()
-            found = pickle.load(self._child.stdout)
+            while isinstance(found := pickle.load(self._child.stdout), str):
+                assert say is not None
+                say(found)
         except (OSError, EOFError, pickle.PickleError, AttributeError, TypeError):  # it died, or does not know a class
             self.close()
             return None
-        assert isinstance(found, Outcome)
+        if isinstance(found, ValueError):
+            raise found
         return found
 
     def close(self) -> None:
@@ -62,27 +65,26 @@ class _Helper:
 _HELPER: _Helper | None = None
 
 
-@contextmanager
-def loading_ahead() -> Iterator[None]:
-    """Within it reports come from a child that has begun to load the libraries, where that is quicker."""
+def load_ahead(*, one_gpu: bool = True) -> _Helper | None:
+    """The child, which loads the libraries for runs on one GPU or on any number; None where torch is loaded here."""
     global _HELPER
-    if _HELPER is not None or "torch" in sys.modules or _num_cores() < 2:
-        yield
-        return
-    _HELPER = _Helper()
-    try:
-        yield
-    finally:
-        helper, _HELPER = _HELPER, None
-        helper.close()
+    if _HELPER is not None and (one_gpu or not _HELPER.one_gpu):
+        return _HELPER
+    if "torch" in sys.modules:
+        return None
+    if _HELPER is not None:
+        _HELPER.close()
+    _HELPER = _Helper(one_gpu)
+    return _HELPER
 
 
-def reported(make: Callable[..., Outcome], *args: Any, **options: Any) -> Outcome:
-    """What `make` (`report_for_config`) gives, from the child where there is one."""
-    found = None if _HELPER is None else _HELPER.report(args, options)
-    return make(*args, **options) if found is None else found
+def reported(make: str, *args: Any, num_gpus: int = 1, **options: Any) -> Any:
+    """What the function `make` ("module:name") gives, from the child where there is one; what is to be said on the way
+    goes to the option `say`.
 
-
-def _num_cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    Raises:
+        ValueError: as `make` does.
+    """
+    helper = load_ahead(one_gpu=num_gpus == 1)
+    found = None if helper is None else helper.report(make, args, options)
+    return resolve_name(make)(*args, **options) if found is None else found

@@ -21,6 +21,7 @@ from probes.dryrun.startup import collection_paused
 VERSION = 18
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
+REPORT = "probes.dryrun.api:report_for_config"
 APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"
 log = logging.getLogger(__name__)
 
@@ -87,14 +88,20 @@ def _asked(
     if refusal:  # before the cache is asked: an older version may have followed it wrongly
         return _unsupported(refusal)
     capability = gpu.compute_capability or DEFAULT_CAPABILITY
+
+    def run() -> DryRunReport | ProbeFailure:
+        args = dict(model.config), capability, setup
+        made: DryRunReport | ProbeFailure = reported(REPORT, *args, num_gpus=setup.num_gpus, **options)
+        return made
+
     if not use_cache:
-        return reported(report_for_config, dict(model.config), capability, setup, **options)
+        return run()
     key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
     directory = cache.default_directory()
     kept = cache.load(directory, key)
     if kept is not None:
         return kept
-    outcome = reported(report_for_config, dict(model.config), capability, setup, **options)
+    outcome = run()
     if isinstance(outcome, DryRunReport):
         cache.save(directory, key, outcome)
     return outcome

@@ -1,31 +1,42 @@
 """The child of `ahead.py`: loads a dry run's libraries, then makes reports until nobody asks any more.
 
-python -P -m probes.dryrun.beside    # requests and answers are pickles, on its standard input and output
+python -P -m probes.dryrun.beside [one-gpu]    # requests and answers are pickles, on its standard input and output
+
+With "one-gpu" the libraries are loaded as runs on one GPU need them (`standins.py`).
 """
 
+import importlib
 import logging
 import os
 import pickle
 import sys
 import warnings
-from typing import IO
+from pkgutil import resolve_name
+from typing import IO, Any
 
-from probes.dryrun.api import report_for_config
-from probes.dryrun.startup import collection_paused
+from probes.dryrun import standins
+from probes.dryrun.startup import collection_paused, load_libraries
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    with collection_paused():
-        from probes.dryrun.engine import load_for_one_gpu
+    def send(answer: Any) -> None:
+        pickle.dump(answer, answers)
+        answers.flush()
 
-        load_for_one_gpu()
-        while True:
-            try:
-                args, options = pickle.load(requests)
-            except EOFError:
-                return
-            pickle.dump(report_for_config(*args, **options), answers)
-            answers.flush()
+    with collection_paused():
+        load_libraries()
+        importlib.import_module("peft")
+    while True:
+        try:
+            make, args, options = pickle.load(requests)
+        except EOFError:
+            return
+        if "say" in options:
+            options["say"] = send
+        try:
+            send(resolve_name(make)(*args, **options))
+        except ValueError as error:  # what the asker is to know
+            send(error)
 
 
 def main() -> None:
@@ -34,6 +45,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
+    if "one-gpu" in sys.argv:
+        standins.stand_in()
     _serve(sys.stdin.buffer, answers)
 
 

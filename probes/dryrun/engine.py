@@ -1,10 +1,9 @@
 """The part of a dry run that needs torch: depth, trace, repetition, replay, report."""
 
-import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from planner.evidence.bands import DRY_RUN_BAND
 from planner.memory.types import PHASES, MemoryTerm
@@ -18,7 +17,6 @@ from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
-from probes.dryrun.standins import given_up, load_real, standing_in
 from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack.configs import load_config
@@ -26,8 +24,6 @@ from probes.stack.images import deep_layers
 
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +44,9 @@ def run_engine(
     def run(world: World | None = None) -> DryRunReport:
         return report(_plan(raw_config, setup, full_depth), world)
 
-    if setup.num_gpus == 1:
-        return standing_in_for(run)
-    load_real()
     load_libraries()
+    if setup.num_gpus == 1:
+        return run()
     if setup.pipeline_degree > 1:
         from probes.dryrun.stages import run_stages
 
@@ -60,26 +55,6 @@ def run_engine(
 
     with fake_job(setup) as world:
         return run(world)
-
-
-def load_for_one_gpu() -> None:
-    """Imports what a run on one GPU needs, ahead of it."""
-    with standing_in():
-        load_libraries()
-        importlib.import_module("peft")
-
-
-def standing_in_for(run: Callable[[], T]) -> T:
-    """What `run` gives with the libraries loaded as one GPU needs them; run again where that was not enough."""
-    before = given_up()
-    with standing_in():
-        load_libraries()
-        found = run()
-    if given_up() == before:
-        return found
-    # A library that is loaded in the middle of a step may hold tensors longer than the step does.
-    load_real()
-    return run()
 
 
 def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) -> DepthPlan:

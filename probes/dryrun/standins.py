@@ -2,30 +2,30 @@
 
 transformers binds names of PyTorch's compiler and of its distributed tensors while it is imported, and PyTorch's meta
 kernels ask the symbolic shapes (and with them sympy) about plain numbers. Loading them takes a second, a third of a
-cold dry run. Within `standing_in` those modules are stood in for: a name taken from one is a `Late` object, of which
-nothing is an instance, and which loads the real module when it is called, subclassed or asked for anything.
+cold dry run. After `stand_in` those modules are stood in for: a name taken from one is a `Late` object, of which
+nothing is an instance.
+
+For the child that makes reports (`beside.py`) and nothing else: where something there needs the real module after all,
+the child ends, and who asked it makes the report without stand-ins (`ahead.py`).
 
 Only with the versions it was checked with (`CHECKED_WITH`): another one may ask for names that nobody thought of.
-
-Nothing stays different for the rest of the process: when one of the real modules is loaded, by a `Late` or by anybody
-later, every module that holds a stand-in of it gets the real object, and what was marked for the compiler is marked.
 """
 
 import functools
-import importlib
-import importlib.machinery
 import operator
+import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 CHECKED_WITH = {"torch": "2.13.", "transformers": "5.23."}
 """Distribution -> how its version begins."""
+EXIT_NEEDED = 73
+"""How a process ends in which the real module was needed."""
 
 COMPILER = "torch._dynamo"
 SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -54,34 +54,29 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "trio": (),
 }
-"""Module -> names that may be stood in for; any other name of it is the real one's, which is then loaded."""
+"""Module -> names that may be stood in for; any other name of it is the real one's."""
+
+
+def needed(*args: Any, **kwargs: Any) -> NoReturn:
+    """Ends the process: a stand-in does not do. No exception, which a library may catch to take another path."""
+    os._exit(EXIT_NEEDED)
 
 
 class Late:
-    """What stands for `name` of a module that is not loaded."""
+    """What stands for a name of a module that is not loaded."""
 
-    def __init__(self, home: str, name: str) -> None:
-        vars(self).update(_home=home, _name=name)
-
-    def _real(self) -> Any:
-        return getattr(_FINDER.load(self._home), self._name)
+    __call__ = __mro_entries__ = needed
 
     def __instancecheck__(self, one: object) -> bool:
-        return _FINDER.is_loaded(self._home) and isinstance(one, self._real())
+        return False
 
     def __subclasscheck__(self, one: type) -> bool:
-        return _FINDER.is_loaded(self._home) and issubclass(one, self._real())
-
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        return (self._real(),)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._real()(*args, **kwargs)
+        return False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what `functools`, `inspect` and `typing` ask of anything
             raise AttributeError(name)
-        return getattr(self._real(), name)
+        needed()
 
     def __or__(self, other: object) -> tuple[object, ...]:  # as an annotation, or in `isinstance`
         return (self, other)
@@ -94,204 +89,63 @@ class _Module(ModuleType):
     """A module of `NAMES` that is not loaded."""
 
     def __getattr__(self, name: str) -> Any:
-        home = self.__name__
-        if name in NAMES[home]:
-            late = Late(home, name)
+        if name in NAMES[self.__name__]:
+            late = Late()
             setattr(self, name, late)
             return late
         if name.startswith("__"):  # what the import system asks of a module
             raise AttributeError(name)
-        return getattr(_FINDER.load(home), name)
-
-
-class _Settling(Loader):
-    """The real loader of a module; afterwards the stand-ins give way to what it loaded."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _FINDER.settle(module)
+        needed()
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Gives stand-ins while it is active, and notices when the real modules are loaded."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self.given_up = False
-        self.given: set[str] = set()
-        """Modules that were stood in for and have not been loaded since."""
-        self.made: dict[str, ModuleType] = {}
-        self.marks: MutableMapping[Callable[..., Any], Callable[[Any, Any], None]] = weakref.WeakKeyDictionary()
-        """Function -> how the compiler marks it once it is loaded."""
+    """Gives stand-ins in the place of `NAMES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if self.active and fullname in NAMES:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        package = fullname.rpartition(".")[0]
-        if self.active and isinstance(sys.modules.get(package), _Module):  # a part that nothing stands for
-            path = getattr(self.load(package), "__path__", None)
-        if fullname not in self.given:
-            return importlib.machinery.PathFinder.find_spec(fullname, path) if fullname in NAMES else None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Settling(spec.loader)
-        return spec
+    ) -> ModuleSpec | None:
+        if fullname in NAMES:
+            return ModuleSpec(fullname, self, is_package=True)
+        if isinstance(sys.modules.get(fullname.rpartition(".")[0]), _Module):  # a part that nothing stands for
+            needed()
+        return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        self.given.add(spec.name)
-        return self.made.setdefault(spec.name, _Module(spec.name))
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        answers: dict[str, dict[str, Any]] = {COMPILER: _MARKS, SHAPES: _ANSWERS}
-        vars(module).update(answers.get(module.__name__, {}))
-
-    def is_loaded(self, name: str) -> bool:
-        """Whether the real module is there."""
-        module = sys.modules.get(name)
-        return module is not None and not isinstance(module, _Module)
-
-    def load(self, name: str) -> ModuleType:
-        """The real module. Where a stand-in does not do, none is given any more: the real ones need each other."""
-        if not self.is_loaded(name) and self.active:
-            give_up()
-        return importlib.import_module(name)
-
-    def withdraw(self) -> None:
-        """Takes the stand-ins out of `sys.modules`, so that the next import is the real one's. As attributes of their
-        packages they stay until then: peft asks for `torch.distributed.tensor.DTensor` without importing it."""
-        self.active = False
-        for name, module in self.made.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-
-    def settle(self, real: ModuleType) -> None:
-        """Binds every name that stood for something of `real` to it."""
-        home = real.__name__
-        self.given.discard(home)
-        for module in list(sys.modules.values()):
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                if type(value) is Late and value._home == home and hasattr(real, value._name):
-                    setattr(module, name, getattr(real, value._name))
-                elif type(value) is _Module and value.__name__ == home:
-                    setattr(module, name, real)
-        if home == COMPILER:
-            for one, mark in list(self.marks.items()):
-                mark(real, one)
-            self.marks.clear()
+        vars(module).update(_ANSWERS.get(module.__name__, {}))
 
 
-_FINDER = _Finder()
+def stand_in() -> None:
+    """From now on the modules of `NAMES` are stood in for in this process, where its libraries are those checked with;
+    none of them is loaded yet."""
+    if all(version(name).startswith(beginning) for name, beginning in CHECKED_WITH.items()):
+        sys.meta_path.insert(0, _Finder())
 
 
-@contextmanager
-def standing_in() -> Iterator[None]:
-    """Within it the modules of `NAMES` are stood in for, as far as they are not loaded yet."""
-    if not _checked():
-        give_up()
-    if _FINDER.active or _FINDER.given_up:
-        yield
-        return
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-    _FINDER.active = True
-    try:
-        yield
-    finally:
-        _FINDER.withdraw()
+# What the compiler is asked while nothing is compiled: its marks are for it alone.
 
 
-@functools.cache
-def _checked() -> bool:
-    return all(version(name).startswith(beginning) for name, beginning in CHECKED_WITH.items())
-
-
-def give_up() -> None:
-    """From now on this process uses the real modules only."""
-    _FINDER.given_up = True
-    _FINDER.withdraw()
-
-
-def given_up() -> bool:
-    """Whether the real modules are used from now on."""
-    return _FINDER.given_up
-
-
-def load_real() -> None:
-    """Loads everything that was stood in for: several GPUs need it."""
-    for name in sorted(_FINDER.given):
-        importlib.import_module(name)
-
-
-# What the compiler is asked while nothing is compiled: a mark is kept until it is loaded, and only as long as what it
-# marks lives (checkpointing marks a closure that holds saved tensors).
+def _same(one: Any) -> Any:
+    return one
 
 
 def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-    if fn is None:
-        return lambda one: _disable(one, recursive, **options)
-    if isinstance(fn, type):
-        return _FINDER.load(COMPILER).disable(fn, recursive, **options)
-    now = [fn]
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return now[0](*args, **kwargs)
-
-    def mark(compiler: Any, one: Any) -> None:
-        target = one._now
-        target[0] = compiler.disable(target[0], recursive, **options)
-
-    call._now = now  # type: ignore[attr-defined]
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _FINDER.marks[call] = mark
-    return call
+    return _same if fn is None else fn
 
 
-def _marking(name: str) -> Callable[..., Any]:
-    def mark(fn: Any) -> Any:
-        _FINDER.marks[fn] = lambda compiler, one: getattr(compiler, name)(one)
-        return fn
-
-    return mark
-
-
-class _Config:
-    """The compiler's settings, of which checkpointing notes one in case something is traced."""
-
-    error_on_nested_fx_trace = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_FINDER.load(COMPILER).config, name)
-
-
-_MARKS = {
-    "disable": _disable,
-    **{name: _marking(name) for name in ("allow_in_graph", "assume_constant_result")},
-    "config": _Config(),
-    "graph_break": lambda msg="": None,
-}
+_CONFIG = Late()
+vars(_CONFIG)["error_on_nested_fx_trace"] = True  # of which checkpointing notes this in case something is traced
 
 
 # What meta kernels ask the symbolic shapes: of plain numbers the answer needs none. Source: PyTorch 2.13
 # torch/fx/experimental/symbolic_shapes.py.
 
 
-def _of_plain(name: str, types: set[type], answer: Callable[..., Any] = lambda one: one) -> Callable[..., Any]:
+def _of_plain(types: set[type], answer: Callable[..., Any] = _same) -> Callable[..., Any]:
     def ask(*args: Any) -> Any:
-        plain = all(type(one) in types for one in args)
-        return answer(*args) if plain else getattr(_FINDER.load(SHAPES), name)(*args)
+        return answer(*args) if all(type(one) in types for one in args) else needed()
 
     return ask
 
@@ -299,31 +153,33 @@ def _of_plain(name: str, types: set[type], answer: Callable[..., Any] = lambda o
 def _equal(left: Any, right: Any) -> Any:
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(_equal(one, other) for one, other in zip(left, right, strict=True))
-    if type(left) is int and type(right) is int:
-        return left == right
-    return _FINDER.load(SHAPES).sym_eq(left, right)
+    return left == right if type(left) is int and type(right) is int else needed()
 
 
-def _free_symbols(name: str) -> Callable[..., Any]:
-    def ask(one: Any) -> Any:
-        if getattr(one, "_has_symbolic_sizes_strides", True):  # no tensor, or one of symbolic shape
-            return getattr(_FINDER.load(SHAPES), name)(one)
-        return ()
-
-    return ask
+def _free_symbols(one: Any) -> Any:
+    return needed() if getattr(one, "_has_symbolic_sizes_strides", True) else ()  # no tensor, or of symbolic shape
 
 
 _CONDITIONS = (
     "expect_true", "guard_bool", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true",
 )  # fmt: skip
-_ANSWERS = {
-    **{name: _of_plain(name, {bool}) for name in _CONDITIONS},
-    **{name: _free_symbols(name) for name in ("free_symbols", "free_unbacked_symbols")},
-    "guard_int": _of_plain("guard_int", {int}),
-    "guarding_hint_or_throw": _of_plain("guarding_hint_or_throw", {int, bool}),
-    "has_guarding_hint": _of_plain("has_guarding_hint", {int, bool, float}, lambda one: True),
-    "is_nested_int": _of_plain("is_nested_int", {int, bool, float}, lambda one: False),
-    "sym_and": _of_plain("sym_and", {bool}, lambda *all_: functools.reduce(operator.and_, all_)),
-    "sym_or": _of_plain("sym_or", {bool}, lambda *all_: functools.reduce(operator.or_, all_)),
-    "sym_eq": _equal,
+_NUMBERS = {int, bool, float}
+_ANSWERS: dict[str, dict[str, Any]] = {
+    COMPILER: {
+        "disable": _disable,
+        **dict.fromkeys(("allow_in_graph", "assume_constant_result"), _same),
+        "config": _CONFIG,
+        "graph_break": lambda msg="": None,
+    },
+    SHAPES: {
+        **dict.fromkeys(_CONDITIONS, _of_plain({bool})),
+        **dict.fromkeys(("free_symbols", "free_unbacked_symbols"), _free_symbols),
+        "guard_int": _of_plain({int}),
+        "guarding_hint_or_throw": _of_plain({int, bool}),
+        "has_guarding_hint": _of_plain(_NUMBERS, lambda one: True),
+        "is_nested_int": _of_plain(_NUMBERS, lambda one: False),
+        "sym_and": _of_plain({bool}, lambda *all_: functools.reduce(operator.and_, all_)),
+        "sym_or": _of_plain({bool}, lambda *all_: functools.reduce(operator.or_, all_)),
+        "sym_eq": _equal,
+    },
 }

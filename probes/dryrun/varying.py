@@ -21,8 +21,8 @@ from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
 from probes.allocator.stretches import flat
 from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
 from probes.dryrun.depths import plan_depth
-from probes.dryrun.engine import full_trace, standing_in_for
-from probes.dryrun.startup import collection_paused
+from probes.dryrun.engine import full_trace
+from probes.dryrun.startup import collection_paused, load_libraries
 from probes.dryrun.trace import Trace
 from probes.stack.configs import load_config
 
@@ -95,7 +95,8 @@ def over_lengths(
         return _step_of(model, gpu, setup.with_(seq_len_tokens=length))
 
     with collection_paused():
-        at, rounded = standing_in_for(lambda: _by_length(sorted({*batches}), run))
+        load_libraries()
+        at, rounded = _by_length(sorted({*batches}), run)
         say(f"replaying {len(batches)} micro-batches ...")
         found, constant, retries = _replays(at, batches, setup, gpu.memory_bytes - outside_bytes(gpu, setup))
     return OverLengths(

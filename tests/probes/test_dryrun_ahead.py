@@ -1,10 +1,13 @@
 """The child that loads a dry run's libraries beside the formula: the same report, and none of it is missed."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
+
+from planner.notes import Place, place_of, risk
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,26 +19,42 @@ from planner.models import catalogue
 from planner.setup import TrainSetup
 from probes.dryrun import ahead, dry_run_report
 
-ahead._num_cores = lambda: 2
 model, gpu, setup = catalogue.load("qwen/qwen2.5-0.5b"), find_gpu("a100-80gb"), TrainSetup(seq_len_tokens=256)
+spread = setup.with_(parallel="ddp", num_gpus=2)
 
-def figures():
+def figures(setup=setup):
     found = dry_run_report(model, gpu, setup, use_cache=False)
     return found.prediction, found.phase_groups, found.timeline, found.num_events
 
-with ahead.loading_ahead():
-    child = ahead._HELPER._child
-    beside = figures()
-    assert "torch" not in sys.modules
-    assert child.poll() is None
-    child.kill()
-    child.wait()
-    assert figures() == beside
-    assert "torch" in sys.modules
-assert ahead._HELPER is None
-with ahead.loading_ahead():  # the libraries are here by now
-    assert ahead._HELPER is None
+ahead.load_ahead()
+first = ahead._HELPER
+beside, said = figures(), []
+args = model, gpu, setup.with_(micro_batch_seqs=2), [100, 200]
+over = ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=said.append)
+assert said and over.num_micro_batches == 2
+try:
+    ahead.reported("probes.dryrun.varying:over_lengths", *args[:2], spread, [100], source="", seed=0, say=said.append)
+except ValueError:
+    pass
+else:
+    raise AssertionError("the child's word")
+assert ahead._HELPER is first and first._child.poll() is None
+several = figures(spread)
+assert first._child is None and ahead._HELPER is not first
+assert figures() == beside  # with every library real
+assert "torch" not in sys.modules
+ahead._HELPER._child.kill()
+ahead._HELPER._child.wait()
+assert figures() == beside
+assert figures(spread) == several
+assert "torch" in sys.modules
+ahead._HELPER = None
+assert ahead.load_ahead() is None  # the libraries are here by now
 """
+
+
+def test_a_note_keeps_its_place_on_the_way_from_the_child() -> None:
+    assert place_of(pickle.loads(pickle.dumps(risk("a report's")))) is Place.RISK
 
 
 def test_a_report_from_the_child_is_the_same_and_a_dead_child_is_not_missed() -> None:

@@ -1,5 +1,4 @@
-"""Stand-ins for unused parts of PyTorch: a cold run loads none of them, its figures are the same, and nothing stays
-different when the real ones come. In a process of its own: in the tests' own everything is real."""
+"""Stand-ins for unused parts of PyTorch: a child with them finds the same as this process, where everything is real."""
 
 import json
 import os
@@ -8,19 +7,16 @@ import sys
 
 import pytest
 
-from probes.dryrun import standins
-from tests.whole import WHOLE
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-_SCRIPT = """
-import json, sys
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from probes.dryrun import dry_run_report
-from probes.dryrun.standins import NAMES, given_up, load_real, standing_in
+from probes.dryrun import DryRunReport, dry_run_report, standins
+from tests.whole import WHOLE
 
-gpu = find_gpu("a100-80gb")
-STEP = int(sys.argv[1])
+STEP = 1 if WHOLE else 2
 POINTS = [
     ("qwen/qwen2.5-0.5b", TrainSetup(seq_len_tokens=512, lora_dropout=0.05)),
     ("google/gemma-3-1b-it", TrainSetup(method="full", lora_rank=0, attention="eager", checkpointing=0)),
@@ -28,16 +24,31 @@ POINTS = [
     ("mistralai/Mixtral-8x7B-v0.1", TrainSetup(seq_len_tokens=256)),
     ("gpt2", TrainSetup(method="full", lora_rank=0, precision="fp16-mixed", loss="full", accumulation_steps=2)),
     ("google-t5/t5-small", TrainSetup(seq_len_tokens=256, loss="full")),
-]
+][::STEP]
 
-def figures():
+
+def figures() -> list[list[int]]:
+    """Of every point, without the cache."""
     found = []
-    for name, setup in POINTS[::STEP]:
-        report = dry_run_report(catalogue.load(name), gpu, setup, use_cache=False)
+    for name, setup in POINTS:
+        model = catalogue.load(name)
+        assert model is not None
+        report = dry_run_report(model, find_gpu("a100-80gb"), setup, use_cache=False)
+        assert isinstance(report, DryRunReport), report
         found.append([report.prediction.peak_allocated_bytes, report.prediction.peak_reserved_bytes, report.num_events])
     return found
 
-found = {"cold": figures(), "given_up": given_up()}
+
+_SCRIPT = """
+import json, sys
+from probes.dryrun import standins
+from probes.dryrun.startup import load_libraries
+
+standins.stand_in()
+load_libraries()
+from tests.probes.test_dryrun_standins import figures
+
+found = {"cold": figures()}
 
 from transformers import models
 from transformers.utils.import_utils import _LazyModule, define_import_structure
@@ -47,60 +58,70 @@ found["same_models"] = [
     getattr(models, name) == getattr(plain, name)
     for name in ("_class_to_module", "_modules", "_object_missing_backend", "_import_structure")
 ]
-found["loaded"] = [name for name in NAMES if name in sys.modules]
+real = [name for name in standins.NAMES if type(sys.modules.get(name)) is not standins._Module]
+found["loaded"] = [name for name in real if name in sys.modules]
 import torch
 import transformers.distributed.sharding_utils as sharding
 
 plain = torch.empty(2)
 found["no_instance"] = isinstance(plain, sharding.DTensor) or isinstance(plain, torch.distributed.tensor.DTensor)
-found["not_loaded_by_asking"] = "torch.distributed.tensor" not in sys.modules
-def opaque():
-    pass
-
-with standing_in():
-    import torch._dynamo
-
-    marked = id(torch._dynamo.allow_in_graph(opaque))
-    found["called"] = torch._dynamo.disable(lambda one: one + 1)(1)
-load_real()
-from torch.distributed.tensor import DTensor
-
-found["bound_to_the_real_one"] = sharding.DTensor is DTensor and torch.distributed.tensor.DTensor is DTensor
-from torch._dynamo import trace_rules
-
-found["marked"] = marked in trace_rules._allowed_callable_ids
-found["real"] = figures()
+found["called"] = torch._dynamo.disable(lambda one: one + 1)(1)
 print(json.dumps(found))
 """
 
 
-def test_a_cold_run_loads_none_of_them_and_the_real_ones_take_their_place() -> None:
+def _child(script: str) -> "subprocess.CompletedProcess[str]":
     users = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    command = [sys.executable, "-c", _SCRIPT, "1" if WHOLE else "2"]
-    done = subprocess.run(command, env=users, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", script], env=users, capture_output=True, text=True, check=False)
+
+
+def test_a_run_with_stand_ins_loads_none_of_them_and_finds_the_same() -> None:
+    done = _child(_SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert not found["given_up"]
     assert found["loaded"] == []
     assert all(found["same_models"]), found["same_models"]
-    assert found["cold"] == found["real"]
+    assert found["cold"] == figures()
     assert not found["no_instance"]
-    assert found["not_loaded_by_asking"]
-    assert found["bound_to_the_real_one"]
-    assert found["marked"]
     assert found["called"] == 2
+
+
+_NEEDED = {
+    "a call": "from torch.distributed.tensor import DTensor; DTensor()",
+    "a subclass": "from torch.distributed.tensor import DTensor; class Mine(DTensor): pass",
+    "a part of a name": "from torch.distributed.tensor import DTensor; DTensor.from_local",
+    "another name": "import torch.distributed.tensor as tensor; tensor.zeros",
+    "another module": "import torch._dynamo.trace_rules",
+    "a setting": "import torch._dynamo; torch._dynamo.config.cache_size_limit",
+    "no plain number": "from torch.fx.experimental.symbolic_shapes import guard_int; guard_int('1')",
+}
+
+
+def test_a_process_in_which_the_real_module_is_needed_ends() -> None:
+    """Whatever a library would make of an exception."""
+    script = "import os, torch\nfrom probes.dryrun import standins\nstandins.stand_in()\n"
+    for what, needs in _NEEDED.items():
+        lines = [f"    {line}" for line in needs.split("; ")]
+        script += "\n".join(
+            [
+                "child = os.fork()",
+                "if not child:",
+                "  try:",
+                *lines,
+                "  except BaseException: pass",
+                "  finally: os._exit(0)",
+                f"assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == standins.EXIT_NEEDED, {what!r}\n",
+            ]
+        )
+    done = _child(script)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("torch", "given"), [("2.13.0+cpu", True), ("2.11.0", False), ("2.130.0", False)])
 def test_only_versions_that_were_checked_are_stood_in_for(
     torch: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finder = standins._Finder()
-    monkeypatch.setattr(standins, "_FINDER", finder)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(standins, "version", {"torch": torch, "transformers": "5.23.0"}.__getitem__)
-    standins._checked.cache_clear()
-    with standins.standing_in():
-        assert finder.active == given
-    standins._checked.cache_clear()
-    assert standins.given_up() != given
+    standins.stand_in()
+    assert isinstance(sys.meta_path[0], standins._Finder) == given
