@@ -318,7 +318,12 @@ class _Script:
             return f"{autocast or 'bf16'}-autocast"
         if cast := program_changes.cast(self.found):
             return common.precision(self.arguments, cast, autocast, method)
-        default = self.transformers.dtype
+        by_name = self.trl and self.found.loader is None and self.found.model is not None and self.aim.name != "orpo"
+        default = self.defaults.dtype if by_name and self.defaults.dtype else self.transformers.dtype
+        if by_name and self.defaults.dtype:
+            if not loader.has(key):
+                loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.said}")
+            return common.precision(self.arguments, hf.weight_dtype(loader, key, default), autocast, method)
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):

@@ -3,7 +3,7 @@
 Where no version is named, what a program hands over says which it cannot be: it would stop with a `TypeError`.
 
 Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_config.py`, `sft_trainer.py`), the packages
-0.4.7 to 0.28 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
+0.4.7 to 1.0 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
 """
 
 from collections.abc import Iterable
@@ -33,6 +33,10 @@ TRL_PREPARES_KBIT_UNTIL = (0, 27)
 """Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
 TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
 """Before this it does so with checkpointing switched on whatever the arguments say (0.7.1 does, 0.7.4 not)."""
+TRL_FLOAT32_SINCE = (0, 27)
+"""From here on a trainer that is handed a model's name loads it in float32 (`create_model_from_path`; 0.26: "auto")."""
+TRL_AUTO_SINCE = (0, 26)
+"""From here on it says a type by itself; 0.25 leaves that to `from_pretrained`."""
 TRL_TRAINER_KEYS = {
     **dict.fromkeys(
         ("dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_batch_size", "eval_packing",
@@ -171,6 +175,13 @@ class TrlDefaults:
     def bf16(self) -> bool:
         """Whether SFTConfig trains under bf16 autocast unless told otherwise."""
         return self.version >= TRL_BF16_SINCE
+
+    @property
+    def dtype(self) -> str:
+        """The data type in which a trainer loads a model that it is handed by name; "": `from_pretrained`'s own."""
+        if self.version >= TRL_FLOAT32_SINCE:
+            return "float32"
+        return "auto" if self.version >= TRL_AUTO_SINCE else ""
 
     def prepares_kbit(self, *, four_bit: bool, bf16: bool) -> bool:
         """Whether the trainer leaves what is not quantized in float32: under bf16 it casts a 4-bit base's back."""

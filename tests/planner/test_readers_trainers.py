@@ -312,3 +312,29 @@ def test_layers_that_train_alone_are_read() -> None:
         told = " ".join(found.approximations)
         assert said in told
         assert bool(said) == ("unfrozen" in told)
+
+
+@pytest.mark.parametrize(
+    ("said", "version", "precision"),
+    [
+        ("", "1.16.0", "bf16-mixed"),
+        ("", "0.27.2", "bf16-mixed"),
+        ("", "0.26.2", "bf16-autocast"),
+        ("", "0.25.1", "bf16-mixed"),  # left to transformers 4
+        ("model_init_kwargs={'dtype': 'bfloat16'}", "1.16.0", "bf16-autocast"),
+        ("model_init_kwargs={'dtype': torch.bfloat16}", "1.16.0", "bf16-autocast"),
+        ("model_init_kwargs={'attn_implementation': 'sdpa'}", "1.16.0", "bf16-mixed"),
+    ],
+)
+def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(said: str, version: str, precision: str) -> None:
+    """TRL's quickstart. Source: `create_model_from_path` of the wheels 0.24 to 1.0 and of the installed 1.16."""
+    body = f'SFTTrainer("meta-llama/Llama-3.2-1B", args=SFTConfig(bf16=True, max_length=512, {said})).train()\n'
+    found = read(body, trl=version)
+    assert found.setup.precision == precision
+    assert any(f"float32, the default of TRL {version}" in one for one in found.assumptions) == (
+        precision == "bf16-mixed" and version != "0.25.1"
+    )
+    loaded = (
+        "SFTTrainer(AutoModelForCausalLM.from_pretrained('gpt2'), args=SFTConfig(bf16=True, max_length=64)).train()\n"
+    )
+    assert read(loaded, trl="1.16.0").setup.precision == "bf16-autocast"  # transformers 5: the checkpoint's own
