@@ -69,10 +69,7 @@ def _offers(setup: TrainSetup, node: Node, facts: Mapping[Node, NodeFacts]) -> I
         if point.shared.checkpointing != setup.checkpointing:
             yield "checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup
             break
-    larger = [
-        point
-        for point in facts[node].ranked()
-        if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss
-    ]
-    if larger:
-        yield "larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup
+    for point in facts[node].ranked():
+        if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss:
+            yield "larger micro-batch", point.setup
+            break

@@ -64,8 +64,6 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         if name not in workload.fixed:
             # a dimension of which nothing is coarse stays as it is: ORPO's trainers have the full loss alone
             values[name] = tuple(value for value in values[name] if value in kept) or values[name]
-    if "lora_rank" not in workload.fixed:
-        values["lora_rank"] = values["lora_rank"][:1]
     batches = [1 << power for power in range(8)]
     values.setdefault("micro_batch_seqs", tuple(size for size in batches if workload.global_batch_seqs % size == 0))
     return values

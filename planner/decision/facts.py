@@ -16,7 +16,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.planning.runs import Known
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
-from planner.planning.space import branches
+from planner.planning.space import branches, planned_values
 from planner.planning.walk import Point, walk
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -46,7 +46,6 @@ class NodeFacts:
     limits: "Limits | None" = None
     smallest: Point | None = None
     smallest_unchecked: Point | None = None
-    smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
     fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
@@ -179,10 +178,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         node.walked += 1 + point.beyond + point.slower
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == least:
-            if point.shared.kbit_fp32_cast:
-                if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
-                    node.smallest_cast = point
-            elif node.smallest is None or peak < node.smallest.peak_device_bytes:
+            if node.smallest is None or peak < node.smallest.peak_device_bytes:
                 node.smallest = point
             if not point.shared.checkpointing and (
                 node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
@@ -266,7 +262,7 @@ def merged(parts: Collection[NodeFacts]) -> NodeFacts:
         whole.walked += part.walked
         whole.infeasible += part.infeasible
         entries += part.fastest
-        for name in ("smallest", "smallest_unchecked", "smallest_cast"):
+        for name in ("smallest", "smallest_unchecked"):
             mine, other = getattr(whole, name), getattr(part, name)
             if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
                 setattr(whole, name, other)
@@ -331,6 +327,7 @@ def add_spreads(
     """Adds the points of these spreads to the facts; `corrections` as in `Limits`."""
     if not chosen:
         return
+    values = planned_values(workload, values)
     facts.walked += [one for one in chosen if one not in facts.walked]
     facts.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
@@ -341,9 +338,6 @@ def add_spreads(
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
     collect_into(corrected(points, limits), limits, facts.of)
-    for known in facts.facts.values():
-        if known.smallest is None:
-            known.smallest = known.smallest_cast
     _note_refusals(workload, values, facts, chosen)
 
 

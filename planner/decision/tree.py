@@ -13,6 +13,7 @@ from planner.choices.packages import PACKAGED
 from planner.decision.facts import Facts, NodeFacts
 from planner.decision.node import Node
 from planner.decision.spreads import spread_key
+from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import ON_THE_TRAINER
 from planner.hardware.kernels import missing_kernels
@@ -21,9 +22,10 @@ from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.planning.walk import Point
-from planner.predict import attention_kernels
+from planner.predict import attention_kernels, device_peak_bytes
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.units import gib, percent
@@ -141,7 +143,7 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
             Answer(
                 question=f"Does {name} fit with one sequence?",
                 choice=choice,
-                reason=reason + _cast_note(known),
+                reason=reason + _cast_note(workload, known),
                 needed_bytes=need,
                 budget_bytes=budget,
                 cuts=cuts,
@@ -240,11 +242,19 @@ def _not_taken(node: Node, facts: Mapping[Node, NodeFacts], chosen: Node | None,
     return f"{chosen.words} fits and is preferred; {speed}"
 
 
-def _cast_note(known: NodeFacts) -> str:
-    if known.smallest_cast is None or known.smallest is None or known.smallest is known.smallest_cast:
+def _cast_note(workload: Workload, known: NodeFacts) -> str:
+    """What peft's cast would add to the smallest setup of a quantized node, where it can be had and was left out."""
+    plain = known.smallest.setup if known.smallest is not None else None
+    if plain is None or not plain.quantized or plain.kbit_fp32_cast or "kbit_fp32_cast" in workload.fixed:
         return ""
-    extra = known.smallest_cast.peak_device_bytes - known.smallest.peak_device_bytes
-    return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(extra)} more"
+    try:
+        cast = plain.with_(kbit_fp32_cast=True)
+    except SetupError:
+        return ""
+    if why_not(workload.model, cast) or (workload.targets and variants_as_run(cast, workload) is None):
+        return ""
+    less, more = (device_peak_bytes(workload.model, workload.gpu, one) for one in (plain, cast))
+    return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(more - less)} more"
 
 
 def _attention_reason(workload: Workload, family: TrainSetup) -> str:

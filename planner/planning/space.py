@@ -221,6 +221,16 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
     return tuple(found)
 
 
+def planned_values(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
+    """The dimensions as a plan walks them: at the rank floor and without peft's fp32 cast, where nobody asked.
+
+    By the formula a larger rank and the cast are never smaller or faster, so no point of them is taken; a search,
+    which measures, has both. A launch target may always cast: with one named both stay.
+    """
+    left_out = ("lora_rank",) if workload.targets else ("lora_rank", "kbit_fp32_cast")
+    return {**values, **{name: values[name][:1] for name in left_out if name not in workload.fixed}}
+
+
 def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[TrainSetup]:
     """One setup for every branch that can exist (method, precision, quantization, cast, rank, targets).
 
