@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.planning.answer import choose, plan_workload
 from planner.planning.refine import correction_key
 from planner.planning.runs import Known
-from planner.planning.space import dimension_values
+from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
 from planner.wish import Wish
 from planner.workload import Data, Workload
@@ -182,3 +182,38 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0
         assert speeds[prefer] <= fastest_of(asked, "lora")
     assert speeds["speed"] == fastest_of(asked, "lora") > speeds["quality"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [
+        ("Qwen/Qwen2.5-1.5B", "rtx-4090"),
+        ("openai-community/gpt2-xl", "t4"),
+        ("mistralai/Mixtral-8x7B-v0.1", "h100-sxm"),
+    ],
+)
+def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: str) -> None:
+    """Twice the rank floor and peft's cast, each beside the same setup without it; 105,390 points of 18 pairs looked
+    at, none was. And a plan walks neither, where a search has both."""
+    asked = wish(model, gpu)
+    points = {}
+    for point in walk(asked):
+        at = (point.attention, point.loss, point.optimizer, point.micro_batch_seqs)
+        points[(point.shared, *at)] = point
+    num_compared = 0
+    for (shared, *at), point in points.items():
+        lean = shared.trusted_with(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
+        twin = points.get((lean, *at))
+        if lean == shared or twin is None:  # its rival outran it
+            continue
+        num_compared += 1
+        assert twin.peak_device_bytes <= point.peak_device_bytes
+        assert twin.tokens_per_s >= point.tokens_per_s
+    assert num_compared > 1000
+    values = dimension_values(asked)
+    assert (len(values["lora_rank"]), len(values["kbit_fp32_cast"])) == (2, 2)
+    planned = planned_values(asked, values)
+    assert (planned["lora_rank"], planned["kbit_fp32_cast"]) == ((asked.min_rank,), (False,))
+    fixed = wish(model, gpu, fixed={"method": ("qlora",), "lora_rank": (32, 64), "kbit_fp32_cast": (True,)})
+    kept = planned_values(fixed, dimension_values(fixed))
+    assert (kept["lora_rank"], kept["kbit_fp32_cast"]) == ((32, 64), (True,))
