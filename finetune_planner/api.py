@@ -175,16 +175,16 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
     Raises:
         EnvironmentProblem: it cannot be followed. UsageError: its own error.
     """
-    from planner.cli.trace import answer_of, order_of
+    from planner.cli.trace import FollowOptions, StandIns, answer_of
     from planner.hardware.gpus import find_gpu
     from planner.option_values import memory_and_headroom
-    from probes.phantom.card import TraceOptions
 
     if isinstance(command, str) or not command:
         raise UsageError(f"a command is a list of words, got {command!r}", hint='for example ["python", "train.py"]')
     card = find_gpu(gpu)
-    order = order_of(command, card, options=TraceOptions(num_steps=steps), network=network)
-    return Traced(answer_of(order, card, memory_and_headroom(card, None, None)))
+    memory = memory_and_headroom(card, None, None)
+    order = FollowOptions(steps=steps, network=network).order(command, card, StandIns(), memory[0])
+    return Traced(answer_of(order, card, memory))
 
 
 def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:

@@ -13,17 +13,32 @@ from typing import Any
 
 from planner.errors import EnvironmentProblem
 from planner.install import packages_command
+from planner.interchange import asked_form
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
-from planner.units import gib
+from planner.units import count, gib, percent, seconds
 from reports import text
+from reports.charts import (
+    accuracy_chart,
+    accuracy_rows,
+    memory_bars,
+    phase_peaks,
+    search_history,
+    sensitivity_charts,
+    speed_memory,
+    table_of,
+    time_parts,
+    timeline_chart,
+)
 from reports.compare import comparison_view
 from reports.extras import Extras
-from reports.html_plan import plan_view
 from reports.plain import clean
-from reports.setup_text import setup_difference, workload_words
+from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
+from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
 
 ECHARTS_VERSION = "6.1.0"
+BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
 MAX_FULL_PLANS = 6
 """A comparison of more plans shows only the comparison, so that the page stays small and quick."""
 
@@ -104,3 +119,166 @@ def _markup(trusted: str) -> Any:
     from markupsafe import Markup
 
     return Markup(trusted)  # our own assets, and JSON whose "<" is written as \u003c
+
+
+def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
+    """Everything that plan.html.j2 reads."""
+    chosen = plan.subject
+    wish = plan.workload
+    parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
+    named = text.memory_mark(parts.terms_evidence)
+    charts = _charts(plan, extras, name)
+    moved = [chart for key, chart in charts.items() if key.startswith("sensitivity")]
+    view: dict[str, Any] = {
+        "id": name,
+        "single": single,
+        "fits": text.fit_word(chosen) if isinstance(plan, Plan) else "no",
+        "title": workload_words(wish),
+        "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
+        "charts": charts,
+        "moved": moved,
+        "drawn": list(filter(None, charts.values())),
+        "launch": extras.launch,
+        "setup_json": _setup_json(plan, chosen),
+        "rungs": _rungs(chosen),
+        "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
+        "terms": table_of(
+            ("term", "size", "of the card", "up to"),
+            (
+                (row.label, gib(row.size_bytes), percent(row.size_bytes / wish.memory_bytes, 1), gib(row.end_bytes))
+                for row in parts.rows
+            ),
+        ),
+        "ranks": _ranks(chosen),
+        "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
+        "tree": plan.tree,
+        "chosen": chosen.setup,
+        "space": text.space_sentence(plan),
+        "notes": notes_of(plan),
+        "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
+        "tiles": _tiles(plan, chosen),
+        **(_found(plan) if isinstance(plan, Plan) else _missing(plan)),
+    }
+    view["sections"] = _sections(view)
+    return view
+
+
+def _found(plan: Plan) -> dict[str, Any]:
+    """The words of a plan."""
+    chosen = plan.chosen
+    spread = f", {spread_words(chosen.setup)}" if chosen.setup.num_gpus > 1 else ""
+    return {
+        "verdict": text.verdict_sentence(plan),
+        "sentences": text.plan_sentences(plan),
+        "leaf": f"{method_words(chosen.setup)}{spread}",
+        "beside": compared(plan) if plan.alternatives else [],
+        "search_note": clean(str(plan.search.get("stop_reason") or "")),
+        "remedies": None,
+    }
+
+
+def _missing(plan: NoPlan) -> dict[str, Any]:
+    """The words of a refusal."""
+    nearest = plan.nearest
+    return {
+        "verdict": f"Nothing fits: {gib(plan.missing_bytes)} missing.",
+        "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", text.memory_sentence(nearest)],
+        "leaf": "nothing fits",
+        "beside": [],
+        "search_note": "",
+        "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)),
+    }
+
+
+def _ranks(chosen: Candidate) -> dict[str, Any] | None:
+    """The peaks of GPUs that hold different parts of the job, None where all are alike."""
+    rows = text.rank_peaks_rows(chosen)
+    return table_of(("GPUs", "number", "peak", "of the fullest"), rows) if rows else None
+
+
+def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
+    """Name -> chart, None where there is nothing to draw; "sensitivity": a list of them."""
+    chosen, wish = plan.subject, plan.workload
+    labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
+    bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
+    speed = speed_memory(plan) if isinstance(plan, Plan) else None
+    timeline = extras.timeline if extras.timeline is not None and extras.timeline.points else None
+    time, measured = time_parts(chosen), accuracy_rows(plan)
+    moved = sensitivity_charts(extras, wish.budget_bytes) if isinstance(plan, Plan) else []
+    sized = {
+        "memory": (bars, 160 + BAR_HEIGHT_PX * len(bars["labels"])),
+        "phases": (phase_peaks(chosen), 240),
+        "speed": (speed if speed and speed["points"] else None, 460),
+        "timeline": (timeline_chart(timeline, wish.memory_bytes) if timeline else None, CHART_HEIGHT_PX),
+        "time": (time if time["labels"] else None, 60 + BAR_HEIGHT_PX * len(time["labels"])),
+        "search": (search_history(plan.search) if isinstance(plan, Plan) else None, CHART_HEIGHT_PX),
+        "accuracy": (accuracy_chart(measured) if measured else None, 110 + 2 * BAR_HEIGHT_PX * len(measured)),
+        **{f"sensitivity-{number}": (chart, 340) for number, chart in enumerate(moved, 1)},
+    }
+    return {
+        key: None if chart is None else {**chart, "height": height, "id": f"{name}-chart-{key}"}
+        for key, (chart, height) in sized.items()
+    }
+
+
+def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
+    charts = view["charts"]
+    known = (
+        ("remedies", "What would help", view["remedies"]),
+        ("memory", "Memory", True),
+        ("launch", "Run it" if view["launch"] else "The setup", True),
+        ("why", "Why", view["tree"]),
+        ("beside", "Alternatives", view["beside"]),
+        ("sensitivity", "If one thing moved", view["moved"]),
+        ("time", "Time", charts["time"]),
+        ("accuracy", "Predicted and measured", charts["accuracy"]),
+        ("search", "Search", charts["search"]),
+        ("notes", "Notes", view["notes"]),
+        ("environment", "Sources", True),
+    )
+    return [(key, words) for key, words, there in known if there]
+
+
+def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
+    wish, memory = plan.workload, chosen.memory_evidence
+    tiles: list[tuple[str, str, tuple[str, ...]]] = [
+        (
+            "Peak on the device",
+            gib(memory.peak_device_bytes),
+            (f"of {gib(chosen.budget_bytes)}", text.memory_mark(memory)),
+        )
+    ]
+    speed = chosen.speed_evidence
+    if speed.tokens_per_s and speed.step_time_s:
+        mark = text.speed_mark(speed)
+        per_second = text.rate(speed.tokens_per_s).removesuffix(" tokens/s")
+        tiles += [("Tokens per second", per_second, (mark,)), ("Optimizer step", seconds(speed.step_time_s), (mark,))]
+        if speed.mfu_fraction:
+            tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
+        if wish.data.epoch_tokens:
+            tiles.append(
+                ("One epoch", seconds(text.epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
+            )
+        if isinstance(plan, Plan) and wish.price_per_hour is not None:
+            price = f"{text.dollars(wish.price_per_hour)} per GPU hour"
+            tiles.append(("Million tokens", text.cost_words(plan), (price, mark)))
+    return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
+
+
+def _rungs(candidate: Candidate) -> dict[str, Any]:
+    present = evidence_columns(candidate)
+    figures: list[tuple[str, ...]] = []
+    for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
+        cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)
+        figures.append((f"{label} peak", *cells))
+    figures.append(("memory band", *(text.memory_band(one) or "-" for _, one in present)))
+    known = [one if isinstance(one, (Prediction, Measurement)) and one.tokens_per_s else None for _, one in present]
+    figures.append(("step time", *("-" if one is None else seconds(one.step_time_s or 0.0) for one in known)))
+    figures.append(("speed", *("-" if one is None else text.rate(one.tokens_per_s) for one in known)))
+    figures.append(("time band", *("-" if one is None else text.speed_band(one) or "-" for one in known)))
+    return table_of(("", *(name for name, _ in present)), figures)
+
+
+def _setup_json(plan: Plan | NoPlan, chosen: Candidate) -> str:
+    names = {"model": plan.workload.model.model_id, "gpu": plan.workload.gpu.key}
+    return json.dumps({**names, **asked_form(chosen.setup)})

@@ -4,7 +4,7 @@ Meaning never rests on colour. Everything from outside (model names, messages) i
 markup, with control characters replaced.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.console import Console
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import occasions
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure, Rung
+from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
@@ -142,7 +142,7 @@ def render_estimate(
     page.head("Every rung")
     present = evidence_columns(candidate)
     rungs = tuple(name for name, _ in present)
-    page.whole(("", *rungs), [(label, *cells) for label, cells in _rung_rows(present)], right=rungs)
+    page.whole(("", *rungs), _rung_rows(present), right=rungs)
     for _, evidence in present:
         if isinstance(evidence, ProbeFailure):
             page.line(text.failure_words(evidence), indent=2)
@@ -150,47 +150,31 @@ def render_estimate(
     _notes(page, (*notes, *candidate.notes))
 
 
-def _rung_rows(
-    present: Sequence[tuple[str, Prediction | Measurement | ProbeFailure]],
-) -> Iterable[tuple[str, list[str]]]:
-    """The figures of all rungs, one line per figure."""
-
-    def cells(figure: str) -> list[str]:
-        words = []
-        for _, evidence in present:
-            if isinstance(evidence, ProbeFailure):
-                words.append("failed" if figure == "peak_allocated_bytes" else "-")
-            elif figure == "band" and isinstance(evidence, Prediction) and "device" in evidence.bands:
-                words.append(text.sides_words(*evidence.bands["device"]))
-            elif figure == "band":
-                words.append(text.memory_band(evidence).removeprefix("±") or "measured")
-            elif figure == "speed_band":
-                words.append(text.speed_band(evidence).removeprefix("±") or "-")
-            elif figure == "phase":
-                words.append(evidence.peak_phase if isinstance(evidence, Prediction) else "-")
-            else:
-                value = getattr(evidence, figure)
-                words.append("-" if value is None else _FIGURES[figure][1](value))
-        return words
-
-    for figure in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
-        yield _FIGURES[figure][0], cells(figure)
-    yield "  error band, ±", cells("band")
-    yield "peak in phase", cells("phase")
-    for figure in ("step_time_s", "tokens_per_s"):
-        yield _FIGURES[figure][0], cells(figure)
-    yield "  error band, ±", cells("speed_band")
-    yield _FIGURES["mfu_fraction"][0], cells("mfu_fraction")
+def _memory_band(one: Prediction | Measurement) -> str:
+    if isinstance(one, Prediction) and "device" in one.bands:
+        return text.sides_words(*one.bands["device"])
+    return text.memory_band(one).removeprefix("±") or "measured"
 
 
-_FIGURES = {
-    "peak_allocated_bytes": ("allocated peak", gib),
-    "peak_reserved_bytes": ("reserved peak", gib),
-    "peak_device_bytes": ("device peak", gib),
-    "step_time_s": ("step time", seconds),
-    "tokens_per_s": ("speed", text.rate),
-    "mfu_fraction": ("share of peak FLOP/s", percent),
-}
+_RUNG_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
+    ("allocated peak", lambda one: gib(one.peak_allocated_bytes)),
+    ("reserved peak", lambda one: gib(one.peak_reserved_bytes)),
+    ("device peak", lambda one: gib(one.peak_device_bytes)),
+    ("  error band, ±", _memory_band),
+    ("peak in phase", lambda one: one.peak_phase if isinstance(one, Prediction) else "-"),
+    ("step time", lambda one: "-" if one.step_time_s is None else seconds(one.step_time_s)),
+    ("speed", lambda one: "-" if one.tokens_per_s is None else text.rate(one.tokens_per_s)),
+    ("  error band, ±", lambda one: text.speed_band(one).removeprefix("±") or "-"),
+    ("share of peak FLOP/s", lambda one: "-" if one.mfu_fraction is None else percent(one.mfu_fraction)),
+)
+"""Label -> the figure of a rung that knows it, in words."""
+
+
+def _rung_rows(present: Sequence[tuple[str, Evidence]]) -> Iterable[tuple[str, ...]]:
+    """The figures of all rungs, one line per figure; a rung that failed says so in the first."""
+    for number, (label, words) in enumerate(_RUNG_FIGURES):
+        none = "-" if number else "failed"
+        yield label, *(none if isinstance(one, ProbeFailure) else words(one) for _, one in present)
 
 
 def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:

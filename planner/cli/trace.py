@@ -22,7 +22,6 @@ from planner.trace_result import TraceResult
 from reports.trace import document, svg, text_lines
 
 if TYPE_CHECKING:
-    from probes.phantom.card import TraceOptions
     from probes.phantom.runner import Ended, TraceOrder
 
 NUM_TOKENS = 8192
@@ -58,11 +57,14 @@ class FollowOptions:
         Raises:
             UsageError: an option that makes no sense, or a card that runs no CUDA programs.
         """
-        from probes.phantom.card import TraceOptions
+        from probes.phantom.card import TraceOptions, card_of
+        from probes.phantom.runner import TraceOrder
 
-        return order_of(
-            command,
-            card,
+        if card.compute_capability is None:
+            raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
+        return TraceOrder(
+            command=tuple(command),
+            card=card_of(card, memory_bytes),
             options=TraceOptions(
                 num_steps=positive("steps", self.steps) or 2,
                 num_tokens=positive("seq-len", data.seq_len) or NUM_TOKENS,
@@ -71,7 +73,6 @@ class FollowOptions:
             ),
             network=self.network,
             time_limit_s=float(positive("time-limit", self.time_limit) or TIME_LIMIT_S),
-            memory_bytes=memory_bytes,
         )
 
 
@@ -104,37 +105,6 @@ def trace(
         write_text(out / "timeline.svg", svg(answer))
     tell(answer, text_lines(answer), as_json=as_json)
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
-
-
-def order_of(
-    command: Sequence[str],
-    card: GpuSpec,
-    *,
-    options: "TraceOptions",
-    network: bool = False,
-    time_limit_s: float = TIME_LIMIT_S,
-    memory_bytes: int | None = None,
-) -> "TraceOrder":
-    """What is to be run on which card.
-
-    Args:
-        memory_bytes: of the card; default: the table's.
-
-    Raises:
-        UsageError: a card that runs no CUDA programs.
-    """
-    from probes.phantom.card import card_of
-    from probes.phantom.runner import TraceOrder
-
-    if card.compute_capability is None:
-        raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
-    return TraceOrder(
-        command=tuple(command),
-        card=card_of(card, memory_bytes or card.memory_bytes),
-        options=options,
-        network=network,
-        time_limit_s=time_limit_s,
-    )
 
 
 def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int, int]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.setup_fields import SHARDED
-from planner.tools.deepspeed import DEEPSPEED
-from planner.tools.others import ACCELERATE
+from planner.tools.others import ACCELERATE, DEEPSPEED
 
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")

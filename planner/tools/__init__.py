@@ -3,7 +3,7 @@ values from it, and slips of the pen are told by it. To add a setting of a tool,
 
 from collections.abc import Mapping
 
-from planner.tools import axolotl, deepspeed, llamafactory, others, transformers, trl, unsloth
+from planner.tools import axolotl, llamafactory, others, transformers, trl, unsloth
 from planner.tools.field import Field, Tool, changed_fields
 
 TOOLS: Mapping[str, Tool] = {
@@ -16,7 +16,6 @@ TOOLS: Mapping[str, Tool] = {
         llamafactory.V1,
         unsloth.UNSLOTH,
         unsloth.SCRIPT,
-        deepspeed.DEEPSPEED,
         *others.TOOLS,
     )
 }

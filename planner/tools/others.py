@@ -1,4 +1,4 @@
-"""Tools whose files are read and not written, but for torchtitan's."""
+"""Tools whose files are read and not written, but for torchtitan's and DeepSpeed's."""
 
 from dataclasses import replace
 
@@ -140,4 +140,14 @@ ACCELERATE = Tool(
         Field(of="precision", key="mixed_precision"),
     ),
 )
-TOOLS = (SWIFT, FIREFLY, LITGPT, TORCHTUNE, NEMO, TORCHTITAN, ACCELERATE)
+DEEPSPEED = Tool(
+    name="deepspeed",
+    title="DeepSpeed",
+    fields=(
+        Field(of="micro_batch_seqs", key="train_micro_batch_size_per_gpu"),
+        Field(of="accumulation_steps", key="gradient_accumulation_steps"),
+        Field(of="parallel", key="zero_optimization", fix=False),
+        Field(of="precision", key="bf16.enabled", more=("fp16.enabled",), fix=False),
+    ),
+)
+TOOLS = (DEEPSPEED, SWIFT, FIREFLY, LITGPT, TORCHTUNE, NEMO, TORCHTITAN, ACCELERATE)

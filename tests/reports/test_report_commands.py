@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from planner.cli.report import compare, report, which_gpu
+from planner.cli.report import compare, report
+from planner.cli.tables import which_gpu
 from planner.errors import ConfigError, UsageError
 from planner.plan import NoPlan, Plan
 from reports.write import plan_files

@@ -1,0 +1,260 @@
+"""Commands that answer with one table of plans by the formula: `plan which-gpu`, `plan which-model`,
+`plan compare-adapters`, `plan compare-targets`."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from planner.app.targets import compare_targets as choices_of_targets
+from planner.cli import cluster_options, options
+from planner.cli.answer import workload_for
+from planner.cli.flags import takes_options
+from planner.cli.output import console, show_table
+from planner.cli.report import Out as OutOf
+from planner.cli.report import write_html
+from planner.cli.setup_flags import MAX_GPUS
+from planner.cli.wish_options import SpaceOptions, WishOptions
+from planner.decision.kinds import compare_kinds
+from planner.decision.reach import longest_tokens
+from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.hardware.cluster import Cluster
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import all_gpus, find_gpu
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.option_values import positive
+from planner.plan import NoPlan, Plan
+from planner.planning.answer import NUM_RANKED, plan_workload
+from planner.planning.runs import Known
+from planner.records import dataclass
+from planner.setup import TrainSetup
+from planner.wish import Wish
+from planner.workload import Workload
+from reports.adapters import AdaptersSheet
+from reports.html import Entry
+from reports.progress import steps
+from reports.targets import TargetsSheet
+from reports.which_gpu import SORTS, GpusSheet, rank_gpus
+from reports.which_model import ModelChoice, ModelsSheet
+
+Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Which cards are shown, and in which order."""
+
+    vendor: Annotated[str | None, typer.Option(help="Only cards of this maker.")] = None
+    sort: Annotated[str, typer.Option(help="size (smallest that fits first), speed or cost.")] = "size"
+    fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
+
+    def cards(self) -> list[GpuSpec]:
+        """The cards.
+
+        Raises:
+            UsageError: no such order, or no such maker.
+        """
+        if self.sort not in SORTS:
+            raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
+        cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
+        if not cards:
+            known = ", ".join(sorted({card.vendor for card in all_gpus()}))
+            raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {known}")
+        return cards
+
+
+@takes_options
+def which_gpu(
+    model: options.Model,
+    *,
+    gathering: cluster_options.Gathering,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    space: SpaceOptions,
+    headroom: options.Headroom = None,
+    table: TableOptions,
+    out: OutOf = None,
+    lookup: options.Lookup,
+    as_json: options.Json = False,
+) -> None:
+    """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
+    over a coarse choice of setups (DDP and FSDP2).
+    """
+    cards, fixed, spec = table.cards(), space.fixed(), lookup.model(model)
+    if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
+        fixed = {**_coarse(), **fixed}
+    wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+    answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
+    choices = rank_gpus(answers, sort=table.sort)
+    show_table(out, as_json, GpusSheet(choices, table.fitting))
+    if out is not None:
+        write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in choices])
+    if not any(one.fits for one in choices):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _coarse() -> dict[str, tuple[Any, ...]]:
+    """What is tried of several GPUs where nothing is said."""
+    from planner.decision.clusters import COARSE, COARSE_SPREADS
+
+    coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
+    return {**coarse, "parallel": COARSE_SPREADS}
+
+
+def _plans(
+    spec: ModelSpec, cards: list[GpuSpec], wish: Wish, cluster: Callable[[GpuSpec], Cluster | None], *, charts: bool
+) -> list[Plan | NoPlan]:
+    """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
+
+    Args:
+        charts: the plans are drawn, with their runners-up.
+
+    Raises:
+        UsageError: on every card.
+    """
+    answers: list[Plan | NoPlan] = []
+    problem: UsageError | None = None
+    left_out = []
+    memory = Known()
+    for card in steps(cards, "planning", console(stderr=True)):
+        try:
+            asked = wish.workload(spec, card, cluster(card))
+            answers.append(plan_workload(asked, known=memory, num_ranked=NUM_RANKED if charts else 1))
+        except UsageError as error:
+            problem = error
+            left_out.append(card.key)
+    if not answers:
+        assert problem is not None
+        raise problem
+    if left_out:
+        print(f"left out, where the options cannot be kept: {', '.join(left_out)}", file=sys.stderr)
+    return answers
+
+
+@takes_options
+def which_model(
+    gpu: options.Gpu,
+    match: Annotated[str, typer.Argument(help="Only models whose names contain this.")] = "",
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    *,
+    space: SpaceOptions,
+    memory: options.Memory,
+    every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the whole table to this directory.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one model.
+    """
+    asked = Wish(
+        fixed=space.fixed(),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
+    rows, wish = _rows(asked, find_gpu(gpu), match)
+    show_table(out, as_json, ModelsSheet(rows, wish, every))
+    if not any(one.fits for one in rows):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Workload]:
+    """A row for each model whose name contains `match`, largest first; and the wish for the longest context of them,
+    which is what was asked for: models of a shorter one differ.
+
+    Raises:
+        UsageError: there is none.
+    """
+    names = [name for name in catalogue.names() if match.lower() in name.lower()]
+    if not names:
+        raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
+    rows, wishes = [], []
+    for name in steps(names, "planning", console(stderr=True)):
+        spec = catalogue.load(name)
+        assert spec is not None
+        if spec.front_end is not None and not match:  # whose length is another thing: asked for by name
+            continue
+        wish = asked.workload(spec, card)
+        wishes.append(wish)
+        longest = longest_tokens(wish)
+        within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
+        rows.append(ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None))
+    rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
+    return rows, max(wishes, key=lambda one: one.seq_len_tokens)
+
+
+@takes_options
+def compare_adapters(
+    model: options.Model,
+    gpu: options.Gpu,
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    *,
+    space: SpaceOptions,
+    memory: options.Memory,
+    lookup: options.Lookup,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.
+
+    Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
+    """
+    card, fixed = find_gpu(gpu), space.fixed()
+    _check_compared(fixed)
+    asked = Wish(
+        fixed={"method": ("lora", "qlora"), **fixed},
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
+    wish = asked.workload(lookup.model(model), card)
+    lora = _lora(wish, f"plan {model} --gpu {gpu}")
+    rows = compare_kinds(wish, lora)
+    show_table(out, as_json, AdaptersSheet(rows, wish, lora))
+
+
+def _lora(wish: Workload, command: str) -> TrainSetup:
+    """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
+    plan = plan_workload(wish)
+    if isinstance(plan, NoPlan):
+        typer.echo(f"no LoRA of {wish.model.model_id} fits on {wish.gpu.name}: {command} says why", err=True)
+        raise typer.Exit(EXIT_NOTHING_FITS)
+    return plan.chosen.setup
+
+
+def _check_compared(fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    if "adapter" in fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+
+
+@takes_options
+def compare_targets(
+    model: options.Model,
+    gpu: options.Gpu,
+    *,
+    wish: WishOptions,
+    lookup: options.Lookup,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """The fastest plan of every launch target: TRL, the Trainer, Axolotl, LLaMA-Factory, Unsloth, torchtitan.
+
+    Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
+    """
+    asked = workload_for(model, gpu, wish, lookup=lookup)
+    rows = choices_of_targets(asked)
+    show_table(out, as_json, TargetsSheet(rows, asked))
+    if rows[0].candidate is None:
+        raise typer.Exit(EXIT_NOTHING_FITS)
