@@ -138,16 +138,12 @@ def accuracy_table(
     rows = tuple(rows)
     cases: list[AccuracyCase] = []
     missing: list[tuple[str, str]] = []
-    answers: dict[tuple[str, str, TrainSetup], Prediction | str] = {}
     for row in rows:
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         if setup is None or not row.comparable(what) or (what == "tokens_per_s" and row.status != "ok"):
             continue
         model, gpu = lookup(row)
-        key = (model.model_id, gpu.key, setup)
-        if key not in answers:
-            answers[key] = _ask(predict, model, gpu, setup)
-        answer = answers[key]
+        answer = _ask(predict, model, gpu, setup)
         predicted = predicted_figure(answer, what) if isinstance(answer, Prediction) else None
         if not isinstance(answer, Prediction) or predicted is None:
             missing.append((row.id, answer if isinstance(answer, str) else "no prediction"))

@@ -263,9 +263,8 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     formula = rung_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula rung of a candidate must hold a prediction")
-    dry_run = None if values["dry_run"] is None else rung_from_dict(values["dry_run"])
-    trace = None if values.get("trace") is None else rung_from_dict(values["trace"])  # absent in older files
-    probe = None if values["probe"] is None else rung_from_dict(values["probe"])
+    said = (values["dry_run"], values.get("trace"), values["probe"])  # no trace in older files
+    dry_run, trace, probe = (None if one is None else rung_from_dict(one) for one in said)
     if isinstance(dry_run, Measurement) or isinstance(trace, Measurement) or isinstance(probe, Prediction):
         raise ConfigError("dry run and trace predict and a probe measures; this candidate says otherwise")
     return Candidate(

@@ -1,7 +1,7 @@
 """Which tool a mapping of settings belongs to, and the reader for it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.errors import NotATraining, NotPlanned
@@ -29,19 +29,12 @@ FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
     "nemo-automodel", "litgpt", "firefly", "hf-script", "notebook", "shell script",
 )  # fmt: skip
-READERS = {
-    trl.FORMAT: trl.read,
-    axolotl.FORMAT: axolotl.read,
-    llamafactory.FORMAT: llamafactory.read,
-    llamafactory_v1.FORMAT: llamafactory_v1.read,
-    unsloth.FORMAT: unsloth.read,
-    swift.FORMAT: swift.read,
-    litgpt.FORMAT: litgpt.read,
-    torchtune.FORMAT: torchtune.read,
-    firefly.FORMAT: firefly.read,
-    nemo.FORMAT: nemo.read,
-    own.FORMAT: own.read,
-}
+READERS: dict[str, Callable[[Settings], ReadConfig]] = {
+    one.FORMAT: one.read
+    for one in (
+        trl, axolotl, llamafactory, llamafactory_v1, unsloth, swift, litgpt, torchtune, firefly, nemo, own,
+    )
+}  # fmt: skip
 OTHER_TOOLS = {
     "nanotron": {"data_stages", "parallelism", "tokens"},
     "verl": {"actor_rollout_ref"},

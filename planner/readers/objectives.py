@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.rollouts import COMPLETION_TOKENS, VLLM_FRACTION, Rollout
 from planner.errors import NotPlanned
 from planner.readers.program import embedding
 from planner.readers.shell import TRL_COMMANDS
+from planner.readers.values import Settings
 
 _OF_TRL = {row.trainer: row.name for row in OBJECTIVES.values() if row.trainer}
 PLANNED = {**_OF_TRL, embedding.TRAINER: "embedding"}
@@ -108,6 +110,16 @@ OF_DIFFUSION = {
 OF_EMBEDDING = {"pooling_mode", "simcse_dropout", "mlm_probability", "mask_token_type"}
 """Settings of the training of embeddings, and of masked words."""
 TRACE = "plan trace runs other programs on a phantom GPU"
+PROMPT_TOKENS = 512
+"""What is counted where nothing says how long prompts are: the default of TRL's former `max_prompt_length`."""
+
+UNCOUNTED = (
+    "reward_model_name_or_path",
+    "cast_lm_head_to_fp32",
+    "use_transformers_continuous_batching",
+    "cache_implementation",
+)
+"""TRL's settings of online objectives that are not counted."""
 
 
 def refusal(said: str, hint: str = TRACE) -> NotPlanned:
@@ -178,3 +190,40 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
     if other := next((word for word in named if word != objective), ""):
         raise refusal(f"{name}: {other} by its name")
     return objective, certain
+
+
+def rollout_fields(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rollout and the length of a sequence, which is asked for where nothing says it.
+
+    Raises:
+        ConfigError: a value that makes no sense.
+
+    Source: trl 1.16 trainer/grpo_config.py.
+    """
+    completion = settings.integer("max_completion_length", COMPLETION_TOKENS, at_least=1)
+    micro, steps = fields["micro_batch_seqs"], fields["accumulation_steps"]
+    batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
+    if settings.integer("num_iterations", 1) > 1:
+        settings.approximate("each generation trains several times (num_iterations): its speed is counted as if once")
+    for key in UNCOUNTED:
+        if settings.raw(key) not in (None, False, ""):
+            settings.approximate(f"{key} is not counted")
+    generator = "transformers"
+    if settings.flag("use_vllm", False):
+        sleeps = settings.flag("vllm_enable_sleep_mode", False)
+        server = settings.text("vllm_mode", "colocate") == "server"
+        generator = "vllm-server" if server else "vllm-sleep" if sleeps else "vllm"
+    rollout = Rollout(
+        num_generations=settings.integer("num_generations", 8),
+        completion_tokens=completion,
+        generation_batch_seqs=0 if batch == micro * steps else batch,
+        generator=generator,
+        vllm_fraction=settings.real("vllm_gpu_memory_utilization", VLLM_FRACTION),
+        reference=settings.real("beta", 0.0) != 0.0,
+    )
+    length = settings.integer("vllm_max_model_length", 0)
+    if length <= completion:
+        length = completion + PROMPT_TOKENS
+        taken = f"({PROMPT_TOKENS} tokens taken, then {completion} generated)"
+        settings.ask("seq_len_tokens", f" does not say how long prompts are {taken}")
+    return {"seq_len_tokens": length, "rollout": rollout}

@@ -21,7 +21,6 @@ from planner.readers import (
     shell,
     tasks,
     torchtitan,
-    torchtitan_python,
     torchtune,
     trl,
     unsloth,
@@ -122,8 +121,8 @@ def _read(text: str, name: str, sharding: Sharding, launcher: str | None = None)
     """`read_text` without its last word."""
     if launcher is not None:
         return _under_launcher(text, name, sharding, launcher)
-    if name.endswith(".py") and torchtitan_python.is_registry(text):
-        return torchtitan_python.read(text, name, sharding)
+    if name.endswith(".py") and torchtitan.is_registry(text):
+        return torchtitan.read_registry(text, name, sharding)
     if name.endswith(".py"):
         return script.read(text, name, sharding)
     launches = Launches(name, _read)

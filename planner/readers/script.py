@@ -13,14 +13,13 @@ from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.readers import common, evaluating, hf, lengths, partial, program_changes, training, versions
 from planner.readers.fields import config, said
-from planner.readers.objectives import CONFIGS
+from planner.readers.objectives import CONFIGS, rollout_fields
 from planner.readers.outside import Sharding
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
 from planner.readers.program.values import Value
 from planner.readers.program_loading import Adapters, heard, pictures, quantization
-from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded

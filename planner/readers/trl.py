@@ -5,9 +5,9 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
 from planner.models.towers import SEEING
-from planner.readers import common, hf, rollouts, schema, versions
+from planner.readers import common, hf, schema, versions
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.objectives import of_settings, refusal
+from planner.readers.objectives import of_settings, refusal, rollout_fields
 from planner.readers.sharding import Spread, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.types import TEXT_ALONE, ReadConfig
 from planner.readers.values import Settings
@@ -44,7 +44,7 @@ def read(settings: Settings) -> ReadConfig:
     if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
-        fields |= rollouts.rollout_fields(settings, fields)
+        fields |= rollout_fields(settings, fields)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
