@@ -40,6 +40,11 @@ class Sharding:
     written: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def half(self) -> str:
+        """The 16-bit type that a tool takes which asks the card: bf16 where its units compute it."""
+        return "bf16" if self.gpu is None or self.gpu.bf16 else "fp16"
+
     def below(self, folder: str) -> "Sharding":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
         tops = [root.absolute() for root in self.roots]

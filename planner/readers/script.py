@@ -305,7 +305,7 @@ class _Script:
         return quantization(self.found, self.arguments, unsloth=self.unsloth)
 
     def _precision(self, method: str) -> str:
-        own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)
+        own_default = not self.unsloth and self._own_arguments() and self.defaults.bf16
         autocast = hf.autocast(self.arguments, bf16_default=self.trl and own_default)
         loader = self.loader
         key = loader.first("dtype", "torch_dtype")
@@ -314,7 +314,8 @@ class _Script:
                 if loader.flag("float32_mixed_precision", False):
                     return "bf16-mixed"
                 return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
-            return f"{autocast or 'bf16'}-autocast"
+            halves = str(loader.raw(key)).removeprefix("torch.") == "float16"
+            return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
         if cast := program_changes.cast(self.found):
             return common.precision(self.arguments, cast, autocast, method)
         by_name = self.trl and self.found.loader is None and self.found.model is not None and self.aim.name != "orpo"

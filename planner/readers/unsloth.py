@@ -65,7 +65,7 @@ def _method(training: Settings, lora: Settings) -> dict[str, Any]:
     return {
         "method": "qlora" if four else "lora",
         "quantization": "nf4-double" if four else "none",
-        "precision": "bf16-autocast",
+        "precision": f"{training.outside.half}-autocast",
         **said(lora, UNSLOTH, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(lora, names),
         "adapter_dtype": "fp32",

@@ -242,11 +242,64 @@ def test_a_card_answers_what_a_program_asks_it() -> None:
     body = (
         "half = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16\n"
         'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=half)\n'
-        "bf16 = torch.cuda.is_bf16_supported()\n"
+        "bf16 = torch.cuda.is_bf16_supported(including_emulation=False)\n"
         "SFTTrainer(model, args=SFTConfig(bf16=bf16, fp16=not bf16), peft_config=LoraConfig(r=8)).train()\n"
     )
     assert read(body, gpu="a100-80gb").setup.precision == "bf16-autocast"
     assert read(body, gpu="t4").setup.precision == "fp16-autocast"
+
+
+@pytest.mark.parametrize(
+    ("question", "on_t4"),
+    [
+        ("torch.cuda.is_bf16_supported()", "bf16"),
+        ("is_torch_bf16_gpu_available()", "bf16"),
+        ("torch.cuda.is_bf16_supported(including_emulation=False)", "fp16"),
+        ("torch.cuda.is_bf16_supported(False)", "fp16"),
+        ("is_bfloat16_supported()", "fp16"),
+    ],
+)
+def test_a_card_that_emulates_bf16_says_yes_to_torch_alone(question: str, on_t4: str) -> None:
+    """torch 2.9 on a T4, as `plan trace` answers too (probes/phantom/cuda.py); Unsloth asks the capability."""
+    body = (
+        "from transformers.utils import is_torch_bf16_gpu_available\n"
+        "from unsloth_zoo.utils import is_bfloat16_supported\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)\n'
+        f"bf16 = {question}\n"
+        "SFTTrainer(model, args=SFTConfig(bf16=bf16, fp16=not bf16, max_length=64)).train()\n"
+    )
+    if "is_bfloat16" not in question:
+        body = body.replace("from unsloth_zoo.utils import is_bfloat16_supported\n", "")
+    assert read(body, gpu="t4").setup.precision == f"{on_t4}-mixed"
+    assert read(body, gpu="a100-80gb").setup.precision == "bf16-mixed"
+
+
+def test_unsloths_own_file_takes_the_cards_16_bit_type() -> None:
+    own = "model: gpt2\ntraining:\n  training_type: lora\n  max_seq_length: 64\nlora: {}\n"
+    for key, precision in (("t4", "fp16-autocast"), ("a100-80gb", "bf16-autocast")):
+        assert read_text(own, "unsloth.yaml", sharding=Sharding(gpu=find_gpu(key))).setup.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("loading", "arguments", "on_t4"),
+    [
+        ("dtype=None", "", "fp16"),  # the notebooks' "auto detection"
+        ("", "", "fp16"),
+        ("dtype=torch.float16", "", "fp16"),
+        ("", "fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported()", "fp16"),
+        ("", "fp16=not torch.cuda.is_bf16_supported(), bf16=torch.cuda.is_bf16_supported()", "fp16"),
+    ],
+)
+def test_unsloth_takes_the_16_bit_type_that_the_card_computes(loading: str, arguments: str, on_t4: str) -> None:
+    body = (
+        "from unsloth import FastLanguageModel, is_bfloat16_supported\n"
+        f"model, tok = FastLanguageModel.from_pretrained('unsloth/Llama-3.2-1B', load_in_4bit=True, {loading})\n"
+        "model = FastLanguageModel.get_peft_model(model, r=16)\n"
+        f"SFTTrainer(model=model, args=SFTConfig(max_length=64, {arguments})).train()\n"
+    )
+    assert read(body, gpu="t4").setup.precision == f"{on_t4}-autocast"
+    halves = "float16" in loading
+    assert read(body, gpu="a100-80gb").setup.precision == ("fp16-autocast" if halves else "bf16-autocast")
 
 
 def test_modules_and_settings_beside_a_script_are_read(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ PATH_PARTS: dict[str, Callable[[str], str]] = {
 }
 """Attributes of a `Path`, which is read as its text."""
 SAME_PATH = ("resolve", "absolute", "expanduser", "as_posix")
-BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+BF16_QUESTIONS = ("is_bf16_supported", "is_torch_bf16_gpu_available", "is_bfloat16_supported")
+"""Of torch, of transformers (which asks torch) and of Unsloth."""
 SAME_OBJECT = (
     "to", "cuda", "train", "eval", "half", "bfloat16", "float", "requires_grad_", "for_training", "for_inference",
     "gradient_checkpointing_enable", "gradient_checkpointing_disable", "enable_input_require_grads", "add_callback",
@@ -122,8 +123,22 @@ def call(reader: Reading, callee: Value, made: Made) -> Value:
     _run_handed_functions(reader, made)
     reader.program.made.append(made)
     if made.name in BF16_QUESTIONS:
-        return Known(outside.bf16, "the card")
+        return Known(outside.bf16 or _counts_emulation(reader, made), "the card")
     return made
+
+
+def _counts_emulation(reader: Reading, made: Made) -> bool:
+    """Whether the question about bf16 is answered yes by a card that emulates it (Turing, Volta): torch's is, unless
+    told; Unsloth's is not, and importing Unsloth changes torch's.
+
+    Source: torch 2.9 `torch.cuda.is_bf16_supported`; unsloth/models/_utils.py.
+    """
+    told = made.argument("including_emulation", 0)
+    if isinstance(told, Known):
+        return bool(told.data)
+    names = reader.program.module.names.values()
+    unsloth = any(isinstance(one, Dotted) and one.path.split(".")[0].startswith("unsloth") for one in names)
+    return made.name != "is_bfloat16_supported" and not unsloth
 
 
 def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
