@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 
 from planner.setup import TrainSetup
-from probes.dryrun.experts import balanced_dispatch
 from probes.dryrun.fsdp import OnHost
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import splice
@@ -47,7 +46,7 @@ class TensorWorld:
         `core_model_loading`), so that loading holds nothing more."""
         setup, device = self._setup, next(model.parameters()).device
         forget_meshes()
-        dispatch = balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
+        dispatch = _balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
         with _strides_without_tensors(), dispatch, tracker.following_shards():
             spread = spread_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
@@ -75,6 +74,50 @@ def _strides_without_tensors() -> Iterator[None]:
 
     with mock.patch.object(TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(from_local)):
         yield
+
+
+@contextmanager
+def _balanced_dispatch() -> Iterator[None]:
+    """Within it transformers' own token dispatch runs on meta tensors, as many (token, expert) pairs to every rank: how
+    many go where is read back to the host from counts that meta tensors have not.
+
+    Source: transformers 5.23 `distributed/expert_parallel.py` AllToAllEP.
+    """
+    from transformers.distributed import expert_parallel
+
+    with mock.patch.object(expert_parallel, "torch", _BalancedTorch()):
+        yield
+
+
+class _Balanced:
+    """What `AllToAllEP` reads its split sizes from: [sent, received], each as many to every rank."""
+
+    def __init__(self, pairs: int, ranks: int) -> None:
+        self._sizes = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+
+    def tolist(self) -> list[list[int]]:
+        """The sizes, for sent and for received pairs."""
+        return [list(self._sizes), list(self._sizes)]
+
+
+class _BalancedTorch:
+    """`torch` for that module: what counts nothing on meta is answered for balanced routing."""
+
+    def __init__(self) -> None:
+        self._pairs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def argsort(self, expert_ids: torch.Tensor) -> torch.Tensor:
+        """The order of the pairs, whose number is noted."""
+        self._pairs = expert_ids.numel()
+        return torch.argsort(expert_ids)
+
+    def stack(self, counts: list[torch.Tensor]) -> Any:
+        """Pairs sent and received by rank: made as on a GPU, answered by their sizes."""
+        stacked = torch.stack(counts)
+        return _Balanced(self._pairs, stacked.shape[1])
 
 
 class _StepTracker(SpreadTracker):

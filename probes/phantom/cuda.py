@@ -11,9 +11,8 @@ import torch
 from probes.allocator import CachingAllocator
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.card import Card
-from probes.phantom.claims import CPU
+from probes.phantom.claims import CPU, CUDA
 from probes.phantom.mode import Phantom
-from probes.phantom.streams import Device, Event, Stream
 
 CUDA_VERSION = "13.0"
 CUDNN_VERSION = 91300
@@ -63,6 +62,65 @@ def properties(card: Card) -> Properties:
         pci_device_id=0,
         pci_domain_id=0,
     )
+
+
+class Stream:
+    """A stream on which everything has happened."""
+
+    cuda_stream = stream_id = device_index = priority = 0
+    device_type = 1
+    synchronize = wait_event = wait_stream = nothing
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = CUDA
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No graph is recorded."""
+        return False
+
+
+class Event:
+    """An event that has happened; between two of them no time passes."""
+
+    record = wait = synchronize = nothing
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CUDA
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        """A millisecond, as divisions by it are common."""
+        return 1.0
+
+
+class Device:
+    """`torch.cuda.device`."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
 
 
 _current = Stream()

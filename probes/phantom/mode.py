@@ -20,10 +20,9 @@ from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.dryrun.workspaces import is_matmul
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
-from probes.phantom.makers import floating_bytes
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
-from probes.phantom.values import Values, answer, worth_keeping
+from probes.phantom.values import Values, answer, floating_bytes, worth_keeping
 
 HOST_BYTES = 1 << 18
 """A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""

@@ -1,28 +1,20 @@
 """The whole phantom GPU in one context: mode, lies, answers and hooks, entered once per process."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
 from unittest import mock
 
 import torch
 
+from probes.dryrun.kernels import sdpa_of
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
 from probes.dryrun.spread_tracker import resizes
 from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
-from probes.phantom import (
-    attention,
-    compiled,
-    cuda,
-    libraries,
-    methods,
-    operators,
-    refusals,
-    shards,
-    steps,
-    tritons,
-    world,
-)
+from probes.patching import replaced
+from probes.phantom import compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import lying
 from probes.phantom.imports import Hook, Watcher
@@ -58,7 +50,7 @@ def phantom_gpu(
             fused_dropout("meta"),
             quick_checks(),
             cuda.answered(phantom),
-            attention.chosen(phantom),
+            _attention(phantom),
             world.fake_world(phantom),
             resizes(phantom.resized),
             compiled.eager(phantom),
@@ -75,13 +67,28 @@ def phantom_gpu(
         phantom.memory.keep_peaks()
 
 
+def _attention(phantom: Phantom) -> AbstractContextManager[None]:
+    """Within it SDPA on the phantom GPU runs the kernel that the card would choose."""
+    functional = torch.nn.functional
+    true = functional.scaled_dot_product_attention
+    on_card = sdpa_of(phantom.log)
+
+    @wraps(true)  # Unsloth reads in its docstring what it can do
+    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.device.type != "cuda":
+            return true(query, *args, **kwargs)
+        return on_card(query, *args, **kwargs)
+
+    return replaced([(functional, "scaled_dot_product_attention", scaled_dot_product_attention)])
+
+
 def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
     """What libraries need is done as they are imported, now or later."""
     hooks: dict[str, list[Hook]] = {}
     for found in (
         libraries.hooks(phantom, stack),
         tritons.hooks(phantom, stack),
-        shards.hooks(stack),
+        world.hooks(stack),
         refusals.hooks(stack),
     ):
         for name, hook in found.items():

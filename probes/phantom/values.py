@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from probes.phantom.claims import CPU, META
-from probes.phantom.makers import MAKERS, made_dtype
 
 MAX_INTEGERS = 1 << 22
 MAX_BYTES = 1 << 16
@@ -25,6 +24,18 @@ MAX_BYTES = 1 << 16
 MAX_FLOATS = 1 << 10
 _aten = torch.ops.aten
 _EMPTY = _aten.empty.memory_format
+_MAKERS = frozenset(
+    {
+        _EMPTY,
+        _aten.rand.generator,
+        _aten.randn.generator,
+        *(getattr(_aten, name).default for name in ("empty_strided", "zeros", "ones", "full", "rand", "randn")),
+    }
+)
+"""What makes a tensor of nothing but its shape, the first argument."""
+_KINDS = ("empty", "zeros", "ones", "full")
+_LIKE = frozenset(getattr(_aten, f"{name}_like").default for name in (*_KINDS, "rand", "randn"))
+_NEW = frozenset(getattr(_aten, f"new_{name}").default for name in (*_KINDS, "empty_strided"))
 _TO_COPY = _aten._to_copy.default
 _is_meta = torch._C.TensorBase.is_meta.__get__
 
@@ -101,7 +112,7 @@ class Values:
             for one in metas:
                 if one.untyped_storage()._cdata not in copies:
                     return False
-        elif func in MAKERS:
+        elif func in _MAKERS:
             if not worth_keeping(made_dtype(func, args, kwargs), prod(args[0])):
                 return False
         elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
@@ -140,6 +151,26 @@ class Values:
             uniform = FINITE.get(func)
         if uniform is not None and isinstance(out, torch.Tensor):
             self.assume(out, uniform)
+
+
+def made_dtype(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
+    """The type of what a maker makes."""
+    dtype: torch.dtype = kwargs.get("dtype") or (torch.get_default_dtype() if func in _MAKERS else args[0].dtype)
+    return dtype
+
+
+def floating_bytes(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the floating-point tensor that this call makes, 0 where it makes none."""
+    if func in _MAKERS:
+        shape = args[0]
+    elif func in _LIKE:
+        shape = args[0].shape
+    elif func in _NEW:
+        shape = args[1]
+    else:
+        return 0
+    dtype = made_dtype(func, args, kwargs)
+    return prod(shape) * dtype.itemsize if dtype.is_floating_point else 0
 
 
 @cache

@@ -1,22 +1,30 @@
 """Rank 0 of a job of several processes: a fake process group answers every collective at once, and the other ranks end
 before they begin. All ranks are taken to be alike; what only rank 0 holds is counted.
 
-DistributedDataParallel runs as it is, with its buckets, and FSDP2 with its shards (`shards`); others are refused.
+DistributedDataParallel runs as it is, with its buckets, and PyTorch's own `fully_shard` and DTensors in the fake group;
+others are refused.
+
+Measured: TRL's full and LoRA fine-tuning under `accelerate launch` on 4 GPUs, against the dry run of the same setups
+(`python -m benchmarks.trace_shards`).
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import distributed
 
 from planner.memory.workspace import group_bytes
 from planner.units import gib
 from probes.dryrun.fakeworld import done
+from probes.dryrun.spread_tracker import untracked_trials
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.cuda import Refused
+from probes.phantom.imports import Hook
 from probes.phantom.mode import Phantom
 
 
@@ -124,3 +132,23 @@ def _of_ddp(phantom: Phantom) -> list[Replacement]:
         # compares the ranks' shapes by values
         (ddp, "_verify_param_shape_across_processes", nothing),
     ]
+
+
+def hooks(stack: ExitStack) -> dict[str, Hook]:
+    """Module -> what is done to it once it is imported."""
+
+    def tensors(module: Any) -> None:
+        from torch.distributed.tensor import _dispatch, _op_schema
+
+        stack.enter_context(untracked_trials())
+        stack.enter_context(mock.patch.object(_op_schema, "_rebuild_tensor_from_dtensor_meta", _on_meta))
+        # its generators would ask the driver for their state
+        stack.enter_context(mock.patch.object(_dispatch, "is_rng_supported_mesh", return_value=False))
+
+    return {"torch.distributed.tensor": tensors}
+
+
+def _on_meta(spec: Any) -> torch.Tensor:
+    """What DTensor tries an operator out on: it would be on the mesh's device, which this build has not."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
