@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.outcome import Prediction
-from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.units import GIB
 from search.arrays import Floats, Target
@@ -42,27 +41,18 @@ TRANSIT = ("gathered", "bucket", "reduce")
 CONSTANT_SD = 0.5  # of one GiB that no formula counts: driver context, libraries, other processes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Shares of one prediction, name -> share of the whole (time) or of the device peak (memory)."""
-
-    shares: dict[str, float]
-    sds: dict[str, float]
+Parts = dict[str, tuple[float, float]]
+"""Name -> (share of the whole time or of the device peak, prior standard deviation) of the parts of one prediction."""
 
 
 def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts:
-    """Shares and prior standard deviations of the parts of one prediction; empty where it names no parts."""
-    shares: dict[str, float] = {}
-    sds: dict[str, float] = {}
+    """The parts of one prediction; empty where it names none."""
+    parts: Parts = {}
 
     def add(name: str, share: float, sd: float, variant_sd: float) -> None:
-        shares[name] = shares.get(name, 0.0) + share
-        sds[name] = sd
-        for word, field in VARIANTS.items():
-            if word in name:
-                own = f"{name}:{getattr(setup, field)}"
-                shares[own] = shares.get(own, 0.0) + share
-                sds[own] = variant_sd
+        own = [f"{name}:{getattr(setup, field)}" for word, field in VARIANTS.items() if word in name]
+        for one, its_sd in ((name, sd), *((one, variant_sd) for one in own)):
+            parts[one] = parts.get(one, (0.0, 0.0))[0] + share, its_sd
 
     if target == "speed":
         total = sum(prediction.time_parts_s.values())
@@ -70,25 +60,24 @@ def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts
             add(name, part_s / total, TIME_SDS.get(name, TIME_SD), TIME_VARIANT_SD)
         # How far the GPU is from full with this few tokens at once: a formula's guess of it is off by a factor, and
         # launches, which many formulas leave out, weigh in the same places.
-        shares["small micro-batch"] = HALF_FULL_TOKENS / (HALF_FULL_TOKENS + setup.tokens_per_micro_batch)
-        sds["small micro-batch"] = SMALL_BATCH_SD
+        share = HALF_FULL_TOKENS / (HALF_FULL_TOKENS + setup.tokens_per_micro_batch)
+        parts["small micro-batch"] = share, SMALL_BATCH_SD
     else:
         for term in prediction.terms:
             moving = setup.num_gpus > 1 and any(word in term.name for word in TRANSIT)
             name = "in transit" if moving else term.category
             sd = MEMORY_SD.get(name, MEMORY_SD_OTHER)
             add(name, term.size_bytes / prediction.peak_device_bytes, sd, MEMORY_VARIANT_SD)
-        shares["constant"] = GIB / prediction.peak_device_bytes
-        sds["constant"] = CONSTANT_SD
-    return Parts(shares=shares, sds=sds)
+        parts["constant"] = GIB / prediction.peak_device_bytes, CONSTANT_SD
+    return parts
 
 
 def share_matrix(parts: Sequence[Parts]) -> Floats:
     """[setups, parts] shares times standard deviations: the covariance by parts is this matrix times its transpose."""
-    names = list(dict.fromkeys(name for part in parts for name in part.shares))
+    names = list(dict.fromkeys(name for part in parts for name in part))
     index = {name: column for column, name in enumerate(names)}
     matrix = np.zeros((len(parts), len(names)))
     for row, part in enumerate(parts):
-        for name, share in part.shares.items():
-            matrix[row, index[name]] = share * part.sds[name]
+        for name, (share, sd) in part.items():
+            matrix[row, index[name]] = share * sd
     return matrix

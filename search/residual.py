@@ -4,6 +4,7 @@ The prior mean is the formula itself (error 0). Every measurement updates the po
 proportional to setups x measurements, with no matrix rebuilt.
 """
 
+import copy
 from math import erfc, exp, pi, sqrt
 
 import numpy as np
@@ -110,13 +111,8 @@ class Residual:
 
     def copy(self) -> "Residual":
         """An independent copy, for pretended measurements."""
-        twin = object.__new__(Residual)
-        twin._kernel = self._kernel
-        twin.mean = self.mean.copy()
-        twin._unit_variance = self._unit_variance.copy()
-        twin._roots = self._roots
-        twin._squares = self._squares
-        twin._num = self._num
+        twin = copy.copy(self)
+        twin.mean = self.mean.copy()  # which alone is changed in place
         return twin
 
     def _add(self, row: int, value: float, noise_variance: float, *, counted: bool) -> None:

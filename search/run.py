@@ -15,8 +15,7 @@ from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.liveness import PULSE, Pulse
 from search.optuna_samplers import make_sampler
-from search.pareto import pareto_set
-from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
+from search.problem import Elsewhere, Evaluate, Problem, Result, pareto_set, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, open_storage

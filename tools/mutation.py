@@ -97,7 +97,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "search/stopping.py",
             "search/blame.py",
             "search/study.py",
-            "search/pareto.py",
             "search/corrections.py",
         ),
         (

@@ -9,7 +9,7 @@ from search_cases import measurement, small_candidates
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
 from planner.units import GIB
-from search.pareto import pareto_set
+from search.problem import pareto_set
 
 points = st.lists(
     st.tuples(st.integers(1, 6), st.integers(1, 12), st.sampled_from([0, 8, 16, 32])), min_size=0, max_size=12

@@ -1,11 +1,13 @@
 """The Gaussian process over the formula's errors, against dense linear algebra and closed forms."""
 
 from math import erf, erfc, exp, pi, sqrt
+from typing import get_args
 
 import numpy as np
 import pytest
 from search_cases import small_candidates
 
+from search.arrays import Target
 from search.kernel import ErrorKernel, encode
 from search.normal import cdf, pdf
 from search.parts import parts_of, share_matrix
@@ -112,9 +114,11 @@ def test_a_surprise_counts_no_more_than_its_limit() -> None:
 
 def test_shares_of_parts_sum_to_the_whole() -> None:
     candidate = small_candidates()[0]
-    speed = parts_of(candidate.setup, candidate.formula, "speed").shares
+    speed, memory = (
+        {name: share for name, (share, _) in parts_of(candidate.setup, candidate.formula, target).items()}
+        for target in get_args(Target)
+    )
     assert sum(speed[name] for name in candidate.formula.time_parts_s) == pytest.approx(1.0)
-    memory = parts_of(candidate.setup, candidate.formula, "memory").shares
     terms = sum(memory[term.category] for term in candidate.formula.terms)
     expected = sum(term.size_bytes for term in candidate.formula.terms) / candidate.formula.peak_device_bytes
     assert terms == pytest.approx(expected)
