@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.choices.precisions import PRECISIONS
 from planner.choices.stacks import TARGET_ROWS
-from planner.exporters.python_text import constant
-from planner.exporters.text import Line, one_line, said, shown_path
+from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_refusal, experts_refusal, left_unnamed

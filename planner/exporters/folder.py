@@ -3,21 +3,62 @@
 Both say the same: what to install, whether to log in, the one command, what to change.
 """
 
+import csv
 import re
 import shlex
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.packages import requirement
-from planner.exporters import chat, gated
+from planner.exporters import chat
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
+from planner.records import dataclass
 
 README, RUN = "README.md", "run.sh"
 LOGIN = "hf auth login"
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """What is known of the access to some models: which of them the hub hands out only to people who accepted their
+    terms and are logged in. Of all that the table does not name it is not known, and said so.
+
+    Attributes:
+        begins: of their hub ids.
+        asks: what their authors ask for on the models' cards; "" where the download was only seen to be refused, which
+            may have changed.
+        seen: the year, or the day, on which it was so.
+        source: who says so.
+    """
+
+    begins: str
+    asks: str
+    seen: str
+    source: str
+
+
+@cache
+def gates() -> tuple[Gate, ...]:
+    """Every row of the table."""
+    with Path(__file__).parents[1].joinpath("data", "gated.csv").open(newline="", encoding="utf-8") as file:
+        return tuple(Gate(**row) for row in csv.DictReader(file))
+
+
+def gate_of(model_id: str) -> Gate | None:
+    """What is known of a model's access, None where nothing is."""
+    name = model_id.lower()
+    return next((gate for gate in gates() if name.startswith(gate.begins.lower())), None)
+
+
+def on_hub(model_id: str) -> bool:
+    """Whether a name is a hub id rather than a directory."""
+    return not (model_id.startswith((".", "/", "~")) or Path(model_id).exists())
 
 
 def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[LaunchFile, ...]:
@@ -51,9 +92,9 @@ def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
 def login_words(request: ExportRequest) -> str:
     """Whether the hub wants a login for the model; "" for a directory."""
     name = shown_path(request.model_id)
-    if not gated.on_hub(request.model_id):
+    if not on_hub(request.model_id):
         return ""
-    gate = gated.gate_of(request.model_id)
+    gate = gate_of(request.model_id)
     if gate is not None and gate.asks:
         return f"{name} is gated: {gate.asks} on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
     known = (
@@ -112,7 +153,7 @@ def _plain(text: str, *, code: bool = False) -> str:
 
 
 def _run(started: Sequence[Launch], request: ExportRequest) -> str:
-    gate, login = gated.gate_of(request.model_id) if gated.on_hub(request.model_id) else None, ""
+    gate, login = gate_of(request.model_id) if on_hub(request.model_id) else None, ""
     if gate is not None and gate.asks:
         ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
         refused = shlex.quote("error: " + login_words(request))

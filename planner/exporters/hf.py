@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from planner.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
-from planner.exporters.python_text import Code, call, constant
 from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
-from planner.exporters.text import Line, said, shown_path
+from planner.exporters.text import Code, Line, call, constant, said, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec

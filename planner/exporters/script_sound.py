@@ -1,8 +1,7 @@
 """The parts of the plain script that train on clips of sound: constants, data, and what Whisper's class wants."""
 
 from planner.exporters import common
-from planner.exporters.python_text import Code, constant
-from planner.exporters.text import Line
+from planner.exporters.text import Code, Line, constant
 from planner.exporters.types import ExportRequest
 from planner.tools.transformers import DTYPES
 

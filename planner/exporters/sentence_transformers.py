@@ -4,8 +4,8 @@ import json
 
 from planner.exporters import hf
 from planner.exporters.common import family_refusal, model_refusal
-from planner.exporters.python_text import call
 from planner.exporters.script_data import COUNTS, ROWS
+from planner.exporters.text import call
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

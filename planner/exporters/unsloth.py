@@ -1,8 +1,7 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
 from planner.exporters import chat, common
-from planner.exporters.python_text import Code, call
-from planner.exporters.text import Line, said, shown_path
+from planner.exporters.text import Code, Line, call, said, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method

@@ -3,6 +3,7 @@
 import csv
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from planner.records import dataclass
 
@@ -32,19 +33,10 @@ class Price:
 def all_prices() -> tuple[Price, ...]:
     """Every price known."""
     with _PATH.open(newline="", encoding="utf-8") as file:
-        return tuple(
-            Price(
-                gpu_key=row["gpu_key"],
-                provider=row["provider"],
-                kind=row["kind"],
-                low_usd_per_h=float(row["low_usd_per_h"]),
-                high_usd_per_h=float(row["high_usd_per_h"]),
-                as_of=row["as_of"],
-                confidence=row["confidence"],
-                source=row["source"],
-            )
-            for row in csv.DictReader(file)
-        )
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    return tuple(
+        Price(**row | {name: float(row[name]) for name in ("low_usd_per_h", "high_usd_per_h")}) for row in rows
+    )
 
 
 def price_per_hour(gpu_key: str) -> tuple[float, str, str] | None:

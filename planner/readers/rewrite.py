@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from planner.errors import ConfigError
-from planner.exporters.python_text import literal
-from planner.exporters.text import scalar
+from planner.exporters.text import literal, scalar
 from planner.readers.script import ARGUMENTS
 from planner.readers.shell import SUFFIXES
 

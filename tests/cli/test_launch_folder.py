@@ -13,8 +13,7 @@ import pytest
 from planner.choices.stacks import written_by
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.exporters.folder import folder_files
-from planner.exporters.gated import gate_of, gates
+from planner.exporters.folder import folder_files, gate_of, gates
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import gib
