@@ -117,47 +117,42 @@ def run_campaign(
     return _Run(walks, executor.num_parallel, budget_s, on_step, clock).to_the_end()
 
 
+@dataclass
 class _Run:
     """A campaign under way."""
 
-    def __init__(
-        self,
-        walks: list[_Walk],
-        num_parallel: int,
-        budget_s: float | None,
-        on_step: Callable[[Step, CampaignReport], None],
-        clock: Clock,
-    ) -> None:
-        self._walks = walks
-        self._num_parallel = num_parallel
-        self._budget_s = budget_s
-        self._on_step = on_step
-        self._clock = clock
-        self._started = clock()
-        self._waiting: dict[Future[Outcome], tuple[_Walk, TrainSetup, float]] = {}
-        self._longest_s = 0.0
-        self._report = CampaignReport()
+    walks: list[_Walk]
+    num_parallel: int
+    budget_s: float | None
+    on_step: Callable[[Step, CampaignReport], None]
+    clock: Clock
+    waiting: dict[Future[Outcome], tuple[_Walk, TrainSetup, float]] = field(default_factory=dict)
+    longest_s: float = 0.0
+    report: CampaignReport = field(default_factory=CampaignReport)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
 
     def to_the_end(self) -> CampaignReport:
         """Until all chains are done or the budget is spent: what is in flight then is given up."""
         while True:
             self._submit()
-            if not self._waiting or self._left_s() <= 0:
+            if not self.waiting or self._left_s() <= 0:
                 break
             self._collect()
-        report = self._report
-        report.remaining = sum(not walk.done for walk in self._walks)
+        report = self.report
+        report.remaining = sum(not walk.done for walk in self.walks)
         report.finished = report.remaining == 0
-        report.seconds = self._clock() - self._started
+        report.seconds = self.clock() - self.started
         return report
 
     def _left_s(self) -> float:
-        return float("inf") if self._budget_s is None else self._budget_s - (self._clock() - self._started)
+        return float("inf") if self.budget_s is None else self.budget_s - (self.clock() - self.started)
 
     def _submit(self) -> None:
         """As many probes as run at once; what the store knows costs none."""
-        while len(self._waiting) < self._num_parallel and self._left_s() > self._longest_s / 2:
-            walk = next(_next_walks(self._walks), None)
+        while len(self.waiting) < self.num_parallel and self._left_s() > self.longest_s / 2:
+            walk = next(_next_walks(self.walks), None)
             if walk is None:
                 break
             walk.busy = True
@@ -166,23 +161,23 @@ class _Run:
             if known is not None:
                 self._tell(walk, setup, known, from_store=True)
                 continue
-            self._waiting[walk.prober.submit(setup)] = (walk, setup, self._clock())
+            self.waiting[walk.prober.submit(setup)] = (walk, setup, self.clock())
 
     def _collect(self) -> None:
         timeout_s = min(1.0, max(self._left_s(), 0.01))
-        done, _ = wait(self._waiting, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        done, _ = wait(self.waiting, timeout=timeout_s, return_when=FIRST_COMPLETED)
         for future in done:
-            walk, setup, since = self._waiting.pop(future)
-            self._longest_s = max(self._longest_s, (self._clock() - since) / self._num_parallel)
+            walk, setup, since = self.waiting.pop(future)
+            self.longest_s = max(self.longest_s, (self.clock() - since) / self.num_parallel)
             self._tell(walk, setup, walk.prober.finish(setup, future), from_store=False)
 
     def _tell(self, walk: _Walk, setup: TrainSetup, outcome: Outcome, *, from_store: bool) -> None:
         step = Step(chain=walk.chain, setup=setup, outcome=outcome, from_store=from_store)
-        self._report.steps.append(step)
-        self._report.seconds = self._clock() - self._started
+        self.report.steps.append(step)
+        self.report.seconds = self.clock() - self.started
         walk.busy = False
         walk.advance(outcome)
-        self._on_step(step, self._report)
+        self.on_step(step, self.report)
 
 
 def _next_walks(walks: list[_Walk]) -> Iterator[_Walk]:

@@ -57,6 +57,11 @@ def _judged(
     return Finding(name=name, level="ok" if good else level, text=text, mend="" if good else mend, facts=facts or {})
 
 
+def _ok(name: str, text: str, **facts: Any) -> Finding:
+    """In order."""
+    return Finding(name=name, level="ok", text=text, facts=facts)
+
+
 def examine() -> list[Finding]:
     """Everything the planner may want of a machine, looked at one by one."""
     findings = [*_python(), *_driver(), *_versions()]
@@ -113,12 +118,7 @@ def _driver() -> Iterator[Finding]:
 def _nvidia_driver(module: Any) -> Finding:
     driver, cuda = text_of(module.nvmlSystemGetDriverVersion()), int(module.nvmlSystemGetCudaDriverVersion())
     cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
-    return Finding(
-        name="NVIDIA driver",
-        level="ok",
-        text=f"{driver}, for CUDA up to {cuda_text}",
-        facts={"driver": driver, "cuda": cuda_text},
-    )
+    return _ok("NVIDIA driver", f"{driver}, for CUDA up to {cuda_text}", driver=driver, cuda=cuda_text)
 
 
 def _amd_driver(module: AmdSmi) -> Finding:
@@ -127,13 +127,8 @@ def _amd_driver(module: AmdSmi) -> Finding:
         driver = module.nvmlSystemGetDriverVersion()
     except module.NVMLError:
         driver = "version unknown"
-    return Finding(
-        name="AMD driver",
-        level="ok",
-        text=f"{driver} (amdsmi): memory, neighbours and power limit are read; why clocks are held down and how GPUs "
-        "are linked are not",
-        facts={"driver": driver},
-    )
+    known = "memory, neighbours and power limit are read; why clocks are held down and how GPUs are linked are not"
+    return _ok("AMD driver", f"{driver} (amdsmi): {known}", driver=driver)
 
 
 def _gpu(device: str) -> Finding:
@@ -253,7 +248,7 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     for extra in ("liger-kernel", "trl"):
         version = library_versions().get(extra)
         if version is not None:
-            yield Finding(name=extra, level="ok", text=version, facts={"version": version})
+            yield _ok(extra, version, version=version)
 
 
 def _gpus_finding(facts: dict[str, Any], problems: dict[str, str]) -> Finding:
@@ -263,7 +258,7 @@ def _gpus_finding(facts: dict[str, Any], problems: dict[str, str]) -> Finding:
             f"{one['name']}, capability {one['capability'][0]}.{one['capability'][1]}, {gib(one['memory_bytes'])}"
             for one in gpus
         )
-        return Finding(name="torch on the GPU", level="ok", text=text, facts={"gpus": gpus})
+        return _ok("torch on the GPU", text, gpus=gpus)
     built = facts.get("built_for", "")
     said = facts.get("driver_says", "")
     if "gpus" in problems:
@@ -309,12 +304,8 @@ def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Fi
     found = topology(devices)
     here = f"{len(devices)} here: {found.text()}" if devices else "no GPU here; --device cpu rehearses jobs over gloo"
     connections = [[*pair, kind] for pair, kind in sorted(found.pairs.items())]
-    yield Finding(
-        name="several GPUs",
-        level="ok",
-        text=here,
-        facts={"num_gpus": len(devices), "nvlinks": list(found.nvlinks), "connections": connections},
-    )
+    nvlinks = list(found.nvlinks)
+    yield _ok("several GPUs", here, num_gpus=len(devices), nvlinks=nvlinks, connections=connections)
     ranks = facts.get("ranks") or {}
     nccl, gloo = str(ranks.get("nccl", "")), bool(ranks.get("gloo"))
     problem = facts.get("problems", {}).get("ranks", "this build of torch has none")
@@ -323,12 +314,8 @@ def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Fi
     mend = "install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them"
     yield _judged("NCCL", gloo and not missing, text, mend, facts={"nccl": nccl, "gloo": gloo})
     deepspeed = library_versions().get("deepspeed")
-    yield Finding(
-        name="deepspeed",
-        level="ok",
-        text=deepspeed or f"not installed: ZeRO setups are planned but not probed ({packages_command('deepspeed')})",
-        facts={"version": deepspeed},
-    )
+    absent = f"not installed: ZeRO setups are planned but not probed ({packages_command('deepspeed')})"
+    yield _ok("deepspeed", deepspeed or absent, version=deepspeed)
 
 
 def _disk() -> Iterator[Finding]:
@@ -344,12 +331,8 @@ def _disk() -> Iterator[Finding]:
 def _caches() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     exists = home.is_dir()
-    yield Finding(
-        name="Hugging Face cache",
-        level="ok",
-        text=f"{home}" + ("" if exists else " (not there yet; planning needs no weights)"),
-        facts={"path": str(home), "exists": exists},
-    )
+    text = f"{home}" + ("" if exists else " (not there yet; planning needs no weights)")
+    yield _ok("Hugging Face cache", text, path=str(home), exists=exists)
 
 
 def findings_to_dict(findings: list[Finding]) -> dict[str, Any]:

@@ -114,15 +114,8 @@ def is_matmul(func: Any) -> bool:
     return func in _MATMULS
 
 
-_MATMULS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.mm.out,
-    }
-)
+_PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]
+_MATMULS = frozenset((*_PRODUCTS, torch.ops.aten.mm.out))
 
 
 def temporaries() -> dict[Any, Temporaries]:

@@ -113,14 +113,9 @@ def _kernel(op: Any, policy: str, key_set: Any) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     dtype_index = names.index("dtype") if "dtype" in names else -1
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args: Any, **kwargs: Any) -> Any:
         with exclude(key_set):
-            dtype = _State.dtype
-            return op(*[_cast(arg, dtype) for arg in args], **{k: _cast(v, dtype) for k, v in kwargs.items()})
-
-    def fp32(*args: Any, **kwargs: Any) -> Any:
-        with exclude(key_set):
-            dtype = torch.float32
+            dtype = torch.float32 if policy == "fp32" else _State.dtype
             return op(*[_cast(arg, dtype) for arg in args], **{k: _cast(v, dtype) for k, v in kwargs.items()})
 
     def set_dtype(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +141,7 @@ def _kernel(op: Any, policy: str, key_set: Any) -> Callable[..., Any]:
             dtype = torch.float32 if wide else _State.dtype
             return op(*[_cast(arg, dtype) for arg in args], **kwargs)
 
-    table = {"lower": lower, "fp32": fp32, "set": set_dtype, "append": append_dtype, "promote": promote}
+    table = {"lower": cast, "fp32": cast, "set": set_dtype, "append": append_dtype, "promote": promote}
     return table[policy]
 
 

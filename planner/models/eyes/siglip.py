@@ -37,42 +37,18 @@ def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     text = model.hidden_size
     names = ("linear_1", "linear_2")
     joint = projector("model.multi_modal_projector", names, None, field["hidden_size"], text, inner=text)
-    return Tower(
-        model=siglip_model(model, field, "model.vision_tower.encoder.layers"),
-        grid=(side, side),
-        patches=side**2 + 1,
-        tokens=tokens,
-        marks=1,
-        shape=frame_shape(field),
-        projectors=(Projector(layer=joint, tokens=tokens),),
-        norm_first=True,
-        keeps_states=True,
-    )
+    layers = siglip_model(model, field, "model.vision_tower.encoder.layers")
+    return of_one_size(field, layers, joint, tokens, 1, patches=side**2 + 1, norm_first=True, keeps_states=True)
 
 
 def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
     """Gemma 3: SigLIP at one fixed size, its patches averaged to 256 tokens (pan and scan off)."""
     field = {**SIGLIP, **given}
-    side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
-    tokens = int(model.config.get("mm_tokens_per_image", 256))
-    joint = one_matrix(
-        "model.multi_modal_projector",
-        "mm_input_projection_weight",
-        hidden,
-        model.hidden_size,
-        norm=norm("mm_soft_emb_norm", hidden),
-        parameter=True,
-    )
-    return Tower(
-        model=siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM),
-        pooled=True,
-        grid=(side, side),
-        patches=side**2,
-        tokens=tokens,
-        marks=4,
-        shape=frame_shape(field),
-        projectors=(Projector(layer=joint, tokens=tokens),),
-    )
+    hidden, first = field["hidden_size"], norm("mm_soft_emb_norm", field["hidden_size"])
+    names = ("model.multi_modal_projector", "mm_input_projection_weight")
+    joint = one_matrix(*names, hidden, model.hidden_size, norm=first, parameter=True)
+    layers = siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM)
+    return of_one_size(field, layers, joint, int(model.config.get("mm_tokens_per_image", 256)), 4, pooled=True)
 
 
 def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
@@ -81,20 +57,25 @@ def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: in
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
     out = int(field.get("projection_dim") or model.hidden_size)
     joint = one_matrix("model.multi_modal_projector", "linear", hidden, out, bias=True)
+    layers = siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM)
+    return of_one_size(field, layers, joint, side**2, 0)
+
+
+def of_one_size(
+    field: Mapping[str, Any], model: ModelSpec, joint: LayerSpec, tokens: int, marks: int, frames: int = 1, **more: Any
+) -> Tower:
+    """A tower that sees frames of its own size, each as a square of patches that a projector makes `tokens` of."""
+    size, side = field["image_size"], field["image_size"] // field["patch_size"]
     return Tower(
-        model=siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM),
+        model=model,
+        frames=frames,
         grid=(side, side),
-        patches=side**2,
-        tokens=side**2,
-        marks=0,
-        shape=frame_shape(field),
-        projectors=(Projector(layer=joint, tokens=side**2),),
+        tokens=tokens * frames,
+        marks=marks,
+        shape=(3, size, size),
+        projectors=(Projector(layer=joint, tokens=tokens),),
+        **{"patches": side**2, **more},
     )
-
-
-def frame_shape(field: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of a frame of the tower's own size: colours, height, width."""
-    return (3, field["image_size"], field["image_size"])
 
 
 def siglip_model(trunk: ModelSpec, field: Mapping[str, Any], path: str, last_norm: str = "") -> ModelSpec:

@@ -5,8 +5,8 @@ from math import ceil
 from typing import Any
 
 from planner.models.adapters.parts import layer_norm, linear, norm, plain
-from planner.models.eyes.siglip import LAST_NORM, SIGLIP, frame_shape, siglip_model
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, projector, tower_model
+from planner.models.eyes.siglip import LAST_NORM, SIGLIP, of_one_size, siglip_model
+from planner.models.eyes.tower import Tower, attention, mlp, one_matrix, projector, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
 
 LONGEST_TILES, LARGEST_SIDE = 4, 4096
@@ -28,23 +28,18 @@ def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     field = {**_IDEFICS, **given}
     side, scale = field["image_size"] // field["patch_size"], int(model.config.get("scale_factor", 2))
     rows, columns = idefics_tiles(width, height, field["image_size"])
-    frames = rows * columns + 1
-    tokens = side**2 // scale**2
-    joint = one_matrix(
-        "model.connector", "modality_projection.proj", field["hidden_size"] * scale**2, model.hidden_size
-    )
-    return Tower(
-        model=siglip_model(model, field, "model.vision_model.encoder.layers", LAST_NORM),
-        frames=frames,
-        grid=(side, side),
-        patches=side**2,
-        tokens=tokens * frames,
-        marks=2 * rows * columns + rows + 3,
-        shape=frame_shape(field),
+    wide = field["hidden_size"] * scale**2
+    joint = one_matrix("model.connector", "modality_projection.proj", wide, model.hidden_size)
+    return of_one_size(
+        field,
+        siglip_model(model, field, "model.vision_model.encoder.layers", LAST_NORM),
+        joint,
+        side**2 // scale**2,
+        2 * rows * columns + rows + 3,
+        frames=rows * columns + 1,
         masked_pixels=True,
         embeds_whole=True,
         answers_states=True,
-        projectors=(Projector(layer=joint, tokens=tokens),),
     )
 
 
@@ -66,22 +61,13 @@ def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     field |= {name: _one(field[name]) for name in ("image_size", "patch_size")}
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
     tiles = intern_tiles(width, height, field["image_size"])
-    frames = tiles + (tiles > 1)
     scale = round(1 / float(model.config.get("downsample_ratio", 0.5)))
-    tokens, wide = side**2 // scale**2, hidden * scale**2
-    first, text = layer_norm("layer_norm", wide), model.hidden_size
-    joint = projector("model.multi_modal_projector", ("linear_1", "linear_2"), first, wide, text, inner=text)
-    return Tower(
-        model=tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"]),
-        frames=frames,
-        grid=(side, side),
-        patches=side**2 + 1,
-        tokens=tokens * frames,
-        marks=2,
-        shape=frame_shape(field),
-        scaled_outputs=True,
-        projectors=(Projector(layer=joint, tokens=tokens),),
-    )
+    wide, text = hidden * scale**2, model.hidden_size
+    first, names = layer_norm("layer_norm", wide), ("linear_1", "linear_2")
+    joint = projector("model.multi_modal_projector", names, first, wide, text, inner=text)
+    layers = tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"])
+    seen = {"frames": tiles + (tiles > 1), "patches": side**2 + 1, "scaled_outputs": True}
+    return of_one_size(field, layers, joint, side**2 // scale**2, 2, **seen)
 
 
 def _one(value: Any) -> int:
