@@ -55,9 +55,11 @@ class Launches:
                 inner = shell.nested(command.arguments) if command.tool == "python" else None
                 waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
                 continue
-            said = (f"read from the launch in {name}",)
+            said = [f"read from the launch in {name}"]
             if len(launches) > 1:
-                said = (f"{name} launches {len(launches)} runs: the first that can be read is taken",)
+                said = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
+            if command.num_nodes > 1:
+                said.append(f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them")
             return replace(found, path=name, assumptions=(*said, *found.assumptions))
         raise min(problems, key=weight)
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from planner.choices.stacks import TARGET_ROWS
 from planner.errors import NotATraining
+from planner.readers import slurm
 from planner.readers.shell_branches import Branches, with_ifs
 from planner.records import dataclass
 
@@ -36,7 +37,8 @@ LAUNCHERS = {
     "torchrun": ("--nproc_per_node", "--nproc-per-node"),
     "deepspeed": ("--num_gpus",),
 }
-"""Launcher -> its flags for the number of processes."""
+"""Launcher -> its flags for the number of processes, of a node but for Accelerate's."""
+NODES = ("--nnodes", "--num_nodes")
 SAID_ONLY = (
     "echo", "printf", "cat", "grep", "which", "pkill", "kill", "rm", "cp", "mv", "ls", "sed", "awk", "tee", "find",
     "alias", "trap", "test", "[", "[[",
@@ -63,7 +65,7 @@ class Command:
         tool: "python" for a program, "script" for another shell script, else the tool's own name ("trl", "swift", ...).
         target: the program or config file, "" where the words say all.
         arguments: the words behind it.
-        num_gpus: processes that the launcher starts, None where it does not say.
+        num_gpus: processes of the job, None where the launcher does not say; num_nodes: on how many machines.
         launcher: Accelerate's config file, "" where none is named.
         folder: where the script went with `cd` before, relative to its own folder.
         environment: variables that the script exports, or sets for this launch.
@@ -73,6 +75,7 @@ class Command:
     target: str
     arguments: tuple[str, ...]
     num_gpus: int | None = None
+    num_nodes: int = 1
     launcher: str = ""
     folder: str = ""
     environment: tuple[tuple[str, str], ...] = ()
@@ -100,7 +103,8 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
             return match[1] if arguments else f"{match[1]}\n{match[3]}=$2\n"
         return f"{match[1]}\n{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}\n"
 
-    variables = {str(place): word for place, word in enumerate(arguments, start=1)} | {"@": shlex.join(arguments)}
+    variables = slurm.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
+    variables["@"] = shlex.join(arguments)
     filled = _SUBSTITUTION.sub(put_in, _OPTION.sub(given, text))
     found = tuple(_commands(with_ifs(_lines(filled)), dict(variables)))
     if all(command.tool == "script" for command in found):  # a menu: without a word it shows its help
@@ -366,7 +370,7 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
 
 
 def _launched(launcher: str, words: list[str], shown: int | None) -> Command | None:
-    num_gpus, config = None, ""
+    num_gpus, num_nodes, config = None, 1, ""
     index = 1 if launcher == "accelerate" and words[:1] == ["launch"] else 0
     if launcher == "accelerate" and index == 0:
         return None
@@ -378,6 +382,8 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         value = value if equals else words[index + 1] if takes and index + 1 < len(words) else ""
         if flag in LAUNCHERS[launcher] and value.isdigit():
             num_gpus = int(value)
+        if launcher != "accelerate" and flag in NODES and value.isdigit():
+            num_nodes = int(value) or 1
         if flag == "--include" and value.count(":") == 1:
             num_gpus = value.count(",") + 1
         if flag in ("--config_file", "--config-file"):
@@ -385,7 +391,8 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    return _program(words[index:], num_gpus or shown, config)
+    found, each = _program(words[index:], num_gpus or shown, config), num_gpus or shown
+    return replace(found, num_gpus=each * num_nodes, num_nodes=num_nodes) if found is not None and each else found
 
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:

@@ -435,3 +435,35 @@ def test_a_case_of_a_script_is_followed_like_an_if() -> None:
     for size, model, batch in (("7b", "Llama-2-7b-hf", 4), ("8b", "Llama-3.1-8B", 2), ("llama3-8", "Llama-3.1-8B", 2)):
         found = read_text(CASES.replace("SIZE=$1", f"SIZE={size}"), "run.sh")
         assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
+
+
+JOB = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:a100:4\n{setting}\nsrun {launch}\n"
+WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --max_length 64 --output_dir o"
+
+
+@pytest.mark.parametrize(
+    ("setting", "launch", "num_gpus"),
+    [
+        ("", "torchrun --nnodes 2 --nproc_per_node 4", 8),
+        ("", "torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 --rdzv_backend c10d", 8),
+        ("", "torchrun --nnodes ${SLURM_JOB_NUM_NODES} --nproc_per_node $SLURM_GPUS_ON_NODE", 8),
+        ("NODES=$SLURM_NNODES", "python -m torch.distributed.run --nnodes $NODES --nproc_per_node 4", 8),
+        ("", "deepspeed --num_nodes 2 --num_gpus 4", 8),
+        ("", "accelerate launch --num_machines $SLURM_NNODES --num_processes $((SLURM_NNODES * 4))", 8),
+        ("", "accelerate launch --num_machines 2 --num_processes 8", 8),
+        ("", "torchrun --nnodes 1:4 --nproc_per_node 4", 4),
+        ("", "torchrun --standalone --nproc_per_node 4", 4),
+    ],
+)
+def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_gpus: int, tmp_path: Path) -> None:
+    """torchrun and DeepSpeed count the processes of a node, Accelerate those of the job; Slurm's own variables count."""
+    (tmp_path / "train.py").write_text(
+        "from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser\n"
+        "args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n"
+        "SFTTrainer(model.model_name_or_path, args=args).train()\n"
+    )
+    job = tmp_path / "job.sbatch"
+    job.write_text(JOB.format(setting=setting, launch=f"{launch} {WORDS}"))
+    found = read_config(job)
+    assert found.setup.num_gpus == num_gpus
+    assert any("on 2 nodes" in one for one in found.assumptions) == (num_gpus == 8 and "accelerate" not in launch)
