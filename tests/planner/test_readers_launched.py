@@ -437,7 +437,13 @@ def test_a_case_of_a_script_is_followed_like_an_if() -> None:
         assert (found.model_id, found.setup.micro_batch_seqs, found.missing) == (f"meta-llama/{model}", batch, ())
 
 
-JOB = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:a100:4\n{setting}\nsrun {launch}\n"
+JOB = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:a100:4
+{setting}
+srun {launch}
+"""
 WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --max_length 64 --output_dir o"
 
 
@@ -456,7 +462,7 @@ WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --ma
     ],
 )
 def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_gpus: int, tmp_path: Path) -> None:
-    """torchrun and DeepSpeed count the processes of a node, Accelerate those of the job; Slurm's own variables count."""
+    """torchrun and DeepSpeed count the processes of a node, Accelerate those of the job; Slurm's variables count."""
     (tmp_path / "train.py").write_text(
         "from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser\n"
         "args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n"
