@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.errors import PlannerError
 from planner.readers import read_text, schema
 from planner.setup import TrainSetup
 from planner.tools import TOOLS
@@ -40,3 +41,28 @@ def test_every_value_of_a_yaml_file_is_told_with_its_line() -> None:
     assert found["seq_len_tokens"] == "default of Axolotl 0.21.0"
     nested = "model: gpt2\ntraining:\n  training_type: lora\n  batch_size: 3\nlora: {lora_r: 4}\n"
     assert read_text(nested, "run.yaml").origins["micro_batch_seqs"] == "run.yaml:4"
+
+
+@pytest.mark.parametrize("name", ["trl", "axolotl", "llamafactory"])
+def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None:
+    """Every key that the tool's parser knows, alone, with values of each kind."""
+    plain, texts = read_text(MINIMAL[name], "run.yaml"), {}
+    for key in sorted(schema.known(name)):
+        if key not in plain.values and "." not in key:
+            texts |= {f"{key}: {value}\n": key for value in ("true", "false", "4", "auto", "float32")}
+    told = []
+    for text, key in texts.items():
+        try:
+            found = read_text(MINIMAL[name] + text, "run.yaml")
+        except PlannerError:
+            continue
+        if found.setup.objective != plain.setup.objective:
+            continue  # which has defaults of its own
+        told += [
+            f"{field} by {key}"
+            for field in TrainSetup.__dataclass_fields__
+            if getattr(found.setup, field) != getattr(plain.setup, field)
+            and found.origins.get(field, "").startswith("default of ")
+        ]
+    assert len(texts) > 400
+    assert not told
