@@ -60,9 +60,9 @@ def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> li
         if node is None or best is None:
             continue
         whole = merged(facts.of_node(node).values())
-        fastest = max(whole.fastest_sure)[0] if whole.fastest_sure else best.tokens_per_s
-        shares = (best.tokens_per_s / speed for speed in (fastest, max(whole.fastest)[0]))
-        steps.append(Step(limit_gib, node, best.tokens_per_s, *shares, tight=not whole.fastest_sure))
+        fastest = [max(point.tokens_per_s for point in points) for points in (whole.sure or [best], whole.fitting)]
+        shares = (best.tokens_per_s / speed for speed in fastest)
+        steps.append(Step(limit_gib, node, best.tokens_per_s, *shares, tight=not whole.sure))
     return steps
 
 

@@ -1,9 +1,7 @@
 """What the walk learned, by spread and by node of the decision tree, and which point is the best of it."""
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from heapq import nlargest
 from typing import Any
 
 from planner.decision.node import Node, node_of_setup
@@ -23,8 +21,6 @@ from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload
 
-KEEP = 96
-"""How many of the fastest points of a node are kept as candidates."""
 TIE_FRACTION = 0.01
 """Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
 
@@ -35,8 +31,8 @@ class NodeFacts:
 
     Attributes:
         limits: when its points surely fit, and what of their speed is given for what is preferred; None: no points.
-        fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit for
-            sure, or that a dry run will look at before anything is said (`Limits`).
+        fitting: the points that fit, in the order of the walk; `sure`: those that fit for sure, or that a dry run will
+            look at before anything is said (`Limits`).
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
         preferred: of the points that surely fit, and of all that do: after how many walked points, and which.
     """
@@ -46,8 +42,8 @@ class NodeFacts:
     limits: "Limits | None" = None
     smallest: Point | None = None
     smallest_unchecked: Point | None = None
-    fastest: list[tuple[float, int, Point]] = field(default_factory=list)
-    fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
+    fitting: list[Point] = field(default_factory=list)
+    sure: list[Point] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
     preferred: dict[bool, tuple[int, Point | None]] = field(default_factory=dict)
 
@@ -59,25 +55,25 @@ class NodeFacts:
     def best_sure(self) -> Point | None:
         """Of the points that surely fit and are no slower than the fastest of them by more than is given
         (`Limits`): the simplest, then the smallest."""
-        return self._preferred(self.fastest_sure, sure=True)
+        return self._preferred(self.sure, sure=True)
 
     def best_tight(self) -> Point | None:
         """The same of all points that fit, whether or not the error band reaches past the budget."""
-        return self._preferred(self.fastest, sure=False)
+        return self._preferred(self.fitting, sure=False)
 
     @property
     def fit_words(self) -> str:
         """Whether its best fits: "fits", or "may fit" where the error band reaches past the budget."""
-        return "fits" if self.fastest_sure else "may fit"
+        return "fits" if self.sure else "may fit"
 
-    def _preferred(self, entries: list[tuple[float, int, Point]], *, sure: bool) -> Point | None:
+    def _preferred(self, points: list[Point], *, sure: bool) -> Point | None:
         known = self.preferred.get(sure)
         if known is None or known[0] != self.walked:
-            known = self.preferred[sure] = self.walked, self._find_preferred(entries)
+            known = self.preferred[sure] = self.walked, self._find_preferred(points)
         return known[1]
 
-    def _find_preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
-        if not entries or self.limits is None:
+    def _find_preferred(self, points: list[Point]) -> Point | None:
+        if not points or self.limits is None:
             return None
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
@@ -88,11 +84,7 @@ class NodeFacts:
                 sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
             return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes
 
-        return min(near_fastest([entry[2] for entry in entries], self.limits.given_fraction), key=preference)
-
-    def floor(self) -> float:
-        """Tokens/s up to which no further point is kept."""
-        return min(_floor(self.fastest), _floor(self.fastest_sure))
+        return min(near_fastest(points, self.limits.given_fraction), key=preference)
 
     def surely_fits(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than its rung errs."""
@@ -100,8 +92,8 @@ class NodeFacts:
         return self.limits is not None and point.peak_device_bytes <= self.limits.surely_bytes(setup)
 
     def ranked(self) -> list[Point]:
-        """Kept points that fit, fastest first."""
-        return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
+        """The points that fit, fastest first."""
+        return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
 
 
 def near_fastest(points: list[Point], fraction: float) -> list[Point]:
@@ -163,7 +155,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
     shared = node = attention = None
     taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
     known: dict[str, float] = {}
-    for index, point in enumerate(points):
+    for point in points:
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
@@ -175,7 +167,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
                 setup = shared.trusted_with(attention=attention)
                 known[attention] = limits.taken_bytes(setup)
             taken_bytes = known[attention]
-        node.walked += 1 + point.beyond + point.slower
+        node.walked += 1 + point.beyond
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == least:
             if node.smallest is None or peak < node.smallest.peak_device_bytes:
@@ -188,24 +180,11 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         if peak > budget_bytes:
             node.infeasible += 1
         else:
-            _keep(node.fastest, point, index)
+            node.fitting.append(point)
             if peak <= taken_bytes:
-                _keep(node.fastest_sure, point, index)
+                node.sure.append(point)
             if node.nearest is None or peak / taken_bytes < node.nearest[0]:
                 node.nearest = peak / taken_bytes, point
-
-
-def _floor(heap: list[tuple[float, int, Point]]) -> float:
-    """Tokens/s that a further point must exceed to be kept."""
-    return heap[0][0] if len(heap) == KEEP else -1.0
-
-
-def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
-    entry = (point.tokens_per_s, -index, point)
-    if len(heap) < KEEP:
-        heapq.heappush(heap, entry)
-    elif entry[0] > heap[0][0]:
-        heapq.heapreplace(heap, entry)
 
 
 SPREAD_GAIN_FRACTION = 0.10
@@ -249,26 +228,23 @@ class Facts:
             whole = self.whole[node] = merged(known.values())
             best = best_spread(known)
             taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
-            whole.fastest, whole.fastest_sure, whole.nearest = taken.fastest, taken.fastest_sure, taken.nearest
+            whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
         return self.whole
 
 
 def merged(parts: Collection[NodeFacts]) -> NodeFacts:
     """The facts of several spreads as those of one node."""
     whole = NodeFacts()
-    entries = []
     for part in parts:
         whole.limits = part.limits or whole.limits
         whole.walked += part.walked
         whole.infeasible += part.infeasible
-        entries += part.fastest
+        whole.fitting += part.fitting
+        whole.sure += part.sure
         for name in ("smallest", "smallest_unchecked"):
             mine, other = getattr(whole, name), getattr(part, name)
             if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
                 setattr(whole, name, other)
-    whole.fastest = nlargest(KEEP, entries, key=lambda entry: entry[:2])
-    sure = (entry for part in parts for entry in part.fastest_sure)
-    whole.fastest_sure = nlargest(KEEP, sure, key=lambda entry: entry[:2])
     return whole
 
 
@@ -279,7 +255,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
     simplest. A spread that surely fits goes before all that only may.
     """
-    sure = [facts for facts in known.values() if facts.fastest_sure]
+    sure = [facts for facts in known.values() if facts.sure]
     families: dict[int, list[Point]] = {}
     for facts in sure or known.values():
         point = facts.best()
@@ -332,9 +308,7 @@ def add_spreads(
     facts.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
     limits = Limits(workload.model, workload.budget_bytes, corrections, given)
-    points: Iterable[Point] = walk(
-        workload, values, chosen, facts.known, limits.fitting_bytes, lambda shared: facts.of(shared).floor()
-    )
+    points: Iterable[Point] = walk(workload, values, chosen, facts.known, limits.fitting_bytes)
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
     collect_into(corrected(points, limits), limits, facts.of)

@@ -117,7 +117,7 @@ def _replicated(workload: Workload, facts: Facts, node: Node, chosen: Candidate)
         elif taken:
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
-            choice = "yes, not taken" if known.fastest_sure else "may fit, not taken"
+            choice = "yes, not taken" if known.sure else "may fit, not taken"
             reason = _slower(workload, known, chosen, spread.name)
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes

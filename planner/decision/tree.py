@@ -103,7 +103,7 @@ def choose_node(facts: Mapping[Node, NodeFacts], workload: Workload, *, from_hos
     (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
     """
     speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
-    sure = [node for node in speeds if facts[node].fastest_sure]
+    sure = [node for node in speeds if facts[node].sure]
     taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
     if taken is not Node.LORA:
         return taken
@@ -134,7 +134,7 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
             cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=need, budget_bytes=budget),)
         elif node == chosen:
-            choice = "yes, taken" if known.fastest_sure else "it may, taken"
+            choice = "yes, taken" if known.sure else "it may, taken"
             reason = _taken(node, facts, need, workload)
         else:
             choice = f"{known.fit_words}, not taken"
@@ -156,7 +156,7 @@ def _taken(node: Node, facts: Mapping[Node, NodeFacts], need: int, workload: Wor
     """Why this node is taken, whose smallest setup needs so many bytes."""
     known, rival, mine = facts[node], facts[Node.LORA].best(), facts[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
-    if not known.fastest_sure:
+    if not known.sure:
         reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
     if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
@@ -180,7 +180,7 @@ def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Worklo
         if known.smallest is not None and known.best() is None:
             more = known.smallest.peak_device_bytes - workload.budget_bytes
             why.append(f"{node.words} needs {gib(more)} more than there is")
-        elif known.best() is not None and not known.fastest_sure and node is not Node.FULL:
+        elif known.best() is not None and not known.sure and node is not Node.FULL:
             why.append(f"{node.words} may fit, {TIGHT}")
     if chosen is Node.FULL and data_needs_full(workload):
         why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
@@ -229,7 +229,7 @@ def _not_taken(node: Node, facts: Mapping[Node, NodeFacts], chosen: Node | None,
         return f"{facts[node].fit_words}, but is taken {when}; {speed}"
     if node is Node.EIGHT_BIT:
         return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
-    if not facts[node].fastest_sure and facts[chosen].fastest_sure:
+    if not facts[node].sure and facts[chosen].sure:
         return f"it may fit, {TIGHT}; {speed}"
     if taken.shared.offload != "none" and chosen.quantized:
         return f"fits, but {chosen.words} leaves a quarter of its base in the host's memory; {speed}"

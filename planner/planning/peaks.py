@@ -7,7 +7,6 @@ compares it with `predict_memory`).
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.choices.losses import LossChain
@@ -36,16 +35,13 @@ class Peaks(NamedTuple):
     Attributes:
         by_optimizer: at every (micro-batch, accumulation), or at the first alone where none is within the limit;
             `first`: which of them is the smallest at the first.
-        lowest: the smallest of all optimizers at every pair.
-        ordered: all of them, rising; number: how many there are at all pairs.
+        lowest: the smallest of all.
         bound: what no pair is below, where the first alone is known; None: all are.
     """
 
     by_optimizer: list[list[int]]
     first: int
-    lowest: list[int]
-    ordered: list[int]
-    number: int
+    lowest: int
     bound: int | None = None
 
     def answers(self, limit_bytes: int | None) -> bool:
@@ -53,13 +49,10 @@ class Peaks(NamedTuple):
         return self.bound is None or (limit_bytes is not None and limit_bytes < self.bound)
 
     @classmethod
-    def of(cls, by_optimizer: list[list[int]], num_pairs: int, bound: int | None = None) -> "Peaks":
+    def of(cls, by_optimizer: list[list[int]], bound: int | None = None) -> "Peaks":
         """All of it from the peaks."""
         at_first = [peaks[0] for peaks in by_optimizer]
-        lowest = list(map(min, zip(*by_optimizer, strict=True)))
-        ordered = sorted(chain.from_iterable(by_optimizer))
-        number = num_pairs * len(by_optimizer)
-        return cls(by_optimizer, at_first.index(min(at_first)), lowest, ordered, number, bound)
+        return cls(by_optimizer, at_first.index(min(at_first)), min(map(min, by_optimizer)), bound)
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -341,7 +334,7 @@ def hopeless_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[s
     bound = min(first)
     if bound > limit_bytes and accumulated:
         bound = min(bound, *_worst_smallest(families, loss, optimizers, accumulated=False))
-    return Peaks.of([[peak] for peak in first], len(pairs), bound) if bound > limit_bytes else None
+    return Peaks.of([[peak] for peak in first], bound) if bound > limit_bytes else None
 
 
 def _worst_smallest(

@@ -108,7 +108,7 @@ class Known:
             if hopeless is not None:
                 return hopeless
             run.ranks[0].fits = True
-        return Peaks.of(worst_peaks(families, loss, optimizers), len(run.pairs))
+        return Peaks.of(worst_peaks(families, loss, optimizers))
 
     def _families(self, workload: Workload, run: Run) -> list[Family]:
         if not run.ranks:

@@ -1,6 +1,5 @@
 """The walk over the whole space: every setup's peak on its fullest GPU and its tokens/s."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +24,7 @@ class Point(NamedTuple):
     """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
 
     Attributes:
-        beyond, slower: how many setups beside it are counted here and not listed, because they do not fit or are slower
-            than what is looked at.
+        beyond: how many setups beside it are counted here and not listed, because they do not fit.
     """
 
     shared: TrainSetup
@@ -38,7 +36,6 @@ class Point(NamedTuple):
     peak_device_bytes: int
     tokens_per_s: float
     beyond: int = 0
-    slower: int = 0
 
     @property
     def family(self) -> TrainSetup:
@@ -57,7 +54,6 @@ def walk(
     spreads: "Sequence[Spread]" = (),
     known: Known | None = None,
     limit: Limit | None = None,
-    floor: Callable[[TrainSetup], float] | None = None,
 ) -> Iterator[Point]:
     """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
@@ -66,12 +62,11 @@ def walk(
     Args:
         known: what other walks of the same model computed.
         limit: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
-        floor: tokens/s up to which points that fit are only counted, asked anew all along; only with a limit.
     """
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1
     limit = None if several else limit
-    points = _walk(workload, values, spreads, known if known is not None else Known(), limit, floor)
+    points = _walk(workload, values, spreads, known if known is not None else Known(), limit)
     return _for_all(points, workload) if several else points
 
 
@@ -126,7 +121,6 @@ def _walk(
     spreads: "Sequence[Spread]",
     known: Known,
     limit: Limit | None,
-    floor: Callable[[TrainSetup], float] | None,
 ) -> Iterator[Point]:
     """The points run by run. A run that its rival outruns is left out: the rival is never larger."""
     speeds = _Speeds(workload)
@@ -137,28 +131,23 @@ def _walk(
         ):
             continue
         for loss in run.choices:
-            peaks, least = known.peaks(workload, run, loss, limit_bytes), -1.0
-            if limit_bytes is not None and floor is not None:
-                least = floor(run.shared)
-            yield from _points(run, loss, peaks, speeds, limit_bytes, least)
+            peaks = known.peaks(workload, run, loss, limit_bytes)
+            yield from _points(run, loss, peaks, speeds, limit_bytes)
 
 
-def _points(
-    run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None, least: float
-) -> Iterator[Point]:
-    """The points of a run with one loss; one for all of them where none fits or is faster than `least` tokens/s.
+def _points(run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None) -> Iterator[Point]:
+    """The points of a run with one loss; where none fits one for all of them, the smallest, without a speed.
 
     Attention implementations that run the same kernels in every layer share their figures.
     """
-    if limit_bytes is not None and peaks.ordered[0] > limit_bytes:
-        yield _counted(run, loss, peaks, limit_bytes)
+    shared, pairs = run.shared, run.pairs
+    if limit_bytes is not None and peaks.lowest > limit_bytes:
+        micro, steps = pairs[0]
+        optimizer, peak = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first][0]
+        others = len(pairs) * len(peaks.by_optimizer) * len(run.attentions) - 1
+        yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak, 0.0, others)
         return
-    shared, pairs, speeds_of = run.shared, run.pairs, speeds.useful(run, loss)
-    if limit_bytes is not None and least > 0:
-        most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
-        if max(speeds_of.tokens_per_s(None, most)) <= least:
-            yield _counted(run, loss, peaks, limit_bytes)
-            return
+    speeds_of = speeds.useful(run, loss)
     for optimizer, own in zip(run.choices[loss], peaks.by_optimizer, strict=True):
         listed = _num_listed(own, limit_bytes)
         found = speeds_of.tokens_per_s(optimizer, pairs[:listed])
@@ -170,23 +159,11 @@ def _points(
                 yield Point(shared, attention, loss, optimizer, micro, steps, own[index], found[index], more)
 
 
-def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
-    """The smallest of a run's points with one loss, without a speed, for all of them: none can be kept."""
-    optimizer, own = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first]
-    fitting = bisect_right(peaks.ordered, limit_bytes) * len(run.attentions)
-    others = peaks.number * len(run.attentions) - fitting
-    mine = own[0] <= limit_bytes
-    micro, steps = run.pairs[0]
-    return Point(
-        run.shared, run.attentions[0], loss, optimizer, micro, steps, own[0], 0.0, others - (not mine), fitting - mine
-    )
-
-
 def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -> bool:
     """Whether any point of a run fits; where nothing limits them all do."""
     if limit_bytes is None:
         return True
-    return any(known.peaks(workload, run, loss, limit_bytes).ordered[0] <= limit_bytes for loss in run.choices)
+    return any(known.peaks(workload, run, loss, limit_bytes).lowest <= limit_bytes for loss in run.choices)
 
 
 def _outrun(speeds: _Speeds, run: Run, rival: Run) -> bool:
