@@ -105,7 +105,7 @@ def _sentences(rows: Sequence[KindChoice]) -> list[str]:
     found = [f"{row.kind.name}: {row.refused}." for row in rows if row.refused]
     found += [f"{row.kind.name}: {', '.join(row.changed)}." for row in rows if row.changed]
     if any(row.candidate is not None and not row.candidate.fits for row in rows):
-        found.append("!: does not fit.")
+        found.append("!: does not fit as LoRA is planned; plan --adapter KIND looks for a setup of its own.")
     found.append(
         "Formula. The step of rsLoRA, PiSSA and LoftQ is LoRA's. No run with any other kind has been compared: what it "
         "costs in time is counted from peft's code, and its band is wider by all of it."
