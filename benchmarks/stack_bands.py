@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import gathered
+from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
-from planner.evidence.bands import COVERAGE, LEAST_ROWS, UNSEEN_STACK, Cell, fit_cell, metric_of, pooled_cell
+from planner.evidence.bands import Cell, metric_of
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.outcome import Prediction
 from planner.predict import predict
@@ -197,7 +198,7 @@ def judged(errors: Sequence[Error]) -> list[tuple[Error, Key, bool]]:
             stack = one["stack"] if (*place, one["stack"]) in cells else ""
             cell = cells.get((*place, stack))
             if cell is not None:
-                found.append((one, (*place, stack), cell.holds(one["ratio"])))
+                found.append((one, (*place, stack), holds(cell, one["ratio"])))
     return found
 
 
@@ -318,7 +319,7 @@ def _unmeasured(errors: Sequence[Error]) -> list[str]:
             others = [rows for other, rows in by_stack.items() if other != stack]
             if len(ratios) >= LEAST_ROWS <= sum(map(len, others)):
                 cell = pooled_cell(others)
-                inside = sum(map(cell.holds, ratios)) / len(ratios)
+                inside = sum(holds(cell, one) for one in ratios) / len(ratios)
                 shares["speed" if metric == METRICS[3] else "memory"].append(inside)
     told = (
         f"{what} {sum(each) / len(each):.0%} (of {len(each)}, least {min(each):.0%})" for what, each in shares.items()
@@ -375,7 +376,7 @@ def main() -> None:
     ERRORS.write_text("\n".join(json.dumps(one) for one in errors) + "\n", encoding="utf-8")
     cells = fitted(errors)
     names = ("rung", "metric", "gpus", "stack")
-    values = [{**dict(zip(names, key, strict=True)), **cell.to_dict()} for key, cell in sorted(cells.items())]
+    values = [{**dict(zip(names, key, strict=True)), **as_row(cell)} for key, cell in sorted(cells.items())]
     BANDS.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(errors), encoding="utf-8")
     sys.stdout.write(page(errors))

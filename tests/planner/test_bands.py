@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pooled_cell
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
 from planner.decision.facts import Limits
-from planner.evidence.bands import (
-    LEAST_SIDE,
-    NOBODY,
-    UNSEEN_CARD,
-    UNSEEN_STACK,
-    Cell,
-    evidence_bands,
-    fit_cell,
-    pooled_cell,
-)
+from planner.evidence.bands import NOBODY, UNSEEN_CARD, Cell, evidence_bands
 from planner.hardware.gpus import find_gpu
 from planner.interchange import asked_setup
 from planner.models import catalogue
@@ -117,7 +109,7 @@ def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None
     names = ("rung", "metric", "gpus", "stack")
     shipped = {tuple(one[name] for name in names): one for one in json.loads(BANDS.read_text(encoding="utf-8"))}
     assert {key: (one["below"], one["above"]) for key, one in shipped.items()} == {
-        key: (cell.to_dict()["below"], cell.to_dict()["above"]) for key, cell in cells.items()
+        key: (as_row(cell)["below"], as_row(cell)["above"]) for key, cell in cells.items()
     }
     assert Path(PAGE).read_text(encoding="utf-8") == page(RECORDED)
 
