@@ -53,7 +53,7 @@ COMMANDS = {
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
     "gpus": Command("lists", "gpus", "The GPU table."),
     "models": Command("lists", "models", "The built-in model catalogue."),
-    "doctor": Command("doctor", "doctor", "What this machine can do, and how to mend what is missing."),
+    "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),
     "accuracy": Command("accuracy", "accuracy", "Predicted against measured, per source and per case."),
     "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
     "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),

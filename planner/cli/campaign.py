@@ -8,7 +8,7 @@ import typer
 
 from planner.app import machine
 from planner.app.progress import ProgressLine
-from planner.cli import options, probing
+from planner.cli import options
 from planner.cli.output import tell
 from planner.errors import EXIT_ENVIRONMENT
 from planner.interchange import to_jsonable
@@ -30,11 +30,11 @@ def campaign(
     spec: Annotated[Path, typer.Argument(help="A campaign's YAML file.", show_default=False)],
     budget: Annotated[str | None, typer.Option(help="Stop after this long: 9m, 90s, 1.5h.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to commit: every outcome of this campaign.")] = None,
-    device: probing.Device = None,
-    store: probing.StorePath = None,
+    device: options.Device = None,
+    store: options.StorePath = None,
     ahead: Annotated[int, typer.Option(min=0, max=8, help="Children that already import while one measures.")] = 1,
-    slurm: probing.Slurm = None,
-    partition: probing.Partition = None,
+    slurm: options.Slurm = None,
+    partition: options.Partition = None,
     dry: Annotated[bool, typer.Option("--list", help="Only say what would be measured, in order.")] = False,
     as_json: options.Json = False,
 ) -> int:

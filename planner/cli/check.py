@@ -10,8 +10,8 @@ import typer
 from planner.check import CheckResult, improve, summary
 from planner.cli import check_folder, cluster_options, options
 from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
-from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, print_lines, tell, write_text
+from planner.cli.setup_flags import takes_options
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.memory.types import MemoryTerm

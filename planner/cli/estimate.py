@@ -12,9 +12,9 @@ from planner.app.climb import over_samples, with_dry_run
 from planner.choices.sound import HALVES_STACK, TEXT_TOKENS
 from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu, complete_model
-from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
-from planner.cli.setups import AnySetupOptions
+from planner.cli.setup_flags import takes_options
+from planner.cli.wish_options import AnySetupOptions
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec

@@ -1,15 +1,18 @@
-"""`plan gpus` and `plan models`: the tables that come with the package."""
+"""`plan gpus` and `plan models`: the tables that come with the package; `plan doctor`: what this machine can do."""
 
 from dataclasses import fields
 
 import typer
 
-from planner.cli.output import console, print_json
-from planner.errors import UsageError
+from planner.cli import options
+from planner.cli.output import console, print_json, tell
+from planner.errors import EXIT_ENVIRONMENT, UsageError
 from planner.hardware.gpus import all_gpus
 from planner.interchange import to_jsonable
 from planner.models import catalogue
 from reports.lists import ModelRow, render_gpus, render_models
+
+_SIGNS = {"ok": "ok     ", "warning": "warning", "missing": "missing"}
 
 
 def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
@@ -39,3 +42,17 @@ def models(
             hint="`plan models` lists all; other hub ids are looked up on the hub",
         )
     render_models(rows, console())
+
+
+def doctor(as_json: options.Json = False) -> int:
+    """Check driver, GPUs, torch, bitsandbytes kernels, flash attention, versions, disk; 3 if probes cannot run."""
+    from probes.doctor import can_probe, examine, findings_to_dict
+
+    findings = examine()
+    lines = []
+    for one in findings:
+        lines.append(f"{_SIGNS[one.level]} {one.name}: {one.text}")
+        lines += [f"        mend: {one.mend}"] if one.mend else []
+    lines.append("GPU probes can run here" if can_probe(findings) else "GPU probes cannot run here; planning can")
+    tell(findings_to_dict(findings), lines, as_json=as_json)
+    return 0 if can_probe(findings) else EXIT_ENVIRONMENT

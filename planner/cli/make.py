@@ -11,8 +11,8 @@ import typer
 from planner.app.climb import answered, chosen_timeline, dry_runs_ahead
 from planner.cli import options
 from planner.cli.answer import workload_for
-from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
+from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.exporters import Launch

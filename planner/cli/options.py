@@ -1,10 +1,12 @@
 """Option declarations that several commands share, and their way into setup fields."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner import setup_fields as fields
+from planner.app.machine import STORE_VARIABLE
 from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
@@ -45,6 +47,15 @@ NoExtraPackages = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
+
+StorePath = Annotated[
+    Path | None, typer.Option("--store", help=f"Store of measurements (default: ${STORE_VARIABLE} or the user's data).")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cuda:N, or cpu (tiny models). Default: every GPU.")]
+Slurm = Annotated[
+    Path | None, typer.Option("--slurm", help="Run as cluster jobs through submitit; its folder (shared).")
+]
+Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partition (with --slurm).")]
 
 DEFAULT_IMAGE_SIZE = "1024"
 

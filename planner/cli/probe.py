@@ -8,10 +8,10 @@ import typer
 
 from planner.app import machine
 from planner.app.progress import ProgressLine
-from planner.cli import options, probing
-from planner.cli.flags import takes_options
+from planner.cli import options
 from planner.cli.output import tell
-from planner.cli.setups import SetupOptions
+from planner.cli.setup_flags import takes_options
+from planner.cli.wish_options import SetupOptions
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.models.resolve import resolve_model
@@ -40,10 +40,10 @@ class ProbeOptions:
     )
     limit: Limit = 180.0
     measure_seconds: MeasureSeconds = 20.0
-    store: probing.StorePath = None
+    store: options.StorePath = None
     again: Annotated[bool, typer.Option("--again", help="Measure even if the store knows the answer.")] = False
-    slurm: probing.Slurm = None
-    partition: probing.Partition = None
+    slurm: options.Slurm = None
+    partition: options.Partition = None
 
     def devices(self, device: str | None, num_gpus: int) -> tuple[str, ...]:
         """What it runs on: this machine's, or the first of the one that Slurm gives."""
@@ -56,7 +56,7 @@ class ProbeOptions:
 def probe(
     model: Annotated[str, typer.Argument(help="Hub id, directory or catalogue name.", show_default=False)],
     gpu: Annotated[str | None, typer.Option(help="Table row of this machine's GPU (default: asked).")] = None,
-    device: probing.Device = None,
+    device: options.Device = None,
     *,
     one: SetupOptions,
     how: ProbeOptions,
@@ -159,10 +159,10 @@ def _rank_line(outcome: Measurement) -> list[str]:
 def confirm(
     directory: Annotated[Path, typer.Argument(help="What `plan ... --out DIR` wrote.", show_default=False)],
     target: Annotated[str | None, typer.Option(help="Read the setup back from this target's launch file.")] = None,
-    device: probing.Device = None,
+    device: options.Device = None,
     limit: Limit = 900.0,
     measure_seconds: MeasureSeconds = 60.0,
-    store: probing.StorePath = None,
+    store: options.StorePath = None,
     as_json: options.Json = False,
 ) -> int:
     """Run the planned setup at full depth for some steps and compare with what the plan promised."""

@@ -1,9 +1,13 @@
-"""Flags that name fields of a setup: one row each, from which every command's options follow.
+"""Options declared once. A command names one parameter and gets all of a class's (`takes_options`); a class names rows
+and gets one option each (`takes_flags`). The rows here are the flags that name fields of a setup.
 
 A wish may name several values of a field, a setup one. To put a further field on the command line, add its row.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -16,11 +20,41 @@ from planner.errors import UsageError
 from planner.option_values import choices, parse_targets, positive
 from planner.records import dataclass
 
+R = TypeVar("R")
 T = TypeVar("T")
 MAX_GPUS = 4096
 MAX_RANK = 65_536
 PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
 """`planner.setup.PARALLELS` without "none" (which follows from the degrees), the usual ones first."""
+
+
+def takes_options(command: Callable[..., R]) -> Callable[..., R]:
+    """A command whose parameters annotated with a dataclass become the options that its fields declare, in that place:
+    typer reads a command's options from its signature."""
+    classes: dict[str, type[Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        annotation = parameter.annotation
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            classes[parameter.name] = annotation
+            parameters += [
+                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+                for one in fields_of(annotation)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def run(**values: Any) -> R:
+        groups = {
+            name: of_class(**{one.name: values.pop(one.name) for one in fields_of(of_class)})
+            for name, of_class in classes.items()
+        }
+        return command(**values, **groups)
+
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)

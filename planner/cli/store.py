@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from planner.app import machine
-from planner.cli import probing
+from planner.cli import options
 from planner.cli.output import print_json
 from planner.outcome import Measurement
 
@@ -19,7 +19,7 @@ store_app = typer.Typer(
 @store_app.command("export")
 def export(
     target: Annotated[Path, typer.Argument(help="File to write (JSON lines).", show_default=False)],
-    store: probing.StorePath = None,
+    store: options.StorePath = None,
 ) -> None:
     """Write the last outcome of every setup as JSON lines."""
     kept = machine.open_store(store)
@@ -29,7 +29,7 @@ def export(
 @store_app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(help="File that `plan store export` wrote.", show_default=False)],
-    store: probing.StorePath = None,
+    store: options.StorePath = None,
 ) -> None:
     """Add another store's outcomes; what is here already is left alone."""
     kept = machine.open_store(store)
@@ -38,7 +38,7 @@ def import_(
 
 
 @store_app.command("show")
-def show(store: probing.StorePath = None) -> None:
+def show(store: options.StorePath = None) -> None:
     """How much the store holds, and where it lies."""
     kept = machine.open_store(store)
     records = kept.latest()

@@ -11,11 +11,10 @@ import typer
 from planner.app.targets import compare_targets as choices_of_targets
 from planner.cli import cluster_options, options
 from planner.cli.answer import workload_for
-from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
 from planner.cli.report import Out as OutOf
 from planner.cli.report import write_html
-from planner.cli.setup_flags import MAX_GPUS
+from planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.cli.wish_options import SpaceOptions, WishOptions
 from planner.decision.kinds import compare_kinds
 from planner.decision.reach import longest_tokens

@@ -11,8 +11,8 @@ import typer
 
 from planner.app.progress import say
 from planner.cli import options
-from planner.cli.flags import takes_options
 from planner.cli.output import tell, write_text
+from planner.cli.setup_flags import takes_options
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu

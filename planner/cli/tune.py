@@ -10,9 +10,9 @@ from planner.app.machine import needs_search
 from planner.app.progress import ProgressLine
 from planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_plan
 from planner.choices.packages import absent_packages
-from planner.cli import options, probing
-from planner.cli.flags import takes_options
+from planner.cli import options
 from planner.cli.output import console, print_json
+from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.cli.writing import write_out
 from planner.errors import EXIT_NOTHING_FITS
@@ -68,8 +68,8 @@ def tune(
     how: SearchOptions,
     out: Annotated[Path | None, typer.Option(help="Directory for the study and the plan's files.")] = None,
     no_dry_run: options.NoDryRun = False,
-    device: probing.Device = None,
-    store: probing.StorePath = None,
+    device: options.Device = None,
+    store: options.StorePath = None,
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:

@@ -10,9 +10,8 @@ import typer
 from planner.app.progress import say
 from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
-from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
-from planner.cli.setup_flags import MAX_GPUS
+from planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.cli.wish_options import SpaceOptions
 from planner.decision.clusters import ClusterOption, counts, options_of
 from planner.errors import EXIT_NOTHING_FITS, UsageError

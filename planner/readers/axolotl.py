@@ -6,7 +6,7 @@ from typing import Any
 from planner.choices.precisions import PRECISIONS
 from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
-from planner.readers import common, hf, partial, schema
+from planner.readers import common, partial, schema
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Spread, device_map, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -206,7 +206,7 @@ def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
     value = settings.raw("selective_checkpointing")
     if value and value is not True:
         settings.approximate("of what selective_checkpointing keeps only attention is counted")
-    return bool(value) and hf.keeps_attention(settings, fields)
+    return bool(value) and common.keeps_attention(settings, fields)
 
 
 def _offloads(settings: Settings, checkpointing: int) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.readers import common, hf
+from planner.readers import common
 from planner.readers.fields import config, said
 from planner.readers.sharding import parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -28,7 +28,7 @@ def read(settings: Settings) -> ReadConfig:
     mode = settings.text("train_mode", "qlora")
     if mode not in MODES:
         raise settings.error("train_mode", f"one of {', '.join(MODES)}", mode)
-    autocast = hf.autocast(settings, bf16_default=False)
+    autocast = common.autocast(settings, bf16_default=False)
     weights = "fp16" if autocast == "fp16" else "bf16"
     fields: dict[str, Any] = {
         **said(settings, FIREFLY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens"),
@@ -40,7 +40,7 @@ def read(settings: Settings) -> ReadConfig:
         "adapter_dtype": "fp32" if mode == "qlora" else "auto",
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "attention": "sdpa",
-        "checkpointing": hf.checkpointing(settings, False),
+        "checkpointing": common.checkpointing(settings, False),
         "loss": "full",
         "packing": task == "pretrain",
     }

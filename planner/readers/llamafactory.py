@@ -5,7 +5,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining, NotPlanned
 from planner.hardware.kernels import default_attention
-from planner.readers import common, hf, schema
+from planner.readers import common, schema
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -178,7 +178,7 @@ def _precision(settings: Settings, *, widens: bool) -> str:
     """`widens`: whether what the autocast type leaves is fp32: of partial layers the frozen rest is not."""
     if settings.flag("pure_bf16", False):
         return "bf16-pure"
-    autocast = hf.autocast(settings, bf16_default=False)
+    autocast = common.autocast(settings, bf16_default=False)
     if autocast is None:
         if settings.text("infer_dtype", "auto") in ("auto", "bfloat16", "float16"):
             settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")

@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.readers import common, hf
+from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import TEACHER, of_recipe
 from planner.readers.sharding import parallel_of
@@ -51,7 +51,7 @@ def read(settings: Settings) -> ReadConfig:
         parts[title] = Settings(block if isinstance(block, dict) else {}, f"{top.name}: {title}", top.outside)
     inner, steps = parts["model"], parts["step_scheduler"]
     _refuse_other_recipes(top, inner)
-    fields = _method(parts, hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto"))
+    fields = _method(parts, common.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto"))
     spread, copies = _spread(parts["distributed"], num_gpus)
     used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
     chosen = OPTIMIZERS.get(used, used.rpartition(".")[2].lower())

@@ -11,7 +11,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
-from planner.readers import common, evaluating, hf, lengths, partial, program_changes, training, versions
+from planner.readers import common, evaluating, lengths, partial, program_changes, training, versions
 from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS, rollout_fields
 from planner.readers.outside import Sharding
@@ -306,7 +306,7 @@ class _Script:
 
     def _precision(self, method: str) -> str:
         own_default = not self.unsloth and self._own_arguments() and self.defaults.bf16
-        autocast = hf.autocast(self.arguments, bf16_default=self.trl and own_default)
+        autocast = common.autocast(self.arguments, bf16_default=self.trl and own_default)
         loader = self.loader
         key = loader.first("dtype", "torch_dtype")
         if self.unsloth:
@@ -323,7 +323,7 @@ class _Script:
         if by_name and self.defaults.dtype:
             if not loader.has(key):
                 loader.assume(f"no dtype in model_init_kwargs: {default}, the default of {self.defaults.said}")
-            return common.precision(self.arguments, hf.weight_dtype(loader, key, default), autocast, method)
+            return common.precision(self.arguments, common.weight_dtype(loader, key, default), autocast, method)
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
@@ -331,14 +331,14 @@ class _Script:
             own = f"the checkpoint's own, {stored or 'taken to be bf16'}"
             taken = own if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
             loader.assume(f"no dtype on from_pretrained: {taken}")
-        weights = hf.weight_dtype(loader, key, default)
+        weights = common.weight_dtype(loader, key, default)
         return common.precision(self.arguments, weights, autocast, method)
 
     def _trainer_prepares(self, quantization: str) -> bool:
         """Whether TRL prepares the quantized base by itself."""
         peft = self.found.trainer is not None and self.found.trainer.argument("peft_config") is not None
         four_bit = quantization in common.FOUR_BIT
-        bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
+        bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
 
     def _own_arguments(self) -> bool:
@@ -355,7 +355,7 @@ class _Script:
 
     def _offloads(self, checkpointing: int) -> bool:
         if not self.unsloth:
-            return hf.offloads(self.arguments, checkpointing)
+            return common.offloads(self.arguments, checkpointing)
         return str(self._of_unsloth()) == "unsloth"
 
     def _of_unsloth(self) -> Any:
@@ -373,7 +373,7 @@ class _Script:
         if old and self._quantization() != "none" and given is not None:
             arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
             return 1
-        on = hf.checkpointing(arguments, self.trl and own_default)
+        on = common.checkpointing(arguments, self.trl and own_default)
         if on:
             return on
         inner = self.settings(prepared)

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from planner.errors import NotPlanned
-from planner.readers import common, hf
+from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -50,10 +50,10 @@ def read(settings: Settings) -> ReadConfig:
         "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "attention": _attention(settings),
-        "checkpointing": hf.checkpointing(settings, True),
+        "checkpointing": common.checkpointing(settings, True),
         **common.liger(settings, settings.flag("use_liger_kernel", False), "full"),
     }
-    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
+    fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
     spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
@@ -97,7 +97,7 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
 
 def _precision(settings: Settings, method: str) -> str:
     dtype = settings.first("torch_dtype", "dtype")
-    weights = hf.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
+    weights = common.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
     fp16 = settings.flag("fp16", weights == "fp16")
     autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
     return common.precision(settings, weights, autocast, method)

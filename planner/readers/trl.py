@@ -5,7 +5,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
 from planner.models.towers import SEEING
-from planner.readers import common, hf, schema, versions
+from planner.readers import common, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal, rollout_fields
 from planner.readers.sharding import Spread, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
@@ -35,12 +35,12 @@ def read(settings: Settings) -> ReadConfig:
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
-        "checkpointing": hf.checkpointing(settings, defaults.checkpointing),
+        "checkpointing": common.checkpointing(settings, defaults.checkpointing),
     }
     if not aim.supervised and fields["method"] != "full" and settings.flag("disable_dropout", not aim.rolls_out):
         fields["lora_dropout"] = 0.0
-    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
-    fields["selective_checkpointing"] = hf.selects(settings, fields)
+    fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = common.selects(settings, fields)
     if "max_length" in values and values["max_length"] is None and not aim.rolls_out:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if aim.rolls_out:
@@ -128,8 +128,8 @@ def _precision(
     key = settings.first("dtype", "torch_dtype")
     if not settings.has(key):
         settings.assume("dtype absent: float32 weights, TRL's default")
-    weights = hf.weight_dtype(settings, key, "float32")
-    autocast = hf.autocast(settings, bf16_default=defaults.bf16)
+    weights = common.weight_dtype(settings, key, "float32")
+    autocast = common.autocast(settings, bf16_default=defaults.bf16)
     if method == "qlora" and autocast == "fp16":
         settings.approximate(
             "TRL casts a quantized base's adapters to bf16, which the fp16 loss scaler cannot unscale: the run stops "

@@ -19,10 +19,9 @@ from planner.cli.estimate import estimate
 from planner.cli.make import make
 from planner.cli.probe import probe
 from planner.cli.setup_flags import PARALLELS
-from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.tables import which_gpu
 from planner.cli.tune import tune
-from planner.cli.wish_options import SpaceOptions, WishOptions
+from planner.cli.wish_options import AnySetupOptions, SetupOptions, SpaceOptions, WishOptions
 from planner.errors import UsageError
 from planner.hardware.cluster import links
 from planner.hardware.gpus import find_gpu
