@@ -116,12 +116,9 @@ class AccuracyTable:
     def worst(self, num: int) -> tuple[AccuracyCase, ...]:
         """The cases with the largest errors, one per configuration, worst first."""
         seen: dict[tuple[str, str], AccuracyCase] = {}
-        for case in sorted(self._with_error(), key=_absolute, reverse=True):
+        for case in sorted((one for one in self.cases if one.measured is not None), key=_absolute, reverse=True):
             seen.setdefault((case.row.group, case.row.config_id), case)
         return tuple(seen.values())[:num]
-
-    def _with_error(self) -> list[AccuracyCase]:
-        return [case for case in self.cases if case.error_fraction is not None]
 
 
 def accuracy_table(

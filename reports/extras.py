@@ -1,16 +1,25 @@
-"""What a plan.json carries beside the plan itself, for the reports: launch files, the timeline of a step, sensitivity.
+"""What a plan.json carries beside the plan itself, for the reports: launch files, the timeline of a step, what changes
+if one thing moves, the trials of a search. Plain values come in, because reports know neither probes nor search.
 
 All of it is optional; a report leaves out what is not there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
+from itertools import pairwise
 from typing import Any
 
 from planner.codec import decode
-from planner.interchange import to_jsonable
-from planner.outcome import Verdict
+from planner.errors import SetupError
+from planner.interchange import setup_to_dict, to_jsonable
+from planner.outcome import Candidate, Evidence, ProbeFailure, Verdict
 from planner.records import dataclass
+from planner.setup import TrainSetup
+from reports.text import failure_words
+
+MAX_TENSORS = 12
+NUM_STEPS = 3
+"""Doublings shown on either side of the plan's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +130,103 @@ def extras_to_dict(extras: Extras) -> dict[str, Any]:
 def extras_from_dict(document: Mapping[str, Any]) -> Extras:
     """The extras of a plan.json."""
     return decode(Extras, {key: document[key] for key in EXTRA_KEYS if key in document}, "plan.json")
+
+
+def timeline_of(
+    points: Sequence[tuple[int, int]], groups: Mapping[tuple[str, str], int], depth: str = ""
+) -> Timeline | None:
+    """A dry run's memory over one step, None where it kept none.
+
+    Args:
+        points: (event number, allocated bytes), in order.
+        groups: (category, name) -> bytes alive at the peak.
+        depth: what was traced where it was not the whole model ("4 of 28 layers").
+    """
+    if not points:
+        return None
+    peak_event, peak_bytes = max(points, key=lambda point: point[1])
+    largest = sorted(groups.items(), key=lambda item: -item[1])[:MAX_TENSORS]
+    return Timeline(
+        points=tuple((int(event), int(size)) for event, size in points),
+        peak_event=int(peak_event),
+        peak_bytes=int(peak_bytes),
+        tensors=tuple(
+            PeakTensor(name=name, category=category, size_bytes=int(size)) for (category, name), size in largest if size
+        ),
+        depth=depth,
+    )
+
+
+def search_values(
+    trials: Iterable[tuple[TrainSetup, str, Evidence | None, str]], stop_reason: str, budget_bytes: int
+) -> dict[str, Any]:
+    """`Plan.search` from the trials of a search, in order.
+
+    Args:
+        trials: (setup, origin, evidence, why it was left out without a probe or "").
+        stop_reason: why the search stopped.
+        budget_bytes: what the device peak may reach.
+    """
+    rows = []
+    for number, (setup, origin, evidence, excluded) in enumerate(trials):
+        failure = failure_words(evidence) if isinstance(evidence, ProbeFailure) else ""
+        known = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
+        fits = known is not None and not excluded and known.peak_device_bytes <= budget_bytes
+        rows.append(
+            {
+                "number": number,
+                "origin": origin,
+                "setup": setup_to_dict(setup),
+                "rung": "formula" if evidence is None else evidence.rung.value,
+                "tokens_per_s": None if known is None else known.tokens_per_s,
+                "peak_device_bytes": None if known is None else known.peak_device_bytes,
+                "feasible": fits,
+                "reason": excluded or failure or ("" if fits else "does not fit"),
+            }
+        )
+    return {"trials": rows, "stop_reason": stop_reason}
+
+
+def neighbours(setup: TrainSetup) -> Iterator[tuple[str, int, TrainSetup]]:
+    """(field, value, setup) around the chosen setup by doubling; the effective batch stays constant.
+
+    A micro-batch that does not divide the effective batch is left out, as the planner leaves it out.
+    """
+    for parameter in ("lora_rank", "seq_len_tokens", "micro_batch_seqs"):
+        value = getattr(setup, parameter)
+        for exponent in range(-NUM_STEPS, NUM_STEPS + 1):
+            moved = value * 2**exponent if exponent >= 0 else value // 2**-exponent
+            if moved < 1 or (exponent < 0 and value % 2**-exponent):
+                continue
+            changes = {parameter: moved}
+            if parameter == "micro_batch_seqs":
+                sequences = setup.micro_batch_seqs * setup.accumulation_steps
+                if sequences % moved:
+                    continue
+                changes["accumulation_steps"] = sequences // moved
+            try:
+                yield parameter, moved, setup.with_(**changes)
+            except SetupError:
+                continue
+
+
+def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -> tuple[SensitivityPoint, ...]:
+    """The chosen setup's neighbours as `predict` (a rung given by the caller) sees them."""
+    points = []
+    for parameter, value, setup in neighbours(chosen.setup):
+        own = setup == chosen.setup
+        candidate = predict(setup)
+        points.append(
+            SensitivityPoint(
+                parameter=parameter,
+                value=value,
+                fits=candidate.fits,
+                tight=candidate.verdict == "tight",
+                peak_device_bytes=candidate.memory_evidence.peak_device_bytes,
+                tokens_per_s=candidate.tokens_per_s,
+                rung=candidate.memory_evidence.rung.value,
+                chosen=own,
+            )
+        )
+    assert all(a.parameter != b.parameter or a.value < b.value for a, b in pairwise(points))
+    return tuple(points)

@@ -126,7 +126,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     chosen = plan.subject
     wish = plan.workload
     parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
-    named = text.memory_mark(parts.terms_evidence)
+    named, ranks = text.memory_mark(parts.terms_evidence), text.rank_peaks_rows(chosen)
     charts = _charts(plan, extras, name)
     moved = [chart for key, chart in charts.items() if key.startswith("sensitivity")]
     view: dict[str, Any] = {
@@ -139,7 +139,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "moved": moved,
         "drawn": list(filter(None, charts.values())),
         "launch": extras.launch,
-        "setup_json": _setup_json(plan, chosen),
+        "setup_json": json.dumps({"model": wish.model.model_id, "gpu": wish.gpu.key, **asked_form(chosen.setup)}),
         "rungs": _rungs(chosen),
         "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
         "terms": table_of(
@@ -149,7 +149,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
                 for row in parts.rows
             ),
         ),
-        "ranks": _ranks(chosen),
+        "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "tree": plan.tree,
         "chosen": chosen.setup,
@@ -188,12 +188,6 @@ def _missing(plan: NoPlan) -> dict[str, Any]:
         "search_note": "",
         "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)),
     }
-
-
-def _ranks(chosen: Candidate) -> dict[str, Any] | None:
-    """The peaks of GPUs that hold different parts of the job, None where all are alike."""
-    rows = text.rank_peaks_rows(chosen)
-    return table_of(("GPUs", "number", "peak", "of the fullest"), rows) if rows else None
 
 
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
@@ -277,8 +271,3 @@ def _rungs(candidate: Candidate) -> dict[str, Any]:
     figures.append(("speed", *("-" if one is None else text.rate(one.tokens_per_s) for one in known)))
     figures.append(("time band", *("-" if one is None else text.speed_band(one) or "-" for one in known)))
     return table_of(("", *(name for name, _ in present)), figures)
-
-
-def _setup_json(plan: Plan | NoPlan, chosen: Candidate) -> str:
-    names = {"model": plan.workload.model.model_id, "gpu": plan.workload.gpu.key}
-    return json.dumps({**names, **asked_form(chosen.setup)})

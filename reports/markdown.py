@@ -35,14 +35,12 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
         blocks += _launch(extras)
     blocks += _tree(plan.tree)
     if isinstance(plan, Plan):
-        blocks += _alternatives(plan)
-        blocks += _sensitivity(extras)
-    blocks += [escape(text.space_sentence(plan))]
-    blocks += _rungs(chosen)
+        blocks += [*_alternatives(plan), *_sensitivity(extras)]
+    blocks += [escape(text.space_sentence(plan)), *_rungs(chosen)]
     notes = notes_of(plan)
     if notes:
         blocks += ["## Notes", bullets(notes)]
-    blocks += _environment(plan, extras)
+    blocks += ["## Where this comes from", table(SOURCE_HEADER, source_rows(plan, extras))]
     return document(workload_words(plan.workload), *blocks)
 
 
@@ -197,7 +195,3 @@ def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
     peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
     marks = text.memory_mark(evidence) + (f"; {text.speed_mark(evidence)}" if evidence.tokens_per_s else "")
     return (*(gib(peak) for peak in peaks), step, speed, marks)
-
-
-def _environment(plan: Plan | NoPlan, extras: Extras) -> list[str]:
-    return ["## Where this comes from", table(SOURCE_HEADER, source_rows(plan, extras))]

@@ -132,9 +132,7 @@ def render_estimate(
         if words:
             page.line(words)
     if over is not None:
-        from reports.evidence import lengths_sentence
-
-        page.line(lengths_sentence(over))
+        page.line(text.lengths_sentence(over))
     if enough:
         page.line(f"One change should be enough: {', or '.join(enough[:NUM_ENOUGH])}.")
     elif enough is not None:

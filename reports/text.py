@@ -4,6 +4,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from planner.notes import Place, place_of
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
@@ -13,6 +14,9 @@ from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
 from reports.plain import clean, joined, plural
 from reports.setup_text import setup_words, spread_words
+
+if TYPE_CHECKING:
+    from planner.samples.lengths import OverLengths
 
 RUNG_WORDS = {
     Rung.FORMULA: "formula",
@@ -249,6 +253,22 @@ def spread_sentence(candidate: Candidate) -> str:
     if formula.step_time_s:
         words += f"; of the step {joined(parts, ' and ')}" if parts else "; communication is hidden behind compute"
     return f"{words} ({speed_mark(formula)})."
+
+
+def lengths_sentence(over: "OverLengths") -> str:
+    """Memory over varying lengths beside that of constant ones, and what the card's limit makes of it."""
+    rounded = ", lengths rounded up to a few" if over.rounded else ""
+    words = (
+        f"Over {over.num_micro_batches} shuffled micro-batches of {over.shortest_tokens:,} to "
+        f"{over.longest_tokens:,} tokens ({clean(over.source)}; seed {over.seed}{rounded}): "
+        f"{gib(over.peak_reserved_bytes)} reserved, {gib(over.peak_allocated_bytes)} allocated; "
+        f"all of them at {over.longest_tokens:,}: {gib(over.constant_reserved_bytes)} reserved."
+    )
+    if over.num_retries is None:
+        return f"{words} The card cannot hold that: it runs out of memory."
+    if over.num_retries:
+        return f"{words} Above the card's limit, so PyTorch gives cached memory back {over.num_retries} times."
+    return words
 
 
 def rank_peaks_rows(candidate: Candidate) -> list[tuple[str, str, str, str]]:

@@ -132,7 +132,7 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     if not isinstance(plan, Plan) or not isinstance(plan.chosen.dry_run, Prediction):
         return None
     from probes.dryrun.api import dry_run_report
-    from reports.evidence import timeline_of
+    from reports.extras import timeline_of
 
     card = with_memory(plan.workload.gpu, plan.workload.memory_bytes)
     known = dry_run_report(plan.workload.model, card, plan.chosen.setup)

@@ -11,7 +11,7 @@ from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Plan, with_trades
 from planner.units import gib
-from reports.evidence import search_values
+from reports.extras import search_values
 from reports.setup_text import trial_words
 
 if TYPE_CHECKING:

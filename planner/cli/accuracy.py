@@ -56,7 +56,8 @@ def accuracy(
     if rivals:
         _against_rivals(rows, rivals, out)
         return
-    tables = _tables(rows, rung, quantities)
+    ask = _remembered(predict if rung == "formula" else dry_run_setup())
+    tables = [accuracy_table(rows, ask, what=one, lookup=_lookup, rung=RUNGS[rung]) for one in quantities]
     if out is not None:
         asked = (
             f"--rung {rung} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
@@ -66,11 +67,6 @@ def accuracy(
         print_json(accuracy_json(tables))
         return
     render_accuracy(tables, console())
-
-
-def _tables(rows: Sequence[MeasuredRow], rung: str, quantities: Sequence[Quantity]) -> list[AccuracyTable]:
-    ask = _remembered(predict if rung == "formula" else dry_run_setup())
-    return [accuracy_table(rows, ask, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
 
 
 def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:

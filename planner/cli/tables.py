@@ -36,8 +36,7 @@ from reports.adapters import AdaptersSheet
 from reports.html import Entry
 from reports.progress import steps
 from reports.targets import TargetsSheet
-from reports.which_gpu import SORTS, GpusSheet, rank_gpus
-from reports.which_model import ModelChoice, ModelsSheet
+from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
 
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")]
 

@@ -89,7 +89,8 @@ def tune(
     if isinstance(plan, Plan):
         plan = tune_plan(plan, tuning)
     if out is not None:
-        write_out(plan, out, targets=None, dataset=None, command=["tune", *_job(model, gpu, asked)])
+        several = ["--gpus", str(asked.num_gpus)] if asked.num_gpus > 1 else []
+        write_out(plan, out, targets=None, dataset=None, command=["tune", model, "--gpu", gpu, *several])
     if as_json:
         print_json(plan_to_dict(plan))
     else:
@@ -110,8 +111,3 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
     asked = wanted.workload(spec, card, wish.cluster(card))
     on_this_machine(asked)
     return asked
-
-
-def _job(model: str, gpu: str, wish: Workload) -> list[str]:
-    """The words of the command that name model and GPUs."""
-    return [model, "--gpu", gpu, *(["--gpus", str(wish.num_gpus)] if wish.num_gpus > 1 else [])]

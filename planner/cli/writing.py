@@ -29,8 +29,7 @@ from planner.samples.dataset import sample_columns
 from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload
-from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline
-from reports.sensitivity import sensitivity
+from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline, sensitivity
 from reports.setup_text import gpus_words
 from reports.write import plan_files
 

@@ -13,7 +13,6 @@ from planner.readers import (
     evaluating,
     fields,
     hydra,
-    launchers,
     llamafactory,
     llamafactory_v1,
     own,
@@ -31,6 +30,7 @@ from planner.readers.launched import Launches, weight, with_open
 from planner.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.outside import Sharding
 from planner.readers.program.source import of_cells, of_notebook, of_requirements
+from planner.readers.sharding import LAUNCHERS, num_processes, read_accelerate
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
@@ -154,9 +154,9 @@ def _read(text: str, name: str, sharding: Sharding, launcher: str | None = None)
 def _under_launcher(text: str, name: str, sharding: Sharding, launcher: str) -> ReadConfig:
     """The setup of a file under the Accelerate config that it is launched with."""
     told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", sharding)
-    inside = replace(sharding, num_gpus=launchers.num_processes(told))
+    inside = replace(sharding, num_gpus=num_processes(told))
     inner = _read(text, name, inside)
-    spread = launchers.read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
+    spread = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
     setup = spread.setup
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
         setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
@@ -192,8 +192,8 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
         known, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=known)
     settings = Settings(parsed.values, name, sharding)
-    if kind in launchers.READERS:
-        found = launchers.READERS[kind](settings)
+    if kind in LAUNCHERS:
+        found = LAUNCHERS[kind](settings)
     else:
         inner = of_mapping(settings, kind)
         found = with_open(inner, opened, name, sharding.num_gpus) if opened else inner

@@ -4,7 +4,7 @@ import json
 
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from reports.charts import search_history
-from reports.evidence import MAX_TENSORS, search_values, timeline_of
+from reports.extras import MAX_TENSORS, search_values, timeline_of
 from tests.reports.factories import make_candidate, make_setup
 
 

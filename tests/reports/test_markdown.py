@@ -8,10 +8,9 @@ import pytest
 from planner.outcome import Rung
 from planner.units import gib
 from planner.workload import Data
-from reports.extras import Extras, LaunchFile, LaunchTarget
+from reports.extras import Extras, LaunchFile, LaunchTarget, sensitivity
 from reports.markdown import escape, fenced, plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
-from reports.sensitivity import sensitivity
 from tests.reports.factories import make_candidate, make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden
 

@@ -23,6 +23,7 @@ from reports.extras import (
     TimelinePhase,
     extras_from_dict,
     extras_to_dict,
+    sensitivity,
 )
 from reports.plan_json import (
     RUNG_KEYS,
@@ -32,7 +33,6 @@ from reports.plan_json import (
     plan_to_dict,
     read_plan_json,
 )
-from reports.sensitivity import sensitivity
 from tests.reports.factories import (
     make_candidate,
     make_failed_dry_run,

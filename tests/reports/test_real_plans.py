@@ -13,9 +13,8 @@ from planner.models import catalogue
 from planner.plan import Plan
 from planner.planning.answer import plan_workload
 from planner.wish import Wish
-from reports.extras import Extras
+from reports.extras import Extras, sensitivity
 from reports.plan_json import plan_from_dict
-from reports.sensitivity import sensitivity
 from reports.terminal import render_plan
 from reports.write import entry_of, plan_files, report_files
 

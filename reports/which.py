@@ -1,12 +1,14 @@
-"""Which GPU for a model: every card's plan side by side, smallest that fits first."""
+"""Which GPU for a model (every card's plan side by side, smallest that fits first), and which model for a GPU (the
+catalogue by what can be trained on it, to what length and how fast)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from planner.decision.node import Node
 from planner.hardware.gpu import GpuSpec
+from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
@@ -18,7 +20,7 @@ from reports.page import Page, Sheet
 from reports.plain import clean, plural
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import short_setup_words
-from reports.text import cost_per_million, fit_word, memory_marks, speed_mark
+from reports.text import cost_per_million, fit_word, memory_marks, speed_mark, speed_marks
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -141,7 +143,7 @@ class GpusSheet(Sheet):
         if self.only_fitting and any(one.fits for one in choices):
             choices = [one for one in choices if one.fits]
         by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
-        header, rows, right = _table(choices, by_method=by_method, setups=setups)
+        header, rows, right = _gpus_table(choices, by_method=by_method, setups=setups)
         page.whole(header, rows, right=right, fixed=("--gpu", "method"))
         marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
         words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
@@ -157,15 +159,15 @@ class GpusSheet(Sheet):
             page.line("Prices are dated and indicative; plan MODEL --gpu GPU --price sets your own.", style="dim")
 
     def markdown(self) -> str:
-        table = markdown_table(*_table(self.choices, by_method=True, setups=True))
+        table = markdown_table(*_gpus_table(self.choices, by_method=True, setups=True))
         title = which_gpu_title(self.choices[0].answer.workload)
         return document(title, bullets(which_gpu_sentences(self.choices)), table)
 
     def document(self) -> list[dict[str, Any]]:
-        return list(map(_as_json, self.choices))
+        return list(map(_gpu_json, self.choices))
 
 
-def _as_json(one: GpuChoice) -> dict[str, Any]:
+def _gpu_json(one: GpuChoice) -> dict[str, Any]:
     """One card as data; `candidate` as in plan.json."""
     answer, chosen = one.answer, one.answer.subject
     return {
@@ -183,7 +185,7 @@ def _as_json(one: GpuChoice) -> dict[str, Any]:
     }
 
 
-def _table(
+def _gpus_table(
     choices: Sequence[GpuChoice], *, by_method: bool, setups: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
     """Header, rows and the columns of numbers; `by_method`: a column of speeds per method; `setups`: in full words."""
@@ -214,3 +216,114 @@ def _table(
             )
         )
     return header, rows, ("memory", "tokens/s", "#", "$/M", "# ", *speeds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """One model on the card.
+
+    Attributes:
+        longest_tokens: method -> longest sequence that fits alone, 0 where none does.
+        answer: the plan at the length asked for; None where no method reaches it.
+    """
+
+    model: ModelSpec
+    longest_tokens: Mapping[str, int]
+    answer: Plan | NoPlan | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan at the length asked for."""
+        return isinstance(self.answer, Plan)
+
+
+@dataclass(frozen=True)
+class ModelsSheet(Sheet):
+    """The models, largest first; on a terminal those that fit, with `every` the others too."""
+
+    rows: Sequence[ModelChoice]
+    workload: Workload
+    every: bool = False
+
+    def render(self, console: Console) -> None:
+        page, wish = Page(console), self.workload
+        page.line(self._title(), style="bold")
+        for sentence in self._sentences():
+            page.line(sentence)
+        page.line()
+        header, cells, right = _models_table(self.rows if self.every else [one for one in self.rows if one.fits])
+        page.whole(header, cells, right=right, fixed=("plan",))
+        page.line(
+            "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: "
+            f"what plan MODEL --gpu {wish.gpu.key} takes at {wish.seq_len_tokens:,} tokens{self._marks()}.",
+            style="dim",
+        )
+
+    def markdown(self) -> str:
+        return document(self._title(), bullets(self._sentences()), markdown_table(*_models_table(self.rows)))
+
+    def document(self) -> list[dict[str, Any]]:
+        return list(map(_model_json, self.rows))
+
+    def _title(self) -> str:
+        """The first line: the card and what a step must look like."""
+        wish = self.workload
+        return (
+            f"What {clean(wish.gpu.name)} can fine-tune · {wish.seq_len_tokens:,} tokens · "
+            f"{wish.global_batch_seqs:,} sequences per step"
+        )
+
+    def _sentences(self) -> list[str]:
+        """What to take away: how many, and the largest model of each method."""
+        rows = self.rows
+        sentences = [f"{sum(one.fits for one in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
+        for method in METHOD_SHORT:
+            planned = [(one, one.answer.workload) for one in rows if isinstance(one.answer, Plan)]
+            reach = [one for one, wish in planned if one.longest_tokens.get(method, 0) >= wish.seq_len_tokens]
+            if reach:
+                largest = max(reach, key=lambda one: one.model.num_params)
+                size = count(largest.model.num_params)
+                sentences.append(f"Largest with {METHOD_SHORT[method]}: {clean(largest.model.model_id)} ({size}).")
+        return sentences
+
+    def _marks(self) -> str:
+        plans = [one.answer.chosen for one in self.rows if isinstance(one.answer, Plan)]
+        memory, speed = (one.memory_evidence for one in plans), (one.speed_evidence for one in plans)
+        return f" (memory: {memory_marks(memory)}; speed: {speed_marks(speed)})" if plans else ""
+
+
+def _model_json(one: ModelChoice) -> dict[str, Any]:
+    """One model as data: tokens, bytes, tokens/s."""
+    answer = one.answer
+    chosen = answer.chosen if isinstance(answer, Plan) else None
+    return {
+        "model": one.model.model_id,
+        "num_params": one.model.num_params,
+        "longest_tokens": dict(one.longest_tokens),
+        "fits": one.fits,
+        "tokens_per_s": chosen.tokens_per_s if chosen else None,
+        "candidate": candidate_to_dict(chosen, one.model.model_id, answer.workload.gpu.key)
+        if chosen and answer
+        else None,
+    }
+
+
+def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    header = ("model", "size", "full", "LoRA", "QLoRA", "plan", "tokens/s")
+    cells = []
+    for one in rows:
+        chosen = one.answer.chosen if isinstance(one.answer, Plan) else None
+        cells.append(
+            (
+                clean(one.model.model_id),
+                count(one.model.num_params),
+                *(_length(one.longest_tokens.get(method)) for method in METHOD_SHORT),
+                METHOD_SHORT[chosen.setup.method] if chosen else "-",
+                f"{chosen.tokens_per_s:,.0f}" if chosen else "-",
+            )
+        )
+    return header, cells, ("size", "full", "LoRA", "QLoRA", "tokens/s")
+
+
+def _length(tokens: int | None) -> str:
+    return f"{tokens:,}" if tokens else "-"
