@@ -10,8 +10,7 @@ from planner import __version__
 from planner.app import machine
 from planner.app.history import history_of
 from planner.app.progress import ProgressLine, say
-from planner.app.search_space import search_candidates
-from planner.app.tuned import tuned
+from planner.app.search_space import search_candidates, tuned
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.plan import Plan

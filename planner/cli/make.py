@@ -57,7 +57,7 @@ class FileOptions:
             traced = known_targets(self.verify)
             if self.out is None or gpus not in (None, 1):
                 raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
-            from planner.cli.verify import check_tools
+            from planner.cli.trace import check_tools
 
             check_tools(traced)
         return known_targets(self.target) if self.target else ()
@@ -158,7 +158,7 @@ class _Written:
 
 def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
     """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
-    from planner.cli.verify import sentences, trace_files, with_trace, withdraw
+    from planner.cli.trace import sentences, trace_files, with_trace, withdraw
     from planner.cli.writing import launch_sentences, next_command, write_out
 
     timeline = chosen_timeline(written.plan)

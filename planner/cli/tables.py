@@ -32,10 +32,9 @@ from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
-from reports.adapters import AdaptersSheet
 from reports.html import Entry
 from reports.progress import steps
-from reports.targets import TargetsSheet
+from reports.side_by_side import AdaptersSheet, TargetsSheet
 from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
 
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")]

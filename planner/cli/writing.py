@@ -14,7 +14,7 @@ from planner.app.climb import dry_run_setup
 from planner.app.progress import say
 from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
-from planner.cli.verify import sentence
+from planner.cli.trace import sentence
 from planner.decision.candidates import candidate
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch

@@ -17,8 +17,7 @@ from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
 from reports.accuracy import AccuracyTable, accuracy_table, percentile
-from reports.accuracy_charts import scatter_svg
-from reports.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown
+from reports.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 
 CARDS = {card.key: card for card in all_gpus()}
 SETUP = TrainSetup(method="lora", lora_rank=16)

@@ -1,10 +1,12 @@
-"""The kinds of adapters side by side: trained parameters, memory, speed, and what was published of their quality."""
+"""The kinds of adapters side by side (trained parameters, memory, speed, what was published of their quality), and the
+launch targets: what each would run for one wish, how fast, in how much memory."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
+from planner.app.targets import TargetChoice, as_fast, tokens_per_s
 from planner.choices.adapters import REFUSED
 from planner.decision.kinds import KindChoice
 from planner.records import dataclass
@@ -112,3 +114,81 @@ def _sentences(rows: Sequence[KindChoice]) -> list[str]:
     )
     found += [f"Not planned: {name} ({reason})." for name, reason in REFUSED.items()]
     return found
+
+
+TARGETS_HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
+TARGETS_RIGHT = ("tokens/s", "band", "memory")
+
+
+@dataclass(frozen=True)
+class TargetsSheet(Sheet):
+    """The targets, fastest first, and what to make of them."""
+
+    rows: Sequence[TargetChoice]
+    workload: Workload
+
+    def render(self, console: Console) -> None:
+        page = Page(console)
+        page.line(_targets_title(self.workload), style="bold")
+        page.line()
+        page.whole(TARGETS_HEADER, _targets(self.rows), right=TARGETS_RIGHT, fixed=("target", "tokens/s", "memory"))
+        for sentence in _target_sentences(self.rows):
+            page.line(sentence)
+
+    def markdown(self) -> str:
+        table = markdown_table(TARGETS_HEADER, _targets(self.rows), TARGETS_RIGHT)
+        return document(_targets_title(self.workload), table, bullets(_target_sentences(self.rows)))
+
+    def document(self) -> list[dict[str, Any]]:
+        return [_target_json(row, self.workload) for row in self.rows]
+
+
+def _targets_title(wish: Workload) -> str:
+    """The first line: model, card and length."""
+    cards = f"{wish.num_gpus} x " if wish.num_gpus > 1 else ""
+    return f"Targets for {clean(wish.model.model_id)} on {cards}{clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
+
+
+def _target_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
+    """One target as data; `candidate` as in plan.json."""
+    one = row.candidate
+    return {
+        "target": row.target,
+        "title": row.title,
+        "refused": row.refused,
+        "tokens_per_s": tokens_per_s(row),
+        "time_band_fraction": one.formula.time_band_fraction if one else None,
+        "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
+        "candidate": candidate_to_dict(one, wish.model.model_id, wish.gpu.key) if one else None,
+    }
+
+
+def _target_sentences(rows: Sequence[TargetChoice]) -> list[str]:
+    """Which is fastest, which may be, and why the others are not in the table."""
+    found = []
+    if rows[0].candidate is not None:
+        found.append(
+            f"Fastest: {rows[0].title}. --target {rows[0].target} --out DIR plans for it and writes its files."
+        )
+        if near := as_fast(rows):
+            found.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
+        found.append("Formula, each target's own fastest plan; no run has compared the programs with each other here.")
+    return [*found, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
+
+
+def _targets(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:
+    return [_target_cells(row) for row in rows if row.candidate is not None]
+
+
+def _target_cells(row: TargetChoice) -> tuple[str, ...]:
+    assert row.candidate is not None
+    formula = row.candidate.formula
+    band = formula.time_band_fraction
+    return (
+        row.target,
+        row.title,
+        f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-",
+        f"±{band:.0%}" if band is not None else "-",
+        gib(formula.peak_device_bytes),
+        setup_words(row.candidate.setup),
+    )
