@@ -15,10 +15,11 @@ import typer
 
 from planner import setup_fields as fields
 from planner.choices.adapters import refusal as adapter_refusal
-from planner.choices.rollouts import GENERATORS
+from planner.choices.rollouts import GENERATORS, Rollout
 from planner.errors import UsageError
 from planner.option_values import choices, parse_targets, positive
 from planner.records import dataclass
+from planner.setup import TrainSetup
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -57,6 +58,10 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+KINDS = {one.name: type(one.default) for of in (TrainSetup, Rollout) for one in fields_of(of)}
+"""Field -> the kind of its values."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One field of a setup on the command line.
@@ -66,7 +71,8 @@ class Flag:
         name: the option, as a Python name; "": the field's.
         help: for people, without what follows from the others.
         values: the words that it may have; (): any.
-        kind: of one value; a bool has two options, --name and --no-name, but where it is `single`.
+        kind: of one value, where it is not the field's own; a bool has two options, --name and --no-name, unless
+            `single`.
         many: whether a wish may name several.
         read: (option, one value) -> what the field is.
     """
@@ -75,7 +81,7 @@ class Flag:
     name: str = ""
     help: str = ""
     values: tuple[str, ...] = ()
-    kind: type = str
+    kind: type | None = None
     many: bool = False
     single: bool = False
     read: Callable[[str, Any], Any] = lambda _, value: value
@@ -92,11 +98,13 @@ class Flag:
 
     def annotation(self, *, wished: bool) -> Any:
         """What typer reads the option from."""
-        pair = f"/--no-{self.word}" if self.kind is bool and not self.single else ""
+        own = self.kind or KINDS[self.of]
+        kind = own if own in (bool, int, float) else str
+        pair = f"/--no-{self.word}" if kind is bool and not self.single else ""
         text = self.help or "/".join(self.values)
         if wished and self.many:
-            return Annotated[list[self.kind] | None, typer.Option(f"--{self.word}", help=f"{text}; repeatable.")]  # type: ignore[name-defined]
-        return Annotated[self.kind | None, typer.Option(f"--{self.word}{pair}", help=f"{text}.")]
+            return Annotated[list[kind] | None, typer.Option(f"--{self.word}", help=f"{text}; repeatable.")]  # type: ignore[valid-type]
+        return Annotated[kind | None, typer.Option(f"--{self.word}{pair}", help=f"{text}.")]
 
     def wished(self, value: Any) -> tuple[Any, ...]:
         """The values of the field that a wish allows.
@@ -160,7 +168,6 @@ CHECKPOINTING = Flag(
 CHECKPOINT_EVERY = Flag(
     of="checkpointing",
     name="checkpoint_every",
-    kind=int,
     help="Checkpoint every n-th layer",
     read=partial(positive, maximum=100_000),
 )
@@ -168,7 +175,7 @@ CHECKPOINT_EVERY = Flag(
 
 SPACE = (
     Flag(of="method", help="full, lora or qlora", values=fields.METHODS, many=True),
-    Flag(of="lora_rank", name="rank", kind=int, help="LoRA rank, fixed", read=partial(positive, maximum=MAX_RANK)),
+    Flag(of="lora_rank", name="rank", help="LoRA rank, fixed", read=partial(positive, maximum=MAX_RANK)),
     Flag(
         of="lora_targets",
         name="targets",
@@ -181,13 +188,13 @@ SPACE = (
     Flag(of="attention", values=fields.ATTENTIONS, many=True),
     CHECKPOINTING,
     CHECKPOINT_EVERY,
-    Flag(of="packing", kind=bool, help="Fill sequences with several samples"),
+    Flag(of="packing", help="Fill sequences with several samples"),
     Flag(of="loss", values=fields.LOSSES, many=True),
     Flag(of="kernels", values=fields.KERNEL_FAMILIES, many=True),
-    Flag(of="activation_offload", kind=bool, help="Checkpoints in host memory or on the GPU"),
-    Flag(of="selective_checkpointing", kind=bool, help="Checkpointed layers keep their attention (TRL, Axolotl)"),
-    Flag(of="compile", kind=bool, help="torch.compile, which no plan takes unasked"),
-    Flag(of="quantize_experts", kind=bool, help="A mixture's stacked experts in 4 bits (Axolotl)"),
+    Flag(of="activation_offload", help="Checkpoints in host memory or on the GPU"),
+    Flag(of="selective_checkpointing", help="Checkpointed layers keep their attention (TRL, Axolotl)"),
+    Flag(of="compile", help="torch.compile, which no plan takes unasked"),
+    Flag(of="quantize_experts", help="A mixture's stacked experts in 4 bits (Axolotl)"),
 )
 """Of a setup on one GPU."""
 ADAPTER = Flag(
@@ -195,22 +202,16 @@ ADAPTER = Flag(
 )
 SHARED = (
     Flag(of="parallel", values=PARALLELS, many=True),
-    Flag(of="shard_degree", kind=int, help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all", read=_gpus),
-    Flag(of="reshard_after_forward", name="reshard", kind=bool, help="FSDP2 frees gathered weights after the forward"),
+    Flag(of="shard_degree", help="FSDP2 shards in groups of so many GPUs (hybrid). Default: all", read=_gpus),
+    Flag(of="reshard_after_forward", name="reshard", help="FSDP2 frees gathered weights after the forward"),
     Flag(of="offload", values=fields.OFFLOADS, many=True, help="/".join(fields.OFFLOADS) + " in the host's memory"),
 )
 """What the copies of several GPUs share."""
 SPLIT = (
-    Flag(of="tensor_degree", kind=int, many=True, help="GPUs that share every matrix", read=_gpus),
-    Flag(
-        of="context_degree",
-        kind=int,
-        many=True,
-        help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)",
-        read=_gpus,
-    ),
-    Flag(of="expert_degree", kind=int, many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
-    Flag(of="pipeline_degree", kind=int, many=True, help="Stages the layers are cut into", read=_gpus),
+    Flag(of="tensor_degree", many=True, help="GPUs that share every matrix", read=_gpus),
+    Flag(of="context_degree", many=True, help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)", read=_gpus),
+    Flag(of="expert_degree", many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
+    Flag(of="pipeline_degree", many=True, help="Stages the layers are cut into", read=_gpus),
     Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="Pipeline schedule"),
 )
 """Over how many of them the model, its sequences and its experts are cut."""
@@ -218,59 +219,41 @@ SPREAD = (*SHARED, *SPLIT)
 AIM = (
     Flag(
         of="precomputed_reference",
-        kind=bool,
         help="dpo, kto: the reference is asked before the first step alone. Default: in every step",
     ),
-    Flag(of="hard_negatives", kind=int, help="embedding: texts beside each pair. Default 0"),
-    Flag(of="cached_seqs", kind=int, help="embedding: sequences at once of a cached loss; 0: none. Default: planned"),
+    Flag(of="hard_negatives", help="embedding: texts beside each pair. Default 0"),
+    Flag(of="cached_seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned"),
     Flag(
         of="trained_layers",
-        kind=int,
         help="So many of the last layers train, or carry adapters; negative: of the first. Default: all",
     ),
-    Flag(
-        of="frozen_encoder",
-        kind=bool,
-        single=True,
-        help="Whisper: the half that hears does not train. Default: it does",
-    ),
+    Flag(of="frozen_encoder", single=True, help="Whisper: the half that hears does not train. Default: it does"),
 )
 """Of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an encoder."""
 ROLLOUT = (
-    Flag(of="num_generations", kind=int, help="GRPO: completions of a prompt. Default 8"),
-    Flag(
-        of="completion_tokens",
-        name="completion_len",
-        kind=int,
-        help="GRPO: tokens of a completion, of --seq-len. Default 512",
-    ),
-    Flag(
-        of="generation_batch_seqs",
-        name="generation_batch",
-        kind=int,
-        help="GRPO: completions made at once. Default: planned",
-    ),
+    Flag(of="num_generations", help="GRPO: completions of a prompt. Default 8"),
+    Flag(of="completion_tokens", name="completion_len", help="GRPO: tokens of a completion, of --seq-len. Default 512"),
+    Flag(of="generation_batch_seqs", name="generation_batch", help="GRPO: completions made at once. Default: planned"),
     Flag(of="generator", help="GRPO: " + ", ".join(GENERATORS) + ". Default transformers"),
-    Flag(of="vllm_fraction", kind=float, help="GRPO: share of the card that vLLM takes. Default 0.3"),
-    Flag(of="reference", kind=bool, help="GRPO: hold to a reference (beta above 0)"),
+    Flag(of="vllm_fraction", help="GRPO: share of the card that vLLM takes. Default 0.3"),
+    Flag(of="reference", help="GRPO: hold to a reference (beta above 0)"),
 )
 """Of a rollout (`planner.choices.rollouts`)."""
 RUN = (
-    Flag(of="seq_len_tokens", name="seq_len", kind=int, help="Tokens per sequence", read=positive),
-    Flag(of="micro_batch_seqs", name="micro_batch", kind=int, help="Sequences per forward", read=positive),
-    Flag(of="accumulation_steps", name="accumulation", kind=int, help="Micro-batches per step", read=positive),
+    Flag(of="seq_len_tokens", name="seq_len", help="Tokens per sequence", read=positive),
+    Flag(of="micro_batch_seqs", name="micro_batch", help="Sequences per forward", read=positive),
+    Flag(of="accumulation_steps", name="accumulation", help="Micro-batches per step", read=positive),
 )
 """What a plan finds by itself."""
 FORMULA_ALONE = (
-    Flag(of="kbit_fp32_cast", kind=bool, help="peft's k-bit preparation"),
+    Flag(of="kbit_fp32_cast", help="peft's k-bit preparation"),
     Flag(of="adapter_dtype", help="auto, fp32, bf16 or fp16"),
-    Flag(of="lora_dropout", kind=float, help="Share of the adapters' inputs that is dropped"),
+    Flag(of="lora_dropout", help="Share of the adapters' inputs that is dropped"),
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
-    Flag(of="expandable_segments", kind=bool, help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
+    Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
     Flag(
         of="reentrant_checkpointing",
         name="reentrant",
-        kind=bool,
         help="use_reentrant of checkpointing; the stack's own otherwise",
     ),
 )
