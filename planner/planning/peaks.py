@@ -33,26 +33,12 @@ class Peaks(NamedTuple):
     """The device peaks of a run with one loss.
 
     Attributes:
-        by_optimizer: at every (micro-batch, accumulation), or at the first alone where none is within the limit;
-            `first`: which of them is the smallest at the first.
+        by_optimizer: at every (micro-batch, accumulation).
         lowest: the smallest of all.
-        bound: what no pair is below, where the first alone is known; None: all are.
     """
 
     by_optimizer: list[list[int]]
-    first: int
     lowest: int
-    bound: int | None = None
-
-    def answers(self, limit_bytes: int | None) -> bool:
-        """Whether they say which pairs are within a limit."""
-        return self.bound is None or (limit_bytes is not None and limit_bytes < self.bound)
-
-    @classmethod
-    def of(cls, by_optimizer: list[list[int]], bound: int | None = None) -> "Peaks":
-        """All of it from the peaks."""
-        at_first = [peaks[0] for peaks in by_optimizer]
-        return cls(by_optimizer, at_first.index(min(at_first)), min(map(min, by_optimizer)), bound)
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -68,16 +54,12 @@ class _Activations:
 
     Attributes:
         until_loss: what the loss meets of them (`LossMoment.largest`).
-        at_one: by moment, bytes of the largest such moment.
     """
 
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
         self.until_loss = self.parts.until_loss, self.parts.asked
-        self.at_one: dict[str, int] = {}
-        for moment in self._one:
-            self.at_one[moment.name] = max(self.at_one.get(moment.name, 0), moment.size_bytes)
 
     @cached_property
     def lines(self) -> MomentLines:
@@ -156,7 +138,6 @@ class Rank:
     Attributes:
         pairs: (micro-batch, accumulation); flights: micro-batches in flight at each.
         beside: bytes that are there whatever it holds: workspaces, the context, communicators, vLLM.
-        fits: whether some run of it was seen to fit.
     """
 
     def __init__(
@@ -168,7 +149,6 @@ class Rank:
         known: SharedLayers,
     ) -> None:
         self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
-        self.fits = False
         self.engine = engine_of(setup)
         self.beside = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
         self.beside += context_bytes(gpu) + communicator_bytes(gpu, setup)
@@ -238,31 +218,6 @@ class Family:
         self._plain = not (self._activations.parts.tower.inputs or rank.flights[0] or setup.aim.rolls_out)
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
-    @property
-    def ordered(self) -> bool:
-        """Whether no pair takes less than one sequence does, with accumulation or without."""
-        return self._plain and self.pairs[0][0] == 1 and not self._setup.cached_seqs
-
-    def smallest(self, loss: str, optimizers: Sequence[str], *, accumulated: bool) -> list[int]:
-        """Per optimizer, the device peak of one sequence."""
-        rank, at_one = self._rank, self._activations.at_one
-        held = rank.held(self._setup, loss, accumulated=accumulated)
-        state, moments = held.state, held.state.moment_bytes
-        resident = moments["resident"] + rank.beside
-        in_loss = 0
-        if rank.part.last:
-            known = rank.in_loss(self._setup, loss, accumulated=accumulated)
-            found = known.get(0) or known.setdefault(0, rank.find_loss(self._setup, loss, 0, state))
-            in_loss = found.moment.largest(*self._activations.until_loss) + found.others
-            resident += found.kept
-        largest = max([moments[name] + size for name, size in at_one.items()])
-        largest = max(largest, moments["loss"] + at_one["loss"] + in_loss)
-        before = reserved_bytes(largest)
-        return [
-            resident + states + (before if step <= largest else stepped)
-            for states, step, stepped in rank.stepping(held, optimizers)
-        ]
-
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         """Per optimizer, the device peak at every (micro-batch, accumulation)."""
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
@@ -322,26 +277,6 @@ class Family:
             lines = self._lines[key] = Lines.through(state, self._activations.lines)
         losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
         return state, lines, rank.stepping(held, optimizers), state.moment_bytes["resident"] + rank.beside, losses
-
-
-def hopeless_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str], limit_bytes: int) -> Peaks | None:
-    """The peaks at the first pair alone, where no pair is within the limit; None where one may be."""
-    if not all(family.ordered for family in families):
-        return None
-    pairs = families[0].pairs
-    accumulated = pairs[0][1] > 1
-    first = _worst_smallest(families, loss, optimizers, accumulated=accumulated)
-    bound = min(first)
-    if bound > limit_bytes and accumulated:
-        bound = min(bound, *_worst_smallest(families, loss, optimizers, accumulated=False))
-    return Peaks.of([[peak] for peak in first], bound) if bound > limit_bytes else None
-
-
-def _worst_smallest(
-    families: Sequence[Family], loss: str, optimizers: Sequence[str], *, accumulated: bool
-) -> list[int]:
-    every = [family.smallest(loss, optimizers, accumulated=accumulated) for family in families]
-    return every[0] if len(every) == 1 else [max(ranks) for ranks in zip(*every, strict=True)]
 
 
 def worst_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from planner.memory.dtypes import flow_of
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
-from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, hopeless_peaks, worst_peaks
+from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
 from planner.planning.space import branches, micro_batches, own_layers
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -87,28 +87,20 @@ class Known:
             found = self._runs[key] = tuple(_runs(workload, values, spreads))
         return found
 
-    def peaks(self, workload: Workload, run: Run, loss: str, limit_bytes: int | None = None) -> Peaks:
-        """The peaks of a run with one loss, of the fullest rank; where none is within the limit, the first alone."""
+    def peaks(self, workload: Workload, run: Run, loss: str) -> Peaks:
+        """The peaks of a run with one loss, of the fullest rank."""
         found = run.peaks.get(loss)
-        if found is None or not found.answers(limit_bytes):
+        if found is None:
             if run.alike is None:
                 key = (_memory_kind(workload), run.kernels, run.shared, run.pairs)
                 run.alike = self._peaks.setdefault(key, {})
             of = (loss, run.choices[loss])
             found = run.alike.get(of)
-            if found is None or not found.answers(limit_bytes):
-                found = run.alike[of] = self._found(workload, run, loss, limit_bytes)
+            if found is None:
+                by_optimizer = worst_peaks(self._families(workload, run), *of)
+                found = run.alike[of] = Peaks(by_optimizer, min(map(min, by_optimizer)))
             run.peaks[loss] = found
         return found
-
-    def _found(self, workload: Workload, run: Run, loss: str, limit_bytes: int | None) -> Peaks:
-        families, optimizers = self._families(workload, run), run.choices[loss]
-        if limit_bytes is not None and not run.ranks[0].fits:  # what follows keeps less: it is looked at whole
-            hopeless = hopeless_peaks(families, loss, optimizers, limit_bytes)
-            if hopeless is not None:
-                return hopeless
-            run.ranks[0].fits = True
-        return Peaks.of(worst_peaks(families, loss, optimizers))
 
     def _families(self, workload: Workload, run: Run) -> list[Family]:
         if not run.ranks:

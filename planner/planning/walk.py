@@ -131,7 +131,7 @@ def _walk(
         ):
             continue
         for loss in run.choices:
-            peaks = known.peaks(workload, run, loss, limit_bytes)
+            peaks = known.peaks(workload, run, loss)
             yield from _points(run, loss, peaks, speeds, limit_bytes)
 
 
@@ -142,9 +142,9 @@ def _points(run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int
     """
     shared, pairs = run.shared, run.pairs
     if limit_bytes is not None and peaks.lowest > limit_bytes:
-        micro, steps = pairs[0]
-        optimizer, peak = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first][0]
-        others = len(pairs) * len(peaks.by_optimizer) * len(run.attentions) - 1
+        (micro, steps), at_first = pairs[0], [own[0] for own in peaks.by_optimizer]
+        peak, others = min(at_first), len(pairs) * len(at_first) * len(run.attentions) - 1
+        optimizer = run.choices[loss][at_first.index(peak)]
         yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak, 0.0, others)
         return
     speeds_of = speeds.useful(run, loss)
@@ -163,7 +163,7 @@ def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -
     """Whether any point of a run fits; where nothing limits them all do."""
     if limit_bytes is None:
         return True
-    return any(known.peaks(workload, run, loss, limit_bytes).lowest <= limit_bytes for loss in run.choices)
+    return any(known.peaks(workload, run, loss).lowest <= limit_bytes for loss in run.choices)
 
 
 def _outrun(speeds: _Speeds, run: Run, rival: Run) -> bool:
