@@ -18,30 +18,27 @@ VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
 
-WHY = {
-    "precision": "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on",
-    "kbit_fp32_cast": "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation",
-    "checkpointing": "Axolotl's FSDP configuration checkpoints every layer",
-    "loss": "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference",
-    "lora_dropout": "TRL switches every dropout off for DPO (disable_dropout)",
-    "adapter_dtype": "peft keeps the adapters of a quantized base in fp32",
-}
-"""Field of a setup -> why it runs otherwise than it says."""
-
-
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Axolotl runs otherwise than the setup says."""
     by_deepspeed, dpo = deepspeed.differences(setup), setup.objective == "dpo"
     every_layer = setup.checkpointing > 1 and setup.parallel == "fsdp2"
-    runs = {
-        "precision": setup.precision if by_deepspeed else common.narrow(setup.precision),
-        "kbit_fp32_cast": False,
-        "checkpointing": 1 if every_layer else setup.checkpointing,
-        "loss": "full" if dpo and setup.loss == "chunked" else setup.loss,
-        "lora_dropout": 0.0 if dpo else setup.lora_dropout,
-        "adapter_dtype": _adapter_dtype(setup),
+    narrow = setup.precision if by_deepspeed else common.narrow(setup.precision)
+    no_logits = "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference"
+    runs: dict[str, tuple[object, str]] = {
+        "precision": (narrow, "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on"),
+        "kbit_fp32_cast": (False, "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation"),
+        "checkpointing": (
+            1 if every_layer else setup.checkpointing,
+            "Axolotl's FSDP configuration checkpoints every layer",
+        ),
+        "loss": ("full" if dpo and setup.loss == "chunked" else setup.loss, no_logits),
+        "lora_dropout": (
+            0.0 if dpo else setup.lora_dropout,
+            "TRL switches every dropout off for DPO (disable_dropout)",
+        ),
+        "adapter_dtype": (_adapter_dtype(setup), "peft keeps the adapters of a quantized base in fp32"),
     }
-    return (*by_deepspeed, *common.differing(setup, runs, WHY))
+    return (*by_deepspeed, *common.differing(setup, runs))
 
 
 def _adapter_dtype(setup: TrainSetup) -> str:

@@ -233,18 +233,18 @@ def narrow(precision: str) -> str:
     return precision if autocast is None else f"{autocast}-autocast"
 
 
-def differing(setup: TrainSetup, runs: Mapping[str, object], why: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Of fields and what the target runs them as, with why it does, those that the setup says otherwise.
+def differing(setup: TrainSetup, runs: Mapping[str, tuple[object, str]]) -> tuple[Difference, ...]:
+    """Of fields, each with what the target runs it as and why, those that the setup says otherwise.
 
     `adapter_dtype` is held against what "auto" comes to without the k-bit cast to fp32, which no tool here makes.
     """
     found = []
-    for field, runs_as in runs.items():
+    for field, (runs_as, why) in runs.items():
         planned = getattr(setup, field)
         if field == "adapter_dtype":
             if setup.method == "full":
                 continue
             planned = setup.trusted_with(kbit_fp32_cast=False).resolved_adapter_dtype
         if planned != runs_as:
-            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why[field]))
+            found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why))
     return tuple(found)

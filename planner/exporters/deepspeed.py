@@ -37,7 +37,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if not setup.zero or setup.precision != "bf16-pure":
         return ()
     reason = "DeepSpeed trains bf16 weights with fp32 masters and only by its bf16 switch; there is no autocast in it"
-    return differing(setup, {"precision": "bf16-autocast"}, {"precision": reason})
+    return differing(setup, {"precision": ("bf16-autocast", reason)})
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

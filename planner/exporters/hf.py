@@ -23,17 +23,17 @@ VALIDATED_WITH = {
 }
 
 
-WHY = {
-    "loss": "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either",
-    "selective_checkpointing": "transformers' Trainer recomputes the attention of checkpointed layers, slower",
-}
-
-
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the plain Trainer runs otherwise than the setup says."""
     loss = "liger" if setup.loss == "chunked" else setup.loss
-    own = common.differing(setup, {"loss": loss, "selective_checkpointing": False}, WHY)
-    return (*deepspeed.differences(setup), *own)
+    own: dict[str, tuple[object, str]] = {
+        "loss": (loss, "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"),
+        "selective_checkpointing": (
+            False,
+            "transformers' Trainer recomputes the attention of checkpointed layers, slower",
+        ),
+    }
+    return (*deepspeed.differences(setup), *common.differing(setup, own))
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -28,34 +28,33 @@ LIGER_TYPES = frozenset({
 VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 
-WHY = {
-    "kbit_fp32_cast": "LLaMA-Factory does not call prepare_model_for_kbit_training",
-    "precomputed_reference": "LLaMA-Factory asks the reference in every step",
-    "selective_checkpointing": "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower",
-    "checkpointing": "its transformers has no every_n_layers: every layer is checkpointed, slower",
-    "lora_dropout": "its trainer switches every dropout off (disable_dropout)",
-    "kernels": "its one Liger switch takes the layers' kernels with the loss",
-    "adapter_dtype": "LLaMA-Factory trains adapters in fp32",
-}
-"""Field of a setup -> why it runs otherwise than it says."""
-
-
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that LLaMA-Factory runs otherwise than the setup says."""
-    (precision, narrow), (loss, other_loss) = _precision_run(setup), _loss_run(setup)
     with_liger = setup.aim.supervised and setup.loss != "full" and setup.kernels == "eager" and setup.images is None
-    runs = {
-        "precision": precision,
-        "kbit_fp32_cast": False,
-        "precomputed_reference": False,
-        "selective_checkpointing": False,
-        "checkpointing": min(setup.checkpointing, 1),
-        "loss": loss,
-        "lora_dropout": setup.lora_dropout if setup.aim.supervised else 0.0,  # of pairs there is none of Liger's
-        "kernels": "liger" if with_liger else setup.kernels,
-        "adapter_dtype": "fp32",
+    runs: dict[str, tuple[object, str]] = {
+        "precision": _precision_run(setup),
+        "kbit_fp32_cast": (False, "LLaMA-Factory does not call prepare_model_for_kbit_training"),
+        "precomputed_reference": (False, "LLaMA-Factory asks the reference in every step"),
+        "selective_checkpointing": (
+            False,
+            "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower",
+        ),
+        "checkpointing": (
+            min(setup.checkpointing, 1),
+            "its transformers has no every_n_layers: every layer is checkpointed, slower",
+        ),
+        "loss": _loss_run(setup),
+        "lora_dropout": (  # of pairs there is none of Liger's
+            setup.lora_dropout if setup.aim.supervised else 0.0,
+            "its trainer switches every dropout off (disable_dropout)",
+        ),
+        "kernels": (
+            "liger" if with_liger else setup.kernels,
+            "its one Liger switch takes the layers' kernels with the loss",
+        ),
+        "adapter_dtype": ("fp32", "LLaMA-Factory trains adapters in fp32"),
     }
-    return common.differing(setup, runs, {**WHY, "precision": narrow, "loss": other_loss})
+    return common.differing(setup, runs)
 
 
 def _precision_run(setup: TrainSetup) -> tuple[str, str]:

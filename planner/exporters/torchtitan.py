@@ -66,8 +66,7 @@ RUNS: dict[str, tuple[object, str]] = {
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that torchtitan runs otherwise than the setup says."""
     mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
-    rows = {"precision": (mixed, "torchtitan holds fp32 weights under mixed precision"), **RUNS}
-    return differing(setup, {of: row[0] for of, row in rows.items()}, {of: row[1] for of, row in rows.items()})
+    return differing(setup, {"precision": (mixed, "torchtitan holds fp32 weights under mixed precision"), **RUNS})
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -42,20 +42,13 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     elif setup.parallel == "zero3":
         adapters = (setup.weight_dtype, "TRL keeps adapters in the weights' type under ZeRO-3")
     loss = "chunked" if "chunked" in setup.aim.losses else setup.loss
-    why = {
-        "loss": "TRL 1.16 always computes the loss in chunks and never holds full logits",
-        "kbit_fp32_cast": "TRL does not call prepare_model_for_kbit_training",
-        "adapter_dtype": adapters[1],
+    runs: dict[str, tuple[object, str]] = {
+        "loss": (loss, "TRL 1.16 always computes the loss in chunks and never holds full logits"),
+        "kbit_fp32_cast": (False, "TRL does not call prepare_model_for_kbit_training"),
+        "adapter_dtype": adapters,
     }
-    common_to_all = common.differing(setup, {"loss": loss, "kbit_fp32_cast": False, "adapter_dtype": adapters[0]}, why)
     of_objective = () if setup.aim.supervised else _objective_differences(setup)
-    return (*deepspeed.differences(setup), *common_to_all, *of_objective)
-
-
-WHY = {
-    "lora_dropout": "TRL switches every dropout off for this objective (disable_dropout)",
-    "selective_checkpointing": "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
-}
+    return (*deepspeed.differences(setup), *common.differing(setup, runs), *of_objective)
 
 
 def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -63,13 +56,21 @@ def _objective_differences(setup: TrainSetup) -> tuple[Difference, ...]:
     aim = setup.aim
     asked = "generation" if aim.rolls_out else "the reference's forward"
     every_layer = (setup.has_reference or aim.rolls_out) and setup.checkpointing > 1
-    why = {**WHY, "checkpointing": f"TRL switches checkpointing off for {asked}, and on again for every layer"}
-    runs = {
-        "lora_dropout": setup.lora_dropout if aim.rolls_out else 0.0,
-        "selective_checkpointing": False,
-        "checkpointing": 1 if every_layer else setup.checkpointing,
+    runs: dict[str, tuple[object, str]] = {
+        "lora_dropout": (
+            setup.lora_dropout if aim.rolls_out else 0.0,
+            "TRL switches every dropout off for this objective (disable_dropout)",
+        ),
+        "selective_checkpointing": (
+            False,
+            "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers",
+        ),
+        "checkpointing": (
+            1 if every_layer else setup.checkpointing,
+            f"TRL switches checkpointing off for {asked}, and on again for every layer",
+        ),
     }
-    return common.differing(setup, runs, why)
+    return common.differing(setup, runs)
 
 
 def shipped(path: str, name: str) -> LaunchFile:

@@ -14,36 +14,31 @@ FILE = "unsloth/train_unsloth.py"
 VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17.0"}
 
 
-WHY = {
-    "loss": "Unsloth computes the loss in chunks by its own kernel",
-    "kernels": "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits",
-    "attention": "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA",
-    "kbit_fp32_cast": "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits",
-    "selective_checkpointing": "Unsloth has no selective checkpointing: attention is recomputed, slower",
-    "checkpointing": "Unsloth checkpoints all layers or none: slower",
-    "precision": "Unsloth loads a frozen base in the 16-bit type",
-    "adapter_dtype": "Unsloth trains adapters in fp32",
-    "quantization": "Unsloth always quantizes twice",
-    "compile": "Unsloth compiles its own parts and refuses torch_compile",
-}
-"""Field of a setup -> why it runs otherwise than it says."""
-
-
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Unsloth runs otherwise than the setup says."""
-    runs = {
-        "loss": "chunked",
-        "kernels": own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__}),
-        "attention": "sdpa",
-        "kbit_fp32_cast": False,
-        "selective_checkpointing": False,
-        "checkpointing": min(setup.checkpointing, 1),
-        "precision": setup.precision if setup.method == "full" else common.narrow(setup.precision),
-        "adapter_dtype": "fp32",
-        "quantization": "nf4-double" if setup.quantization == "nf4" else setup.quantization,
-        "compile": False,
+    kernels = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
+    runs: dict[str, tuple[object, str]] = {
+        "loss": ("chunked", "Unsloth computes the loss in chunks by its own kernel"),
+        "kernels": (kernels, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),
+        "attention": ("sdpa", "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"),
+        "kbit_fp32_cast": (False, "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"),
+        "selective_checkpointing": (
+            False,
+            "Unsloth has no selective checkpointing: attention is recomputed, slower",
+        ),
+        "checkpointing": (min(setup.checkpointing, 1), "Unsloth checkpoints all layers or none: slower"),
+        "precision": (
+            setup.precision if setup.method == "full" else common.narrow(setup.precision),
+            "Unsloth loads a frozen base in the 16-bit type",
+        ),
+        "adapter_dtype": ("fp32", "Unsloth trains adapters in fp32"),
+        "quantization": (
+            "nf4-double" if setup.quantization == "nf4" else setup.quantization,
+            "Unsloth always quantizes twice",
+        ),
+        "compile": (False, "Unsloth compiles its own parts and refuses torch_compile"),
     }
-    return common.differing(setup, runs, WHY)
+    return common.differing(setup, runs)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -36,7 +36,6 @@ class Spread:
             wrap the forward of a model that it prepares for FSDP2 (`Accelerator._prepare_fsdp2`).
         no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does under DDP
             (`Accelerator.no_sync`). FSDP2 reduces every micro-batch (`sync_each_batch`).
-        before_step: called after the last backward.
         run: takes the place of a step's micro-batches (a pipeline's schedule): called with the batches and what tells
             the phases.
     """
@@ -44,7 +43,6 @@ class Spread:
     module: Any
     autocast: bool = True
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    before_step: Callable[[], None] | None = None
     run: Callable[[list[Batch], Mark], None] | None = None
 
 

@@ -46,7 +46,6 @@ class Trainer:
     device_type: str
     no_sync: Callable[[], Any] = nullcontext
     """Entered around every micro-batch before the last."""
-    before_step: Callable[[], None] | None = None
     reference: Any = None
     """The frozen copy that the objective asks and its forward; None: it asks the model with its adapters off, or none.
     """
@@ -83,7 +82,6 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
         no_sync=nullcontext if spread is None else spread.no_sync,
-        before_step=None if spread is None else spread.before_step,
         reference=None if reference is None else (reference, asked),
     )
 
@@ -188,8 +186,6 @@ def train_step(
 
 def step_optimizer(trainer: Trainer, tell: Mark) -> None:
     """The end of a step: its phase, clipping, the optimizer, gradients released."""
-    if trainer.before_step is not None:
-        trainer.before_step()
     tell("step", None)
     clips = trainer.setup.by.clips_gradients
     optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type, clips=clips)

@@ -87,10 +87,10 @@ def window_by_layer_types(
     return tuple(None if one else window for one in full)
 
 
-def window_every_nth_full(fields: Fields, num_layers: int, default_period: int, default_window: int = 4096) -> Windows:
+def window_every_nth_full(fields: Fields, num_layers: int, default_period: int) -> Windows:
     """Sliding except every n-th layer (Gemma 3, Olmo 3)."""
     period = fields.count("sliding_window_pattern", kind="layers", default=default_period)
-    return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0, default_window)
+    return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0, 4096)
 
 
 def window_qwen(fields: Fields, num_layers: int) -> Windows:

@@ -33,7 +33,7 @@ class Conv:
         inputs, outputs: channels.
         side: of what comes in, in pixels; `stride` divides it.
         depthwise: every channel by itself.
-        bias: whether it adds one; normed: whether the norm is there; active: whether a GELU follows it.
+        bias: whether it adds one; active: whether a GELU follows the norm.
     """
 
     inputs: int
@@ -43,7 +43,6 @@ class Conv:
     stride: int = 1
     depthwise: bool = False
     bias: bool = False
-    normed: bool = True
     active: bool = False
 
     @property
@@ -72,7 +71,7 @@ class Conv:
     def num_params(self) -> int:
         """Weights, the bias and the norm's."""
         weights = self.outputs * self.kernel**2 * (1 if self.depthwise else self.inputs)
-        return weights + self.outputs * (self.bias + self.normed)
+        return weights + self.outputs * (self.bias + 1)
 
     @property
     def flops(self) -> int:
