@@ -28,6 +28,8 @@ from probes.phantom.texts import (
 )
 
 _is_meta = torch._C.TensorBase.is_meta.__get__
+_WHISPERS = {"processing": "processor", "feature_extraction": "feature_extractor", "tokenization": "tokenizer"}
+"""Of Whisper's modules, what is made by them."""
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
@@ -36,45 +38,33 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def patch(owner: Any, name: str, value: Any) -> None:
         stack.enter_context(mock.patch.object(owner, name, value))
 
-    def of(change: Callable[[Phantom, Any, Patch], None]) -> Hook:
-        return lambda module: change(phantom, module, patch)
+    def of(*changes: Callable[[Phantom, Any, Patch], None]) -> Hook:
+        def hook(module: Any) -> None:
+            for change in changes:
+                change(phantom, module, patch)
 
+        return hook
+
+    whispers = {
+        f"transformers.models.whisper.{file}_whisper": of(partial(whispers_parts_stand_in, stand_in_tokenizer, which))
+        for file, which in _WHISPERS.items()
+    }
     return {
         "evaluate": of(metrics_stand_in),
         "safetensors.torch": of(_save_nothing),
         "tiktoken": of(encoding_stands_in),
-        "transformers.generation.utils": of(_generate),
+        "transformers.generation.utils": of(generation_without_files, shortened),
         "transformers.models.auto.tokenization_auto": of(tokenizer_stands_in),
         "transformers.models.auto.processing_auto": of(processor_stands_in),
         "datasets": of(data_sets_stand_in),
-        **{
-            f"transformers.models.whisper.{file}_whisper": of(partial(_whisper, which))
-            for file, which in (
-                ("processing", "processor"),
-                ("feature_extraction", "feature_extractor"),
-                ("tokenization", "tokenizer"),
-            )
-        },
-        "transformers.integrations.moe": of(_grouped_experts),
+        **whispers,
+        "transformers.integrations.moe": lambda module: patch(module, "_grouped_mm", grouped_mm),
         "bitsandbytes": of(_kernels_do_nothing),
         "transformers.modeling_utils": of(load_without_weights),
         "transformers.configuration_utils": of(config_of_catalogue),
         "transformers.trainer": of(repeated_once),
         "torch.utils.data": of(_one_process),
     }
-
-
-def _whisper(which: str, phantom: Phantom, module: Any, patch: Patch) -> None:
-    whispers_parts_stand_in(phantom, module, patch, stand_in_tokenizer, which)
-
-
-def _generate(phantom: Phantom, module: Any, patch: Patch) -> None:
-    generation_without_files(module, patch)
-    shortened(phantom, module, patch)
-
-
-def _grouped_experts(phantom: Phantom, module: Any, patch: Patch) -> None:
-    patch(module, "_grouped_mm", grouped_mm)
 
 
 def _kernels_do_nothing(phantom: Phantom, module: Any, patch: Patch) -> None:
@@ -99,23 +89,12 @@ class _Kernels:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _Kernel(self._phantom, name)
-        setattr(self, name, made)
-        return made
 
+        def launch(*args: Any) -> None:
+            self._phantom.kernels[name] += 1
 
-class _Kernel:
-    """One function of it."""
-
-    restype: Any = None
-    argtypes: Any = None
-
-    def __init__(self, phantom: Phantom, name: str) -> None:
-        self._phantom, self._name = phantom, name
-
-    def __call__(self, *args: Any) -> None:
-        """A launch."""
-        self._phantom.kernels[self._name] += 1
+        setattr(self, name, launch)
+        return launch
 
 
 def _paged(phantom: Phantom) -> dict[str, Any]:

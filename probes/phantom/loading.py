@@ -154,7 +154,7 @@ def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, load
     module.weight._is_hf_initialized = True
 
 
-def generation_without_files(generation: Any, patch: Patch) -> None:
+def generation_without_files(phantom: Phantom, generation: Any, patch: Patch) -> None:
     """Makes a model whose `generation_config.json` cannot be read keep the defaults that it was built with."""
     cls = generation.GenerationMixin
     true = cls.adjust_generation_fn

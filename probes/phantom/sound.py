@@ -38,7 +38,7 @@ def processor_for(config: Any, tokenizer: Callable[[], Any]) -> Any:
 
 
 def whispers_parts_stand_in(
-    phantom: Phantom, module: Any, patch: Patch, tokenizer: Callable[[str], Any], which: str
+    tokenizer: Callable[[str], Any], which: str, phantom: Phantom, module: Any, patch: Patch
 ) -> None:
     """Makes `from_pretrained` of one of Whisper's own classes answer where there are no files to read.
 
