@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from probes.patching import nothing, replaced
+from probes.patching import Replacement, nothing, replaced
 from probes.stack.notices import errors_only
 
 
@@ -60,27 +60,33 @@ _HANDLE = SimpleNamespace(
 
 
 def _on_meta() -> AbstractContextManager[None]:
-    import torch.nn.parallel.distributed as ddp
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-    plain_init = ddp.DistributedDataParallel.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
-        self.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
 
     replacements = [
         (torch, "meta", _HANDLE),
         (torch.accelerator, "current_stream", torch.cpu.current_stream),
         (groups.FSDPParamGroup, "_validate_no_meta_params", nothing),
-        # compares the ranks' shapes by values, which meta tensors have not
-        (ddp, "_verify_param_shape_across_processes", nothing),
-        (ddp.DistributedDataParallel, "__init__", init),
+        *of_ddp(),
     ]
     return replaced(replacements, create=True)
 
 
-def done(buffer: torch.Tensor) -> Any:
+def of_ddp() -> list[Replacement]:
+    """What lets DistributedDataParallel run in the fake group: buckets that are reduced at once, and ranks whose shapes
+    are not compared by values, which meta tensors have not."""
+    import torch.nn.parallel.distributed as ddp
+
+    wrapper = ddp.DistributedDataParallel
+    plain_init, plain_hook = wrapper.__init__, wrapper.register_comm_hook
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        plain_hook(self, None, lambda state, bucket: _done(bucket.buffer()))
+
+    return [(wrapper, "__init__", init), (ddp, "_verify_param_shape_across_processes", nothing)]
+
+
+def _done(buffer: torch.Tensor) -> Any:
     """The end of DDP's all-reduce of one bucket in place; the fake group's own gives DDP no result to read."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)

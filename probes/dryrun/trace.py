@@ -14,8 +14,8 @@ from probes.allocator.stretches import Stretch, flat
 from probes.dryrun.again import Again
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
-from probes.dryrun.tracker import WORKSPACE, Origin, Tracker, local
-from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
+from probes.dryrun.tracker import Origin, Tracker, local
+from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.stack.autocast import emulation_installed
 from probes.stack.batch import make_batch, waiting_inputs
 from probes.stack.build import auto_class, build_from_config, build_reference
@@ -161,7 +161,7 @@ def trace_run(
         known = {"num_layers": num_layers, "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
         if workspaces:
-            tracker.on_op = _cublas(tracker, capability)
+            tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
         gradients = _train(tracker, trainer, spread, owners, log, steps)
         tracker.close()
     return _recorded(tracker, model, setup, owners, gradients, log=log, attention=attention, notes=notes, **known)
@@ -331,17 +331,3 @@ def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: Owners) -> Non
                 number = tracker.identity(local(value))
                 if number is not None:
                     owners.setdefault(number, ("optimizer", str(key)))
-
-
-def _cublas(tracker: Tracker, capability: tuple[int, int]) -> Any:
-    size = cublas_workspace_bytes(capability)
-    seen: set[str] = set()
-
-    def on_op(func: Any, args: tuple[Any, ...]) -> None:
-        if len(seen) < 2 and is_matmul(func):
-            thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            if thread not in seen:
-                seen.add(thread)
-                tracker.allocate(size, f"{WORKSPACE} ({thread})")
-
-    return on_op

@@ -59,7 +59,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self.origins: dict[int, Origin] = {}
         self.phase = "load"
         self.layer: int | None = None
-        self.on_op: Callable[[Any, tuple[Any, ...]], None] | None = None
+        self.on_op: Callable[[Any], None] | None = None
         self._answer = answer
         self._alive: dict[int, tuple[int, Any]] = {}
         self._next = 0
@@ -175,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         name, temporaries = self._operators.get(id(func)) or self._operator(func)
         out = self._remembered.call(func, args, kwargs) if self._is_meta else func(*args, **kwargs)
         if self.on_op is not None:
-            self.on_op(func, args)
+            self.on_op(func)
         if temporaries is None:
             self._outputs(out, name)
             return out

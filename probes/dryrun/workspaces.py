@@ -1,11 +1,11 @@
 """What kernels allocate for themselves: memory that no tensor of the model stands for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from probes.dryrun.tracker import Args, Outputs, Temporaries
+from probes.dryrun.tracker import WORKSPACE, Args, Outputs, Temporaries
 
 _FLOAT = 4
 
@@ -109,9 +109,18 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     return 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
-def is_matmul(func: Any) -> bool:
-    """Whether an operator calls cuBLAS."""
-    return func in _MATMULS
+def cublas_workspaces(size_bytes: int, take: Callable[[int, str], object]) -> Callable[[Any], None]:
+    """What is told of every operator and takes a workspace at the first product of either thread."""
+    seen: set[str] = set()
+
+    def told(func: Any) -> None:
+        if len(seen) < 2 and func in _MATMULS:
+            thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+            if thread not in seen:
+                seen.add(thread)
+                take(size_bytes, f"{WORKSPACE} ({thread})")
+
+    return told
 
 
 _PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]

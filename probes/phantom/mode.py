@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
-from probes.dryrun.workspaces import is_matmul
+from probes.patching import nothing
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
 from probes.phantom.memory import CardMemory
@@ -38,6 +38,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         memory: of the card.
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
+        on_op: is told of every operator on the card before it runs.
         stand_in_rows: the data set whose rows are ours, "" where none is; hears: whether they are clips of sound.
         num_micro_batches, num_repeated: of transformers' Trainer; those of them that were not run again.
     """
@@ -58,9 +59,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
-        self.workspace_bytes = 0
+        self.on_op: Callable[[Any], None] = nothing
         self._makes_its_own = False
-        self._workspaces: set[str] = set()
         self._remembered = Remembered()
         self.num_micro_batches = 0
         self.num_repeated = 0
@@ -191,8 +191,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if func is _TO_COPY and kind == "cpu":
             return self._to_host(args[0], kwargs)
         target = self._target(kind, metas, func)
-        if target is CUDA and len(self._workspaces) < 2 and is_matmul(func):
-            self._cublas()
+        if target is CUDA:
+            self.on_op(func)
         done, out = (False, None) if target is None else self.values.computed(func, args, kwargs, metas)
         if not done:
             if kind and kind != "meta":
@@ -246,12 +246,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         elif isinstance(out, (tuple, list)):
             for one in out:
                 self._follow(one, target, func)
-
-    def _cublas(self) -> None:
-        thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-        if thread not in self._workspaces and self.workspace_bytes:
-            self._workspaces.add(thread)
-            self.memory.take(self.workspace_bytes, f"cuBLAS workspace ({thread})")
 
     # The host's side
 

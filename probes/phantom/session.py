@@ -12,7 +12,7 @@ from probes.dryrun.kernels import sdpa_of
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
 from probes.dryrun.spread_tracker import resizes
-from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
+from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.patching import replaced
 from probes.phantom import compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions
@@ -43,7 +43,7 @@ def phantom_gpu(
     phantom = Phantom(card, options, expandable_segments=expandable_segments)
     phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
     phantom.handlers.update(operators.HANDLERS)
-    phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
+    phantom.on_op = cublas_workspaces(cublas_workspace_bytes(card.capability), phantom.memory.take)
     with ExitStack() as stack:
         for one in (
             emulation_installed(),

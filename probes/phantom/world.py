@@ -20,7 +20,7 @@ from torch import distributed
 
 from planner.memory.workspace import group_bytes
 from planner.units import gib
-from probes.dryrun.fakeworld import done
+from probes.dryrun.fakeworld import of_ddp
 from probes.dryrun.spread_tracker import untracked_trials
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.cuda import Refused
@@ -102,14 +102,7 @@ def _beginning(phantom: Phantom) -> Callable[..., None]:
 
 def _of_ddp(phantom: Phantom) -> list[Replacement]:
     """What DistributedDataParallel needs beyond the fake group."""
-    from torch.nn.parallel import distributed as ddp
-
-    wrapper = ddp.DistributedDataParallel
-    true_init, true_hook = wrapper.__init__, wrapper.register_comm_hook
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        true_init(self, *args, **kwargs)
-        true_hook(self, None, lambda state, bucket: done(bucket.buffer()))
+    from torch.nn.parallel import DistributedDataParallel as wrapper
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> None:
         raise Refused("a communication hook of DistributedDataParallel cannot be followed")
@@ -127,10 +120,8 @@ def _of_ddp(phantom: Phantom) -> list[Replacement]:
     return [
         (wrapper, "_ddp_init_helper", with_buckets("_ddp_init_helper")),
         (wrapper, "_pre_forward", with_buckets("_pre_forward")),
-        (wrapper, "__init__", init),
         (wrapper, "register_comm_hook", hook),
-        # compares the ranks' shapes by values
-        (ddp, "_verify_param_shape_across_processes", nothing),
+        *of_ddp(),
     ]
 
 
