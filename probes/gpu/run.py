@@ -30,7 +30,7 @@ from probes.stack.configs import load_config
 from probes.stack.optimizers import optimizer_of
 from probes.stack.parallelize import spread_model
 from probes.stack.quantize import quantized_tensors
-from probes.stack.shards import fill_shards, shards_first, spread_on_meta
+from probes.stack.shards import fill_shards, shards_first
 from probes.stack.step import Mark, inner_model, make_trainer, train_step
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 
@@ -180,7 +180,7 @@ class DepthRunner:
                 inner_model(model).config, setup, device=device, attention=attention, seed=request.seed
             )
             if sharded:
-                spread = spread_on_meta(model, setup, device)
+                spread = spread_model(model, setup, device=device)
                 fill_shards(model, device, setup, seed=request.seed)
         return model, reference, spread
 

@@ -174,16 +174,23 @@ def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
                 parameter._is_hf_initialized = True
                 continue
             if id(parameter) not in done:
-                real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                fill_random(real, name, type(module).__name__, generator)
-                new = nn.Parameter(real, requires_grad=parameter.requires_grad)
-                new._is_hf_initialized = True
-                done[id(parameter)] = new
+                done[id(parameter)] = random_parameter(parameter, parameter.dtype, name, module, generator)
             setattr(module, name, done[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     compute_buffers(model)
+
+
+def random_parameter(
+    like: torch.Tensor, dtype: torch.dtype, name: str, module: Any, generator: torch.Generator
+) -> nn.Parameter:
+    """A parameter called `name` of a module, of a shape like another's, with random values where the generator is."""
+    real = torch.empty(like.shape, dtype=dtype, device=generator.device)
+    fill_random(real, name, type(module).__name__, generator)
+    made = nn.Parameter(real, requires_grad=like.requires_grad)
+    made._is_hf_initialized = True
+    return made
 
 
 def compute_buffers(model: Any) -> None:

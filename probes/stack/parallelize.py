@@ -47,7 +47,8 @@ class Spread:
 
 
 def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spread:
-    """`model` (on `device`) wrapped as `setup.parallel` says; FSDP2 changes it in place, parameters become DTensors.
+    """`model` (on `device`, under FSDP2 also on meta) wrapped as `setup.parallel` says; FSDP2 changes it in place,
+    parameters become DTensors.
 
     Raises:
         ValueError: a strategy that is not wrapped here.
@@ -103,8 +104,8 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
         device=device,
     )
     # the state dict is taken and not used where every rank loads by itself; bitsandbytes cannot give one on meta
-    unused = mock.patch.object(model, "state_dict", dict) if device.type == "meta" else nullcontext()
-    with unused:
+    on_meta = next(model.parameters()).device.type == "meta"
+    with mock.patch.object(model, "state_dict", dict) if on_meta else nullcontext():
         module = fsdp2_prepare_model(accelerator, model)
 
     # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one

@@ -5,13 +5,11 @@ Source: PyTorch 2.13, FSDP2's documented order (fully_shard on meta, `to_empty`,
 """
 
 from typing import Any
-from unittest import mock
 
 import torch
 
 from planner.setup import TrainSetup
 from probes.stack.build import compute_buffers, fill_random
-from probes.stack.parallelize import Spread, spread_model
 from probes.stack.quantize import is_nf4, random_nf4
 from probes.stack.step import inner_model
 
@@ -19,16 +17,6 @@ from probes.stack.step import inner_model
 def shards_first(setup: TrainSetup) -> bool:
     """Whether a setup's weights are made after sharding, quantized ones matrix by matrix."""
     return setup.parallel == "fsdp2"
-
-
-def spread_on_meta(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
-    """`spread_model` of a model on meta that will live on `device`.
-
-    Accelerate takes a state dict that is not used where every rank makes its own weights, and bitsandbytes cannot give
-    one of weights on meta.
-    """
-    with mock.patch.object(model, "state_dict", dict):
-        return spread_model(model, setup, device=device)
 
 
 def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: int = 0) -> None:

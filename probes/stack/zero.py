@@ -18,7 +18,7 @@ from planner.exporters.deepspeed import engine_config
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
-from probes.stack.build import build_model, compute_buffers, fill_random
+from probes.stack.build import build_model, compute_buffers, random_parameter
 from probes.stack.dtypes import DTYPES
 from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, inner_model, make_trainer
 
@@ -77,9 +77,7 @@ def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trai
             for name, parameter in mine:
                 if id(parameter) not in done:
                     kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                    real = torch.empty(parameter.shape, dtype=kind, device=device)
-                    fill_random(real, name, type(module).__name__, generator)
-                    done[id(parameter)] = torch.nn.Parameter(real, requires_grad=parameter.requires_grad)
+                    done[id(parameter)] = random_parameter(parameter, kind, name, module, generator)
                 setattr(module, name, done[id(parameter)])
             if mine:
                 deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
