@@ -14,7 +14,7 @@ from pathlib import Path
 from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.packages import requirement
-from planner.exporters import chat
+from planner.exporters import chat, slurm
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 from planner.records import dataclass
@@ -130,8 +130,9 @@ def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: Expo
             lines += ["```bash", *pip, launch.command, "```", ""]
         else:
             lines += ["A part, for use with another target's files.", ""]
-        lines += [f"- {_plain(words)}" for words in (*launch.unsupported, *launch.notes)]
-        lines += [""] * bool(launch.unsupported or launch.notes)
+        jobs = [f"With Slurm, instead: `sbatch launch/{one.path}`" for one in launch.files if slurm.is_job(one)]
+        said = [*(_plain(words) for words in (*launch.unsupported, *launch.notes)), *jobs]
+        lines += [f"- {words}" for words in said] + [""] * bool(said)
     left_out = [launch for launch in launches if launch.refused]
     if left_out:
         lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]

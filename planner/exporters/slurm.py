@@ -12,6 +12,11 @@ CPUS_PER_GPU = 8
 """Cores asked for beside each GPU: data loading and the process itself; a request, for people to change."""
 
 
+def is_job(file: LaunchFile) -> bool:
+    """Whether a file is such a script."""
+    return file.path.endswith(f"/{NAME}")
+
+
 def files(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> list[LaunchFile]:
     """What stands beside the file of a tool that takes DeepSpeed's JSON: that, and a job of several processes."""
     found = [deepspeed.config_file(request, target)] if request.setup.parallel in deepspeed.STAGES else []
@@ -42,6 +47,7 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         "#SBATCH --output=%x-%j.log",
         "",
         "set -euo pipefail",
+        f'if [ -d .venv-{target} ]; then export PATH="$PWD/.venv-{target}/bin:$PATH"; fi  # of run.sh install',
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node do not meet",
         "export MASTER_ADDR MASTER_PORT",

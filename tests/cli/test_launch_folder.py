@@ -12,8 +12,8 @@ import pytest
 
 from planner.choices.stacks import written_by
 from planner.cli.app import run
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.exporters.folder import folder_files, gate_of, gates
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
+from planner.exporters.folder import README, folder_files, gate_of, gates
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -240,3 +240,6 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
                 script.write_text(file.text)
                 assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
                 assert "MASTER_ADDR:?" in file.text or asked.num_nodes == 1
+        jobs = [file.path for export in EXPORTERS.values() for file in export(asked).files if slurm.is_job(file)]
+        readme = next((file.text for file in files if file.path == README), "")
+        assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)

@@ -176,7 +176,8 @@ def test_slurm_scripts_are_bash_and_ask_for_every_gpu(target: str, num_nodes: in
 
 
 def test_a_slurm_script_starts_the_same_command_with_its_own_nodes(tmp_path: Path) -> None:
-    """Run with stand-ins for Slurm's commands: what srun is given is the target's launch command."""
+    """Run with stand-ins for Slurm's commands: what srun is given is the target's launch command, which is found where
+    `bash launch/run.sh install` put it."""
     setup = TrainSetup(num_gpus=16, parallel="ddp")
     launch = EXPORTERS["hf"](request(setup, num_nodes=2))
     path = tmp_path / "job.sbatch"
@@ -184,15 +185,18 @@ def test_a_slurm_script_starts_the_same_command_with_its_own_nodes(tmp_path: Pat
     for name, body in {
         "scontrol": 'printf "first\\nsecond\\n"',
         "srun": 'shift; NODE=1; SLURM_NODEID=1 exec "$@"',
-        "torchrun": 'echo "$NODE_RANK $@"',
+        ".venv-hf/bin/torchrun": 'echo "$NODE_RANK $@"',
     }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "10042",
         "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(
+        ["bash", str(path)], capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
         "1", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "finetune", "--rdzv-backend", "c10d",
