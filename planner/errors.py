@@ -4,6 +4,7 @@
     |-- UsageError        (2)    a flag, a name or a value that cannot be meant
     |   |-- UnknownGpuError
     |   |-- UnknownModelError
+    |   |-- NotExpressed         no setup that the options allow can be written for a launch target
     |   `-- SetupError           a combination of settings that cannot exist
     |-- ConfigError       (2)    a config.json, YAML or JSON that cannot be read or makes no sense
     |   |-- NotATraining         one in which nothing trains
@@ -47,6 +48,13 @@ class UnknownGpuError(UsageError):
 
 class UnknownModelError(UsageError):
     """No directory, catalogue entry, cached or hub model matches the name given."""
+
+
+class NotExpressed(UsageError):
+    """A launch target has no setup that the options allow; `reason`: what stands most often in the way."""
+
+    usual_hint = "leave out the option that it cannot keep, or name another --target"
+    reason: str = ""
 
 
 class SetupError(UsageError, ValueError):

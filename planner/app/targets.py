@@ -10,7 +10,7 @@ from planner.choices.packages import PACKAGED
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.decision.facts import PREFERENCE_FRACTION, Facts
-from planner.errors import SetupError, UsageError
+from planner.errors import NotExpressed, SetupError, UsageError
 from planner.hardware.kernels import missing_kernels
 from planner.notes import risk
 from planner.outcome import Candidate
@@ -52,9 +52,10 @@ def _choice(workload: Workload, name: str) -> TargetChoice:
     title = TARGET_ROWS[name].title
     try:
         plan = plan_workload(replace(workload, targets=(name,)))
+    except NotExpressed as problem:
+        return TargetChoice(target=name, title=title, refused=problem.reason)
     except UsageError as problem:
-        said = problem.message.removeprefix(f"--target {name} cannot express any setup that the options allow: ")
-        return TargetChoice(target=name, title=title, refused=said)
+        return TargetChoice(target=name, title=title, refused=problem.message)
     if isinstance(plan, NoPlan):
         return TargetChoice(target=name, title=title, refused="nothing fits")
     return TargetChoice(target=name, title=title, candidate=plan.chosen)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from planner.choices.stacks import written_by
-from planner.errors import SetupError, UsageError
+from planner.errors import NotExpressed, SetupError, UsageError
 from planner.models.spec import ModelSpec
 from planner.notes import found
 from planner.setup import TrainSetup
@@ -80,10 +80,10 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
                 otherwise.update(one.sentence() for one in TARGETS[target].differences(setup))
         reasons = otherwise or refused  # what it does run is nearer
         if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
-            raise UsageError(
-                f"--target {target} cannot express any setup that the options allow: {reasons.most_common(1)[0][0]}",
-                hint="leave out the option that it cannot keep, or name another --target",
-            )
+            reason = reasons.most_common(1)[0][0]
+            problem = NotExpressed(f"--target {target} cannot express any setup that the options allow: {reason}")
+            problem.reason = reason
+            raise problem
     if setups:
         named = " and ".join(workload.targets)
         raise UsageError(f"no setup can be expressed by all of --target {named}", hint="name one --target, or fewer")
