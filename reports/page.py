@@ -1,8 +1,10 @@
-"""Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else."""
+"""Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else; and progress with the
+time left on stderr: a live bar where a person watches, nothing in a pipe or a log."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from time import monotonic
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -87,3 +89,36 @@ class Sheet(ABC):
     @abstractmethod
     def document(self) -> Any:
         """As JSON values."""
+
+
+T = TypeVar("T")
+
+QUIET_S = 0.5
+"""Work that is done sooner shows no bar."""
+
+
+def steps(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
+    """The items one by one, with a bar and the time left while they are worked on.
+
+    The bar appears only on a terminal and only after half a second; it disappears when done, also after an exception.
+    """
+    if not console.is_terminal or len(items) < 2:
+        yield from items
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    started = monotonic()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    shown = False
+    task = bar.add_task(words, total=len(items))
+    try:
+        for number, item in enumerate(items):
+            if not shown and monotonic() - started > QUIET_S:
+                bar.start()
+                shown = True
+            bar.update(task, completed=number)
+            yield item
+    finally:
+        if shown:
+            bar.stop()

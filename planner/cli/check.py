@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.check import CheckResult, improve, summary
-from planner.cli import check_folder, cluster_options, options
+from planner.cli import check_folder, options
 from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
 from planner.cli.output import console, print_json, print_lines, tell, write_text
 from planner.cli.setup_flags import takes_options
@@ -94,7 +94,7 @@ def check(
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option(help="Model, where the config does not name it.")] = None,
     *,
-    cluster: cluster_options.Gathering,
+    cluster: options.Gathering,
     asked: AskedOptions,
     fix: FixOptions,
     limits: options.Memory,

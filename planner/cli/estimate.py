@@ -10,7 +10,7 @@ import typer
 
 from planner.app.climb import over_samples, with_dry_run
 from planner.choices.sound import HALVES_STACK, TEXT_TOKENS
-from planner.cli import cluster_options, options
+from planner.cli import options
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.output import console, json_text, print_json
 from planner.cli.setup_flags import takes_options
@@ -84,7 +84,7 @@ def estimate(
     *,
     one: AnySetupOptions,
     setups: Annotated[Path | None, typer.Option(help="JSON lines, one setup each ('-': stdin).")] = None,
-    links: cluster_options.Links,
+    links: options.Links,
     memory: options.Memory,
     dry: DryRunOptions,
     lookup: options.Lookup,
@@ -108,7 +108,7 @@ def _one(
     spec: ModelSpec,
     card: GpuSpec,
     one: AnySetupOptions,
-    links: cluster_options.Links,
+    links: options.Links,
     memory: options.Memory,
     dry: DryRunOptions,
     *,
@@ -120,7 +120,7 @@ def _one(
     setup = asked_setup({**usual, **one.values()})
     if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
-    cluster = cluster_options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
+    cluster = options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
     result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
     over: OverLengths | None = None
     samples = dry.samples(spec)
@@ -181,7 +181,7 @@ def candidate_of(
         UsageError: no engine runs it, or sizes that make no sense.
     """
     memory, reserve = limits.of(card)
-    cluster_options.check_vendor(card, setup.num_gpus)
+    options.check_vendor(card, setup.num_gpus)
     refused = why_not_run(spec, setup)
     if refused:
         raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.app.targets import compare_targets as choices_of_targets
-from planner.cli import cluster_options, options
+from planner.cli import options
 from planner.cli.answer import workload_for
 from planner.cli.output import console, show_table
 from planner.cli.report import Out as OutOf
@@ -33,7 +33,7 @@ from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
 from reports.html import Entry
-from reports.progress import steps
+from reports.page import steps
 from reports.side_by_side import AdaptersSheet, TargetsSheet
 from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
 
@@ -67,7 +67,7 @@ class TableOptions:
 def which_gpu(
     model: options.Model,
     *,
-    gathering: cluster_options.Gathering,
+    gathering: options.Gathering,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     space: SpaceOptions,

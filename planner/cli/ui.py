@@ -32,7 +32,7 @@ from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
-from reports.progress import steps
+from reports.page import steps
 from reports.ui import grid_name, grid_script, page
 
 HOST = "127.0.0.1"

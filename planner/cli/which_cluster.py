@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.app.progress import say
-from planner.cli import cluster_options, options
+from planner.cli import options
 from planner.cli.completion import complete_gpu
 from planner.cli.output import console, show_table
 from planner.cli.setup_flags import MAX_GPUS, takes_options
@@ -25,7 +25,7 @@ from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
 from planner.workload import Data
-from reports.progress import steps
+from reports.page import steps
 from reports.which_cluster import ClustersSheet
 
 DEFAULT_MAX_GPUS = 64
@@ -70,7 +70,7 @@ class ClustersOptions:
         ),
     ] = None
     max_gpus: Annotated[int, typer.Option(help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
-    interconnect: cluster_options.Interconnect = None
+    interconnect: options.Interconnect = None
 
     def numbers(self) -> tuple[int, ...]:
         """How many of a card are considered.
@@ -163,7 +163,7 @@ def _options(
             for number in numbers:
                 if number > GPUS_PER_NODE and interconnect is None and card.name.startswith("GeForce"):
                     break  # nobody rents these with a network fit for training
-                cluster_options.check_vendor(card, number)
+                options.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = wish.workload(spec, card, cluster if number > 1 else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import typer
 
-from planner.cli import cluster_options, options, setup_flags
+from planner.cli import options, setup_flags
 from planner.cli.setup_flags import Flag, given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
@@ -67,9 +67,9 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
-    gpus: cluster_options.Gpus = None
-    nodes: cluster_options.Nodes = None
-    interconnect: cluster_options.Interconnect = None
+    gpus: options.Gpus = None
+    nodes: options.Nodes = None
+    interconnect: options.Interconnect = None
     seq_len: options.SeqLen = None
     global_batch: Annotated[
         int | None,
@@ -117,7 +117,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
             aim["images"] = (images,)
         aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
         asked = {row.key: value for row, value in given(self, setup_flags.SPREAD).items()}
-        return aim | super().fixed() | cluster_options.spread_fields(num_gpus, **asked)
+        return aim | super().fixed() | options.spread_fields(num_gpus, **asked)
 
     def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
         """The same wish with the links that this machine has, where its GPUs are meant and no link was named."""
@@ -135,7 +135,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
         Raises:
             UsageError: counts or links that cannot be meant.
         """
-        return cluster_options.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
+        return options.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
     def wish(self) -> Wish:
         """What the options ask for.
@@ -164,7 +164,7 @@ class SetupOptions:
 
     attention: str | None = None
     seq_len: int | None = None
-    gpus: cluster_options.Gpus = None
+    gpus: options.Gpus = None
     rows: ClassVar[tuple[Flag, ...]] = (*_ONE, *setup_flags.SHARED)
 
     def num_gpus(self) -> int:
@@ -188,7 +188,7 @@ class SetupOptions:
             found["method"] = "qlora"
         num_gpus = self.num_gpus()
         shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.SPREAD}
-        return found | cluster_options.one_setup(num_gpus, cluster_options.spread_fields(num_gpus, **shared))
+        return found | options.one_setup(num_gpus, options.spread_fields(num_gpus, **shared))
 
     def _more(self) -> dict[str, Any]:
         """Fields that have no row of their own."""

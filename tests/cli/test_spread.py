@@ -14,9 +14,9 @@ import pytest
 
 from planner.app.machine import default_store_path, local_link
 from planner.cli.app import run
-from planner.cli.cluster_options import one_setup, spread_fields
 from planner.cli.estimate import estimate
 from planner.cli.make import make
+from planner.cli.options import one_setup, spread_fields
 from planner.cli.probe import probe
 from planner.cli.setup_flags import PARALLELS
 from planner.cli.tables import which_gpu

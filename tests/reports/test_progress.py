@@ -6,8 +6,8 @@ import itertools
 import pytest
 from rich.console import Console
 
-from reports import progress
-from reports.progress import steps
+from reports import page as page_room
+from reports.page import steps
 
 
 def test_progress_is_silent_where_nobody_watches() -> None:
@@ -17,7 +17,7 @@ def test_progress_is_silent_where_nobody_watches() -> None:
 
 
 def test_progress_shows_count_and_time_left_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_S", -1.0)
+    monkeypatch.setattr(page_room, "QUIET_S", -1.0)
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80)
     assert list(steps([1, 2, 3], "dry [runs]", console)) == [1, 2, 3]
@@ -28,14 +28,14 @@ def test_progress_shows_count_and_time_left_on_a_terminal(monkeypatch: pytest.Mo
 
 
 def test_progress_quick_work_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "monotonic", itertools.count(0.0, progress.QUIET_S / 4).__next__)
+    monkeypatch.setattr(page_room, "monotonic", itertools.count(0.0, page_room.QUIET_S / 4).__next__)
     stream = io.StringIO()
     assert list(steps([1, 2], "x", Console(file=stream, force_terminal=True))) == [1, 2]
     assert stream.getvalue() == ""
 
 
 def test_progress_leaves_the_terminal_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_S", -1.0)
+    monkeypatch.setattr(page_room, "QUIET_S", -1.0)
     stream = io.StringIO()
     items = steps([1, 2], "x", Console(file=stream, force_terminal=True))
     next(items)
