@@ -14,7 +14,8 @@ from typing import Literal
 
 from planner.choices.stacks import TARGET_ROWS
 from planner.errors import NotATraining
-from planner.readers import slurm
+from planner.readers import launch_words, slurm
+from planner.readers.launch_words import LAUNCHERS
 from planner.readers.shell_branches import Branches, with_ifs
 from planner.records import dataclass
 
@@ -32,20 +33,12 @@ _OPTION = re.compile(r"^([ \t]*(?:-\w\s*\|\s*)?(--[\w-]+)\)\s*)(\w+)=[\"']?\$\{?
 """A script's own option in its `case`: `--name) NAME="$2"`."""
 _OWN_FOLDER = re.compile(r"dirname|BASH_SOURCE|\$\{?0")
 _CONTROL = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "(")
-LAUNCHERS = {
-    "accelerate": ("--num_processes", "--num-processes"),
-    "torchrun": ("--nproc_per_node", "--nproc-per-node"),
-    "deepspeed": ("--num_gpus",),
-}
-"""Launcher -> its flags for the number of processes, of a node but for Accelerate's."""
-NODES = ("--nnodes", "--num_nodes")
 SAID_ONLY = (
     "echo", "printf", "cat", "grep", "which", "pkill", "kill", "rm", "cp", "mv", "ls", "sed", "awk", "tee", "find",
     "alias", "trap", "test", "[", "[[",
 )  # fmt: skip
 """Commands in whose words a launch is only named."""
 SCRIPT_STARTERS = ("bash", "sh", "sbatch")
-FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv")
 """Modules that `python -m` starts in setup scripts."""
 MAX_CONTINUED = 200
@@ -370,29 +363,11 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
 
 
 def _launched(launcher: str, words: list[str], shown: int | None) -> Command | None:
-    num_gpus, num_nodes, config = None, 1, ""
-    index = 1 if launcher == "accelerate" and words[:1] == ["launch"] else 0
-    if launcher == "accelerate" and index == 0:
+    if launcher == "accelerate" and words[:1] != ["launch"]:
         return None
-    while index < len(words) and words[index].startswith(("-", "$(")):
-        flag, equals, value = words[index].partition("=")
-        following = words[index + 1] if index + 1 < len(words) else ""
-        takes = not equals and flag not in FLAGS_WITHOUT_VALUE and not following.endswith(".py")
-        takes = takes and not following.startswith("-")
-        value = value if equals else words[index + 1] if takes and index + 1 < len(words) else ""
-        if flag in LAUNCHERS[launcher] and value.isdigit():
-            num_gpus = int(value)
-        if launcher != "accelerate" and flag in NODES and value.isdigit():
-            num_nodes = int(value) or 1
-        if flag == "--include" and value.count(":") == 1:
-            num_gpus = value.count(",") + 1
-        if flag in ("--config_file", "--config-file"):
-            config = value
-        if flag in ("-m", "--module"):
-            break
-        index += 2 if takes else 1
-    found, each = _program(words[index:], num_gpus or shown, config), num_gpus or shown
-    return replace(found, num_gpus=each * num_nodes, num_nodes=num_nodes) if found is not None and each else found
+    said = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
+    found = _program(list(said.rest), said.num_gpus, said.config)
+    return replace(found, num_nodes=said.num_nodes) if found is not None else None
 
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:
@@ -418,7 +393,9 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     rest = words[1:]
     named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
-    return Command(tool=tool, target=config, arguments=tuple(words), num_gpus=num_gpus)
+    said = launch_words.said_by_tool(tool, rest, num_gpus)
+    found = Command(tool=tool, target=config, arguments=tuple(words), launcher=said.config)
+    return replace(found, num_gpus=said.num_gpus, num_nodes=said.num_nodes)
 
 
 def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[True]]:

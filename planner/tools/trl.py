@@ -1,5 +1,6 @@
 """TRL's configs (`trl sft --config FILE`, 1.16): transformers' arguments, the model's and the adapters'."""
 
+from dataclasses import replace
 from typing import Any
 
 from planner.setup import TrainSetup
@@ -49,6 +50,6 @@ TRL = Tool(
         Field(of="lora_dropout", key="lora_dropout", default=0.05, fix=False),
         Field(of="lora_targets", key="lora_target_modules", fix=False),
         Field(of="modules_to_save", key="lora_modules_to_save", fix=False),
-        PARALLEL,
+        replace(PARALLEL, more=(*PARALLEL.more, "accelerate_config")),
     ),
 )

@@ -473,3 +473,32 @@ def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_g
     found = read_config(job)
     assert found.setup.num_gpus == num_gpus
     assert any("on 2 nodes" in one for one in found.assumptions) == (num_gpus == 8 and "accelerate" not in launch)
+
+
+ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 6\n"
+TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_train_batch_size: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("launch", "num_gpus", "parallel"),
+    [
+        ("axolotl train a.yaml --launcher torchrun -- --nnodes 2 --nproc-per-node 4", 8, "ddp"),
+        ("axolotl train a.yaml --launcher accelerate -- --num_processes 4", 4, "ddp"),
+        ("axolotl train a.yaml -- --num_processes 4 --num_machines 2", 4, "ddp"),
+        ("axolotl train a.yaml --launcher python", 1, "none"),
+        ("trl sft --config t.yaml --num_processes 4", 4, "ddp"),
+        ("trl sft --num_processes=4 --config t.yaml", 4, "ddp"),
+        ("trl sft --config t.yaml --accelerate_config own.yaml", 6, "ddp"),
+        ("trl sft --config t.yaml --accelerate_config zero3", 8, "zero3"),
+        ("trl sft --config t.yaml --accelerate_config zero3 --num_processes 2", 2, "zero3"),
+        ("trl sft --config t.yaml --accelerate_config single_gpu", 1, "none"),
+        ("CUDA_VISIBLE_DEVICES=0,1 trl sft --config t.yaml", 2, "ddp"),
+    ],
+)
+def test_the_processes_that_a_tool_hands_on_are_counted(
+    launch: str, num_gpus: int, parallel: str, tmp_path: Path
+) -> None:
+    for name, text in {"a.yaml": AXOLOTL, "t.yaml": TRL, "own.yaml": ACCELERATE, "run.sh": launch}.items():
+        (tmp_path / name).write_text(text)
+    setup = read_config(tmp_path / "run.sh").setup
+    assert (setup.num_gpus, setup.parallel) == (num_gpus, parallel)

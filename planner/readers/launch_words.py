@@ -1,0 +1,74 @@
+"""How many processes a launch starts by its launcher's own words, on how many nodes, with which configuration."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LAUNCHERS = {
+    "accelerate": ("--num_processes", "--num-processes"),
+    "torchrun": ("--nproc_per_node", "--nproc-per-node"),
+    "deepspeed": ("--num_gpus",),
+}
+"""Launcher -> its flags for the number of processes, of a node but for Accelerate's."""
+NODES = ("--nnodes", "--num_nodes")
+CONFIGS = ("--config_file", "--config-file", "--accelerate_config")
+"""What names Accelerate's configuration, to itself and to `trl`."""
+OF_TRL, OF_TRL_GPUS = ("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8
+"""Configurations that TRL ships by name, and their processes. Source: TRL 1.16 accelerate_configs/."""
+FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
+
+
+class Said(NamedTuple):
+    """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind."""
+
+    num_gpus: int | None
+    num_nodes: int = 1
+    config: str = ""
+    rest: Sequence[str] = ()
+
+
+def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
+    """Of a launcher's words, up to the program; `shown`: GPUs that the environment shows it."""
+    num_gpus, num_nodes, config = shown, 1, ""
+    index = 0
+    while index < len(words) and words[index].startswith(("-", "$(")):
+        flag, equals, value = words[index].partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        takes = not equals and flag not in FLAGS_WITHOUT_VALUE and not following.endswith(".py")
+        takes = takes and not following.startswith("-")
+        value = value if equals else following if takes else ""
+        if flag in LAUNCHERS[launcher] and value.isdigit():
+            num_gpus = int(value) or shown
+        if launcher != "accelerate" and flag in NODES and value.isdigit():
+            num_nodes = int(value) or 1
+        if flag == "--include" and value.count(":") == 1:
+            num_gpus = value.count(",") + 1
+        if flag in CONFIGS:
+            config = value
+        if flag in ("-m", "--module"):
+            break
+        index += 2 if takes else 1
+    return Said(num_gpus * num_nodes if num_gpus else None, num_nodes if num_gpus else 1, config, words[index:])
+
+
+def said_by_tool(tool: str, words: Sequence[str], shown: int | None) -> Said:
+    """Of the words behind a tool's verb, where it hands some on: `axolotl` those behind "--" to the launcher that it
+    names, `tune run` its first to torchrun, `trl` Accelerate's own wherever they stand.
+
+    Source: Axolotl 0.21 `cli/main.py`, torchtune 0.6 `_cli/run.py`, TRL 1.16 `cli/accelerate.py`.
+    """
+    if tool == "tune":
+        return said("torchrun", words, shown)
+    if tool == "axolotl" and "--" in words:
+        own, handed = words[: words.index("--")], words[words.index("--") + 1 :]
+        named = [own[at + 1] for at in range(len(own) - 1) if own[at] == "--launcher"]
+        launcher = next(iter(named), "accelerate")
+        return said(launcher, handed, shown) if launcher in LAUNCHERS else Said(shown)
+    if tool == "trl":
+        flags = ("--num_processes", "--accelerate_config")
+        starts = [at for at, word in enumerate(words) if word.partition("=")[0] in flags]
+        own = [part for at in starts for part in (words[at : at + 1] if "=" in words[at] else words[at : at + 2])]
+        found = said("accelerate", own, shown)
+        if found.config in OF_TRL:
+            return found._replace(num_gpus=found.num_gpus or OF_TRL_GPUS, config="")
+        return found
+    return Said(shown)
