@@ -126,6 +126,11 @@ class Curve:
             for event in hole:
                 self.add(event)
 
+    def rebase(self) -> None:
+        """From here on: the highest of this phase is what is allocated now, and nothing is known of the others."""
+        self.best = {}
+        self._rise(self._total, len(self.totals))
+
     def _rise(self, total: int, index: int) -> None:
         if total > self.best.get(self._phase, (-1, 0))[0]:
             self.best[self._phase] = total, index

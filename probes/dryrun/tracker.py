@@ -15,10 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.fastmeta import Remembered
 
-ROUND_BYTES = 512
-"""The caching allocator's smallest step: a block of any size occupies a multiple of it."""
-
-
 WORKSPACE = "cuBLAS workspace"
 """How an allocation is named that a library makes at its first call and keeps."""
 

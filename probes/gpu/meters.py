@@ -16,8 +16,9 @@ from planner.hardware.driver import device_handle, nvml
 from planner.memory.types import PHASES
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.units import MIB
-from probes.allocator.events import Alloc, Event, Free
-from probes.dryrun.tracker import ROUND_BYTES, Tracker, local
+from probes.allocator.events import Phase
+from probes.dryrun.analysis import Curve
+from probes.dryrun.tracker import Tracker, local
 from probes.gpu.environment import NvmlReader
 from probes.gpu.timing import PHASE_OF_BUILDING
 
@@ -79,7 +80,7 @@ class CpuMeter(Meter):
 
             ranked = RankTracker("cpu")
             self._tracker, self._resizing = ranked, ranked.resizing
-        self._account = PhaseAccount()
+        self._curve = Curve()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -92,15 +93,15 @@ class CpuMeter(Meter):
 
     def mark(self, phase: str, layer: int | None = None) -> None:
         self._settle()
-        self._account.begin(phase)
+        self._curve.add(Phase(phase))
 
     def rebase(self) -> None:
         self._settle()
-        self._account.rebase()
+        self._curve.rebase()
 
     def phase_peaks(self) -> dict[str, int]:
         self._settle()
-        return self._account.peaks()
+        return dict.fromkeys(PHASES, 0) | {phase: peak for phase, (peak, _) in self._curve.best.items()}
 
     def reserved_peak(self) -> int:
         return max(self.phase_peaks().values())
@@ -118,42 +119,8 @@ class CpuMeter(Meter):
 
     def _settle(self) -> None:
         for event in self._tracker.events:
-            self._account.add(event)
+            self._curve.add(event)
         self._tracker.events.clear()
-
-
-class PhaseAccount:
-    """Running total of allocations and its peak in each phase, from a stream of events."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._total = 0
-        self._phase = PHASE_OF_BUILDING
-        self._peaks = dict.fromkeys(PHASES, 0)
-
-    def begin(self, phase: str) -> None:
-        """A phase begins with all that is alive."""
-        self._phase = phase
-        self._peaks[phase] = max(self._peaks[phase], self._total)
-
-    def rebase(self) -> None:
-        """Every phase's peak is what is alive now, or nothing where it has not begun."""
-        self._peaks = dict.fromkeys(PHASES, 0)
-        self._peaks[self._phase] = self._total
-
-    def add(self, event: Event) -> None:
-        """One allocation or release."""
-        if isinstance(event, Alloc):
-            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            self._sizes[event.id] = size
-            self._total += size
-            self._peaks[self._phase] = max(self._peaks[self._phase], self._total)
-        elif isinstance(event, Free):
-            self._total -= self._sizes.pop(event.id)
-
-    def peaks(self) -> dict[str, int]:
-        """Bytes at the peak of each phase."""
-        return dict(self._peaks)
 
 
 def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:

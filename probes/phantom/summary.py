@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from planner.trace_result import Holding, TraceResult
 from probes.allocator import Alloc, Free
-from probes.dryrun.tracker import ROUND_BYTES
+from probes.allocator.stretches import rounded
 from probes.installed import installed
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin
@@ -62,7 +62,7 @@ def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
     total, highest, at = 0, -1, -1
     for index, event in enumerate(phantom.memory.events):
         if isinstance(event, Alloc):
-            sizes[event.id] = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
+            sizes[event.id] = rounded(event.size_bytes)
             total += sizes[event.id]
             phase = phantom.origins.found[event.id].phase
             peaks[phase] = max(peaks.get(phase, 0), total)
@@ -86,7 +86,7 @@ def _grouped(phantom: Phantom, alive: set[int], key: Callable[[int, Origin], str
     for number in alive:
         origin = phantom.origins.found[number]
         name = key(number, origin)
-        sizes[name] += -(-origin.size_bytes // ROUND_BYTES) * ROUND_BYTES
+        sizes[name] += rounded(origin.size_bytes)
         numbers[name] += 1
     ordered = sorted(sizes, key=lambda name: -sizes[name])[:_SHOWN]
     return tuple(Holding(name=name, size_bytes=sizes[name], num_allocations=numbers[name]) for name in ordered)

@@ -33,11 +33,11 @@ class FakeCuda:
 
     def allocated(self) -> int:
         self.live._settle()
-        return self.live._account._total
+        return self.live._curve._total
 
     def max_memory_allocated(self, device: object = None) -> int:
         self.live._settle()
-        peak = self.live._account.peaks()[self.live._account._phase]
+        peak = self.live.phase_peaks()[self.live._curve._phase]
         self.reserved = max(self.reserved, -(-peak // (2 * MIB)) * 2 * MIB)
         return peak
 
