@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.hardware.driver import device_handle, nvml
 from planner.memory.types import PHASES
@@ -18,6 +19,7 @@ from planner.memory.workspace import CONTEXT_BYTES
 from planner.units import MIB
 from probes.allocator.events import Phase
 from probes.dryrun.analysis import Curve
+from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.tracker import Tracker, local
 from probes.gpu.environment import NvmlReader
 from probes.gpu.timing import PHASE_OF_BUILDING
@@ -66,6 +68,14 @@ class Meter(ABC):
         return set()
 
 
+class _RankTracker(SpreadTracker):
+    """One rank's memory on the CPU: real tensors only. DTensor tries its operators on fake ones first, which claim to
+    be there."""
+
+    def track(self, tensor: torch.Tensor, op: str) -> int | None:
+        return None if isinstance(tensor, FakeTensor) else super().track(tensor, op)
+
+
 class CpuMeter(Meter):
     """Real CPU tensors, followed as the dry run follows meta tensors: same rounding, same phases."""
 
@@ -76,9 +86,7 @@ class CpuMeter(Meter):
         self._tracker = Tracker("cpu")
         self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
         if spread:
-            from probes.gpu.rank_memory import RankTracker  # PyTorch's sharded tensors take a second to import
-
-            ranked = RankTracker("cpu")
+            ranked = _RankTracker("cpu")
             self._tracker, self._resizing = ranked, ranked.resizing
         self._curve = Curve()
 
