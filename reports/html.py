@@ -33,9 +33,9 @@ from reports.charts import (
 )
 from reports.compare import comparison_view
 from reports.extras import Extras
-from reports.plain import clean
+from reports.plain import clean, joined
 from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
-from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
+from reports.setup_text import gpus_words, method_words, setup_difference, spread_words, workload_words
 
 ECHARTS_VERSION = "6.1.0"
 BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
@@ -123,75 +123,44 @@ def _markup(trusted: str) -> Any:
 
 def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
     """Everything that plan.html.j2 reads."""
-    chosen = plan.subject
-    wish = plan.workload
+    chosen, wish = plan.subject, plan.workload
     parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
-    named, ranks = text.memory_mark(parts.terms_evidence), text.rank_peaks_rows(chosen)
     charts = _charts(plan, extras, name)
-    moved = [chart for key, chart in charts.items() if key.startswith("sensitivity")]
+    terms = (
+        (row.label, gib(row.size_bytes), percent(row.size_bytes / wish.memory_bytes, 1), gib(row.end_bytes))
+        for row in parts.rows
+    )
+    named, ranks = text.memory_mark(parts.terms_evidence), text.rank_peaks_rows(chosen)
     view: dict[str, Any] = {
         "id": name,
         "single": single,
-        "fits": text.fit_word(chosen) if isinstance(plan, Plan) else "no",
+        "plan": plan,
+        "launch": extras.launch,
+        "found": isinstance(plan, Plan),
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
-        "moved": moved,
+        "moved": [chart for key, chart in charts.items() if key.startswith("sensitivity")],
         "drawn": list(filter(None, charts.values())),
-        "launch": extras.launch,
         "setup_json": json.dumps({"model": wish.model.model_id, "gpu": wish.gpu.key, **asked_form(chosen.setup)}),
         "rungs": _rungs(chosen),
         "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
-        "terms": table_of(
-            ("term", "size", "of the card", "up to"),
-            (
-                (row.label, gib(row.size_bytes), percent(row.size_bytes / wish.memory_bytes, 1), gib(row.end_bytes))
-                for row in parts.rows
-            ),
-        ),
-        "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
+        "terms": table_of(("term", "size", "of the card", "up to"), terms),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
-        "tree": plan.tree,
-        "chosen": chosen.setup,
-        "space": text.space_sentence(plan),
+        "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
+        "leaf": joined((method_words(chosen.setup), spread_words(chosen.setup) if wish.num_gpus > 1 else "")),
         "notes": notes_of(plan),
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),
-        **(_found(plan) if isinstance(plan, Plan) else _missing(plan)),
+        "beside": compared(plan) if isinstance(plan, Plan) and plan.alternatives else [],
+        "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)) if isinstance(plan, NoPlan) else None,
     }
     view["sections"] = _sections(view)
     return view
 
 
-def _found(plan: Plan) -> dict[str, Any]:
-    """The words of a plan."""
-    chosen = plan.chosen
-    spread = f", {spread_words(chosen.setup)}" if chosen.setup.num_gpus > 1 else ""
-    return {
-        "verdict": text.verdict_sentence(plan),
-        "sentences": text.plan_sentences(plan),
-        "leaf": f"{method_words(chosen.setup)}{spread}",
-        "beside": compared(plan) if plan.alternatives else [],
-        "search_note": clean(str(plan.search.get("stop_reason") or "")),
-        "remedies": None,
-    }
-
-
-def _missing(plan: NoPlan) -> dict[str, Any]:
-    """The words of a refusal."""
-    nearest = plan.nearest
-    return {
-        "verdict": f"Nothing fits: {gib(plan.missing_bytes)} missing.",
-        "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", text.memory_sentence(nearest)],
-        "leaf": "nothing fits",
-        "beside": [],
-        "search_note": "",
-        "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)),
-    }
-
-
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
-    """Name -> chart, None where there is nothing to draw; "sensitivity": a list of them."""
+    """Name -> chart, None where there is nothing to draw; one for each value that was moved."""
     chosen, wish = plan.subject, plan.workload
     labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
     bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
@@ -221,7 +190,7 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
         ("remedies", "What would help", view["remedies"]),
         ("memory", "Memory", True),
         ("launch", "Run it" if view["launch"] else "The setup", True),
-        ("why", "Why", view["tree"]),
+        ("why", "Why", view["plan"].tree),
         ("beside", "Alternatives", view["beside"]),
         ("sensitivity", "If one thing moved", view["moved"]),
         ("time", "Time", charts["time"]),
