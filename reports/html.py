@@ -148,7 +148,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "terms": table_of(("term", "size", "of the card", "up to"), terms),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
-        "leaf": joined((method_words(chosen.setup), spread_words(chosen.setup) if wish.num_gpus > 1 else "")),
+        "leaf": joined((method_words(chosen.setup), spread_words(chosen.setup) if chosen.setup.num_gpus > 1 else "")),
         "notes": notes_of(plan),
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),

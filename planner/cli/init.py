@@ -25,7 +25,7 @@ def init() -> int:
     model = _ask("Which model? (hub id, folder with config.json, or part of a catalogue name)", "", _model)
     gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
     data = _ask("Which data set? (a .jsonl or .parquet file; Enter: none yet)", "", _data)
-    method = _ask(f"Which method? ({', '.join(METHODS)})", "any", _method)
+    method = _ask(f"Which method? ({', '.join(METHODS)})", "any", lambda text: choices("method", [text], METHODS)[0])
     folder = _ask("Where to write plan, report and launch files? (Enter: nowhere)", "", lambda text: text)
     words = [model, "--gpu", gpu]
     for option, value in (("--dataset", data), ("--method", "" if method == "any" else method), ("--out", folder)):
@@ -74,7 +74,3 @@ def _data(answer: str) -> str:
     if answer and not Path(answer).expanduser().exists():
         raise UsageError(f"no file at {answer}", hint="a path that exists, or Enter for none")
     return str(Path(answer).expanduser()) if answer else ""
-
-
-def _method(answer: str) -> str:
-    return choices("method", [answer], METHODS)[0]

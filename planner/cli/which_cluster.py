@@ -52,7 +52,9 @@ class WorkOptions:
         if self.dataset_tokens is None:
             hint = "give --dataset-tokens, for example --dataset-tokens 100M"
             raise UsageError("how much work is it?", hint=hint)
-        tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * _epochs(self.epochs)
+        if not (math.isfinite(self.epochs) and 0 < self.epochs <= 10_000):
+            raise UsageError(f"--epochs must be above 0, got {self.epochs}", hint="for example --epochs 3")
+        tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * self.epochs
         if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
             raise UsageError(f"--budget must be US dollars above 0, got {self.budget}", hint="for example --budget 500")
         deadline_s = None if self.deadline is None else duration_s("deadline", self.deadline, unit="h")
@@ -126,12 +128,6 @@ def which_cluster(
     show_table(out, as_json, ClustersSheet(spec, found, {**asked, "global_batch_seqs": batch}))
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)
-
-
-def _epochs(epochs: float) -> float:
-    if not (math.isfinite(epochs) and 0 < epochs <= 10_000):
-        raise UsageError(f"--epochs must be above 0, got {epochs}", hint="for example --epochs 3")
-    return epochs
 
 
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
