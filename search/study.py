@@ -119,21 +119,22 @@ class Study:
 
     def enqueue(self, candidate: Candidate, origin: str, *, retry_of: TrialRecord | None = None) -> None:
         """One more candidate for whoever is free; `retry_of`: in the place of that lost trial."""
-        setup = candidate.setup
         retried = {} if retry_of is None else {RETRY_OF_ATTR: retry_of.number, ORDER_ATTR: retry_of.order}
+        retries = 0 if retry_of is None else retry_of.retries + 1
+        told = {"origin": origin, "retries": retries, **predicted_values(candidate), **retried}
+        self._add(candidate.setup, TrialState.WAITING, told)
+
+    def _add(
+        self, setup: TrainSetup, state: TrialState, told: Mapping[str, Any], constraints: dict[str, float] | None = None
+    ) -> None:
+        """One more trial; `told` are its attributes beside the setup's own."""
         self.study.add_trial(
             create_trial(
-                state=TrialState.WAITING,
+                state=state,
                 params=params_of(setup, self._names),
                 distributions=self._space,
-                user_attrs={
-                    "key": key_of(setup),
-                    "setup": setup_to_dict(setup),
-                    "origin": origin,
-                    "retries": 0 if retry_of is None else retry_of.retries + 1,
-                    **predicted_values(candidate),
-                    **retried,
-                },
+                user_attrs={"key": key_of(setup), "setup": setup_to_dict(setup), **told},
+                constraints=constraints,
             )
         )
 
@@ -161,21 +162,8 @@ class Study:
             if self._problem.unprobed(candidate.setup):
                 constraints["runs"] = 1.0
                 predicted = predicted_values(candidate)  # all that will ever be known of it here
-            self.study.add_trial(
-                create_trial(
-                    state=TrialState.PRUNED,
-                    params=params_of(candidate.setup, self._names),
-                    distributions=self._space,
-                    user_attrs={
-                        "key": key_of(candidate.setup),
-                        "setup": setup_to_dict(candidate.setup),
-                        "origin": EXCLUDED,
-                        "excluded": reason,
-                        **predicted,
-                    },
-                    constraints=constraints,
-                )
-            )
+            told = {"origin": EXCLUDED, "excluded": reason, **predicted}
+            self._add(candidate.setup, TrialState.PRUNED, told, constraints)
         return new
 
     def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
