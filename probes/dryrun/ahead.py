@@ -9,6 +9,7 @@ import atexit
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -22,6 +23,7 @@ class _Helper:
 
     def __init__(self, one_gpu: bool) -> None:
         self.one_gpu = one_gpu
+        self._turn = threading.Lock()  # a question and its answer belong together
         self._child: subprocess.Popen[bytes] | None = None
         with suppress(OSError):  # no process can be started: this one does it
             self._child = subprocess.Popen(
@@ -35,6 +37,10 @@ class _Helper:
 
     def report(self, make: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The child's answer, None where it has none."""
+        with self._turn:
+            return self._answer(make, args, options)
+
+    def _answer(self, make: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._child is None:
             return None
         assert self._child.stdin is not None
@@ -49,6 +55,9 @@ class _Helper:
         except (OSError, EOFError, pickle.PickleError, AttributeError, TypeError):  # it died, or does not know a class
             self.close()
             return None
+        except BaseException:  # interrupted: what it answers later would be taken for the next answer
+            self.close()
+            raise
         if isinstance(found, ValueError):
             raise found
         return found

@@ -42,6 +42,16 @@ assert ahead._HELPER is first and first._child.poll() is None
 several = figures(spread)
 assert first._child is None and ahead._HELPER is not first
 assert figures() == beside  # with every library real
+def interrupted(text):
+    raise KeyboardInterrupt
+
+try:
+    ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=interrupted)
+except KeyboardInterrupt:
+    pass
+assert ahead._HELPER._child is None
+ahead._HELPER = None
+assert figures() == beside
 assert "torch" not in sys.modules
 ahead._HELPER._child.kill()
 ahead._HELPER._child.wait()
