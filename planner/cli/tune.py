@@ -14,8 +14,9 @@ from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
-from planner.cli.writing import write_out
-from planner.errors import EXIT_NOTHING_FITS
+from planner.cli.writing import launch_sentences, next_command, write_out
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem
+from planner.exporters import Launch
 from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.option_values import duration_s, positive
@@ -23,6 +24,7 @@ from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.records import dataclass
 from planner.workload import Workload
+from reports.command import wish_words
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
@@ -88,15 +90,25 @@ def tune(
     line.close()
     if isinstance(plan, Plan):
         plan = tune_plan(plan, tuning)
-    if out is not None:
-        several = ["--gpus", str(asked.num_gpus)] if asked.num_gpus > 1 else []
-        write_out(plan, out, targets=None, dataset=None, command=["tune", model, "--gpu", gpu, *several])
+    launches, problem = _written(plan, out, how.goal) if out is not None else ((), None)
     if as_json:
         print_json(plan_to_dict(plan))
     else:
-        render_plan(plan, console())
+        following = next_command(launches, out) if out is not None and launches else ""
+        render_plan(plan, console(), next_command=following, launches=launch_sentences(launches, named=False))
+    if problem is not None:
+        raise problem
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _written(plan: Plan | NoPlan, folder: Path, goal: str) -> tuple[tuple[Launch, ...], EnvironmentProblem | None]:
+    """The plan's files, or why there are none: a full disk must not cost what was measured."""
+    command = ["tune", *wish_words(plan.workload), *(["--goal", goal] if goal != "tokens" else [])]
+    try:
+        return write_out(plan, folder, targets=None, dataset=None, command=command), None
+    except EnvironmentProblem as problem:
+        return (), problem
 
 
 def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Workload:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
+from planner.errors import EnvironmentProblem
 from planner.units import GIB
 from tests.whole import WHOLE
 
@@ -324,3 +325,27 @@ def test_the_command_under_next_plans_the_same(
     assert made["workload"] == json.loads(capsys.readouterr().out)["workload"]
     script = (tmp_path / "my-plan" / "launch" / "hf" / "train_hf.py").read_text()
     assert ('DATASET = "who/what"' in script) == ("--dataset" in asked)
+
+
+def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report's command asks for all that was asked for; a full disk does not cost what was measured."""
+    monkeypatch.setattr("planner.cli.tune.tune_plan", lambda plan, tuning: plan)
+    monkeypatch.chdir(tmp_path)
+    asked = ["tune", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--lr", "3e-05"]
+    asked += ["--method", "lora", "--seq-len", "512", "--goal", "memory", "--out", "found here"]
+    assert run(asked) == 0
+    assert "cd 'found here' && bash launch/run.sh trl" in " ".join(capsys.readouterr().out.split())
+    command = json.loads(Path("found here/plan.json").read_text())["command"]
+    for words in ("plan tune Qwen/Qwen2.5-0.5B", "--seq-len 512", "--method lora", "--lr 3e-05", "--goal memory"):
+        assert words in command
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise EnvironmentProblem("cannot write: no space left on device", hint="free some space")
+
+    monkeypatch.setattr("planner.cli.tune.write_out", full)
+    assert run(asked) == 3
+    answer = capsys.readouterr()
+    assert "It fits" in answer.out
+    assert "no space left" in answer.err
