@@ -12,29 +12,12 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from planner.records import dataclass
 from planner.units import MIB
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """As `nvmlMemory_t`, bytes."""
-
-    total: int
-    used: int
-    reserved: int = 0
-
-
-@dataclass(frozen=True)
-class Process:
-    """As `nvmlProcessInfo_t`."""
-
-    pid: int
-    usedGpuMemory: int
 
 
 class AmdSmi:
@@ -99,16 +82,17 @@ class AmdSmi:
         """As HIP's variables take it."""
         return f"GPU-{self._serial(handle)}"
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int = 1) -> Memory:
-        """amdsmi counts in MiB; the firmware's part is in `used`, no program can have it."""
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int = 1) -> SimpleNamespace:
+        """As `nvmlMemory_t`, bytes. amdsmi counts in MiB; the firmware's part is in `used`, no program can have it."""
         found = self._smi.amdsmi_get_gpu_vram_usage(handle)
-        return Memory(total=int(found["vram_total"]) * MIB, used=int(found["vram_used"]) * MIB)
+        total, used = int(found["vram_total"]) * MIB, int(found["vram_used"]) * MIB
+        return SimpleNamespace(total=total, used=used, reserved=0)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Process]:
-        """Whoever holds memory of this GPU."""
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[SimpleNamespace]:
+        """Whoever holds memory of this GPU, as `nvmlProcessInfo_t`."""
         listed = self._smi.amdsmi_get_gpu_process_list(handle)
         holding = [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in listed]
-        return [Process(pid, held) for pid, held in holding if held]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in holding if held]
 
     def nvmlSystemGetDriverVersion(self) -> str:
         """Name and version of the kernel driver."""

@@ -10,7 +10,6 @@ from planner.choices.sound import WITH_SOUND, WITH_TWO_HALVES
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
-from planner.records import dataclass
 from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
@@ -46,32 +45,16 @@ TRITON_FROM = (7, 0)
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashKernels:
-    """What one generation of the flash-attention kernels trains: forward and backward.
-
-    Attributes:
-        needs: what has to be installed for it.
-        max_head_dim: widest head of queries and keys (values are padded to it).
-        sinks: whether attention sinks get a gradient.
-        planned: whether a setup can ask for it.
-    """
-
-    needs: str
-    max_head_dim: int
-    sinks: bool
-    planned: bool = False
-
-
-FLASH: Mapping[str, FlashKernels] = {
-    "flash_attention_2": FlashKernels(needs="flash-attn", max_head_dim=256, sinks=False, planned=True),
-    "flash_attention_3": FlashKernels(needs="flash-attn-3, compute capability 9.0", max_head_dim=256, sinks=False),
-    "kernels-community/vllm-flash-attn3": FlashKernels(
-        needs="the package kernels and the hub, compute capability 9.0", max_head_dim=256, sinks=False
-    ),
-    "flash_attention_4": FlashKernels(needs="flash-attn-4, compute capability 9.0", max_head_dim=256, sinks=True),
+FLASH_HEAD_DIM = 256
+"""Widest head of queries and keys that flash-attention's kernels train (values are padded to it)."""
+FLASH: Mapping[str, bool] = {
+    "flash_attention_2": False,
+    "flash_attention_3": False,
+    "kernels-community/vllm-flash-attn3": False,
+    "flash_attention_4": True,
 }
-"""By the name that transformers takes as `attn_implementation`.
+"""Whether attention sinks get a gradient, by the name that transformers takes as `attn_implementation`. A setup asks
+for the first alone; the others need compute capability 9.0.
 
 Source: flash-attention (commit 0251105a, August 2026) `csrc/flash_attn/flash_api.cpp` mha_fwd, mha_bwd ("head dimension
 at most 256"; no sinks), `hopper/flash_attn_interface.py` (no sinks), `flash_attn/cute/interface.py` _validate_head_dims
@@ -91,15 +74,15 @@ def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
     Args:
         name: as in transformers' `attn_implementation`, one of FLASH.
     """
-    kernels, title = FLASH[name], name.removeprefix("kernels-community/").replace("_", "-")
+    title = name.removeprefix("kernels-community/").replace("_", "-")
     if "flash-attention-2" not in model.attentions:
         return f"transformers has no flash attention for {model.model_type}"
     softmax = [one for one in _attentions(model) if one.kind == "softmax"]
-    if not kernels.sinks and any(one.sinks for one in softmax):
+    if not FLASH[name] and any(one.sinks for one in softmax):
         return f"{title} has no attention sinks, which {model.model_id} trains with"
     widest = max((one.head_dim for one in softmax), default=0)
-    if widest > kernels.max_head_dim:
-        return f"{title} stops at head size {kernels.max_head_dim}; {model.model_id} has layers with {widest}"
+    if widest > FLASH_HEAD_DIM:
+        return f"{title} stops at head size {FLASH_HEAD_DIM}; {model.model_id} has layers with {widest}"
     return ""
 
 
@@ -277,8 +260,7 @@ def attention_kernel(
     if attention.kind == "linear":
         return "linear"
     if setup.attention == "flash-attention-2":
-        package = FLASH["flash_attention_2"]
-        taken = attention.head_dim <= package.max_head_dim and (package.sinks or not attention.sinks)
+        taken = attention.head_dim <= FLASH_HEAD_DIM and not attention.sinks
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
