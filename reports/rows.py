@@ -30,12 +30,8 @@ CATEGORY_WORDS = {
     "residue": "not attributed",
 }
 """Categories of memory in the order they are stacked, with the words for people."""
-
-
 MIN_TERM_BYTES = 1024**2
 """Smaller terms are summed in one row: nobody decides anything by them."""
-
-
 MIN_SHOWN_BYTES = 52_429
 """A row that would read "0.0 MiB" is left out."""
 
@@ -67,20 +63,14 @@ class Breakdown:
     """The memory of one candidate at its peak, laid against the card.
 
     Attributes:
-        rows: slices from 0 up to the device peak, then headroom and what is free; they add up to `memory_bytes` when
-            the candidate fits.
+        rows: slices from 0 up to the device peak, then headroom and what is free; they add up to the card's memory
+            when the candidate fits.
         terms_evidence: the rung that names the terms; the peaks may come from a higher one.
     """
 
     rows: tuple[MemoryRow, ...]
     terms_evidence: Prediction
     peak_evidence: Prediction | Measurement
-    memory_bytes: int
-
-    @property
-    def used(self) -> tuple[MemoryRow, ...]:
-        """The slices that the run occupies."""
-        return tuple(row for row in self.rows if row.category not in ("headroom", "free"))
 
 
 def best_terms(candidate: Candidate) -> Prediction:
@@ -143,7 +133,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
         start += size
     if peak.peak_device_bytes > candidate.budget_bytes:
         rows = [row for row in rows if row.category != "headroom"]
-    return Breakdown(rows=tuple(rows), terms_evidence=named, peak_evidence=peak, memory_bytes=memory_bytes)
+    return Breakdown(rows=tuple(rows), terms_evidence=named, peak_evidence=peak)
 
 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
