@@ -12,7 +12,7 @@ from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-from planner.models import catalogue
+from planner.models import catalogue, copies
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
@@ -170,10 +170,11 @@ def _resolved(name: str) -> tuple[ModelSpec, str]:
     try:
         return resolve_model(name), ""
     except UnknownModelError:
-        found = catalogue.load(name.rpartition("/")[2]) if "/" in name else None
+        found = copies.load(name) or (catalogue.load(name.rpartition("/")[2]) if "/" in name else None)
         if found is None:
             raise
-        return found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
+        bits = " in 4 bits" if name.lower().endswith(copies.IN_4_BITS) else ""
+        return found, f"{name} is not at hand: taken to be a copy of {found.model_id}{bits}"
 
 
 def fixed_text(

@@ -13,6 +13,7 @@ from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
+from planner.models.stored import stored_bits
 from planner.models.targets import same_targets
 from planner.models.towers import SEEING
 from planner.readers.values import Settings
@@ -123,6 +124,14 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
         return f"{autocast}-autocast"
     settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")
     return "bf16-pure"
+
+
+def stored(settings: Settings) -> str:
+    """The quantization of a base for which nobody asks for one: transformers loads a checkpoint as it is published."""
+    bits = stored_bits(settings.model)
+    if bits:
+        settings.assume(f"no quantization asked for: the checkpoint is published in {bits}, and loads as that")
+    return bits or "none"
 
 
 def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]:

@@ -142,7 +142,7 @@ def quantization(found: Training, arguments: Settings, *, unsloth: bool) -> str:
     if source.flag("load_in_8bit", False):
         return "int8"
     if not source.flag("load_in_4bit", unsloth):
-        return "none"
+        return common.stored(loader) if made is None else "none"
     if made is None and unsloth and (loader.flag("full_finetuning", False) or loader.flag("load_in_16bit", False)):
         return "none"
     double = True if unsloth else source.flag("bnb_4bit_use_double_quant", False)

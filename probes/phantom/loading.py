@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from planner.models import catalogue
+from planner.models import catalogue, copies
 from probes.phantom.cuda import Refused
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
@@ -179,27 +179,11 @@ def _mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any
     Raises:
         Refused: a copy of which some layers alone are quantized.
     """
-    owner, _, model = name.lower().partition("/")
-    if owner not in ("unsloth", "nousresearch"):
-        return None, {}
-    if model.endswith("-unsloth-bnb-4bit"):
+    if name.lower().startswith(f"{copies.PUBLISHERS[0]}/") and name.lower().endswith(copies.DYNAMIC):
         raise Refused(
             f"{name}: which of its layers are in 4 bits is known to its config.json alone, which is not on this machine"
         )
-    wanted = model.removesuffix("-bnb-4bit").removeprefix("meta-")
-    found = [one for one in catalogue.entries() if any(full.partition("/")[2] == wanted for full in one.names)]
-    extra = {} if wanted == model.removeprefix("meta-") else {"quantization_config": dict(_UNSLOTH_4BIT)}
-    return (found[0], extra) if len(found) == 1 else (None, {})
-
-
-_UNSLOTH_4BIT = {
-    "quant_method": "bitsandbytes",
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": "bfloat16",
-}
-"""Of every `unsloth/...-bnb-4bit` (as in their config.json, for example mistral-7b-v0.3-bnb-4bit)."""
+    return copies.mirrored(name)
 
 
 def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> None:

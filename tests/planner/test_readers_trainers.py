@@ -3,7 +3,7 @@
 import pytest
 
 from planner.errors import NotPlanned
-from planner.models import catalogue
+from planner.models import catalogue, copies
 from planner.readers import Sharding, read_text
 from planner.readers.types import ReadConfig
 
@@ -338,3 +338,19 @@ def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(said: str, 
         "SFTTrainer(AutoModelForCausalLM.from_pretrained('gpt2'), args=SFTConfig(bf16=True, max_length=64)).train()\n"
     )
     assert read(loaded, trl="1.16.0").setup.precision == "bf16-autocast"  # transformers 5: the checkpoint's own
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "nf4-double"), ("gpt2", "none")]
+)
+def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str) -> None:
+    """transformers takes the checkpoint's own `quantization_config` where the program names none."""
+    body = f"model = AutoModelForCausalLM.from_pretrained('{name}')\n"
+    body += "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
+    model = copies.load(name) or catalogue.load(name)
+    found = read_text(HEAD + "from peft import LoraConfig\n" + body, "train.py", model=model)
+    assert found.setup.quantization == quantization
+    assert found.setup.method == ("lora" if quantization == "none" else "qlora")
+    assert any("loads as that" in one for one in found.assumptions) == (quantization != "none")
+    whole = read_text(HEAD + body.replace(", peft_config=LoraConfig(r=8)", ""), "train.py", model=model)
+    assert (whole.setup.method, whole.setup.quantization) == ("full", "none")
