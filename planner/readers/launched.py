@@ -1,6 +1,7 @@
 """From the commands of a script, notebook or task file to the run that the first readable one starts."""
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -126,7 +127,7 @@ class Launches:
             )
         if NOT_TRAINING.search(target.rpartition("/")[2]):
             raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
-        words = f' --args "{" ".join(command.arguments)[:200]}"' if command.tool == "python" else ""
+        words = f" --args {shlex.quote(shlex.join(command.arguments))}" if command.tool == "python" else ""
         raise Undetermined(
             f"{name} starts {command.target}, which is not beside it and says what trains",
             hint=f"plan check {command.target.rpartition('/')[2]}{words}",

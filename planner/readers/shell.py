@@ -47,6 +47,8 @@ MAX_FILLED = 1 << 17
 TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "rloo", "distillation")
 """What `trl` trains, and "orpo", which only scripts written here start."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
+BY_VARIABLES = ("llamafactory-cli", "swift")
+"""Tools that start torchrun themselves, on NNODES nodes of NPROC_PER_NODE processes."""
 TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")
 
 
@@ -308,7 +310,7 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
         return None
     visible = variables.get("CUDA_VISIBLE_DEVICES", "")
     shown = len(visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else None
-    per_node = variables.get("NPROC_PER_NODE", "")
+    per_node, nodes = variables.get("NPROC_PER_NODE", ""), variables.get("NNODES", "")
     started = int(per_node) if per_node.isdigit() else None
     tool = PurePosixPath(words[0]).name
     if is_open(tool) and re.search(r"PYTHON|PYBIN|\bPY\b", tool, re.IGNORECASE):
@@ -320,7 +322,10 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     if tool == "megatron" and len(words) > 1:
         return Command(tool="python", target=f"megatron/{words[1]}", arguments=tuple(words[2:]))
     if tool in TOOLS and len(words) > 1:
-        return _of_tool(tool, words[1:], started or shown)
+        found, num = _of_tool(tool, words[1:], started or shown), int(nodes) if nodes.isdigit() else 1
+        if found is not None and found.num_gpus and num > 1 and tool in BY_VARIABLES:
+            return replace(found, num_gpus=found.num_gpus * num, num_nodes=num)
+        return found
     if tool in SCRIPT_STARTERS or tool.endswith(SUFFIXES):
         for index, word in enumerate(words):
             if word.endswith(SUFFIXES):

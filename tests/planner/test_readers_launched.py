@@ -1,12 +1,13 @@
 """Runs are read from what starts them: task files of schedulers, cells of notebooks, shells inside shells."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from planner.choices.images import Images
-from planner.errors import ConfigError, UsageError
+from planner.errors import ConfigError, Undetermined, UsageError
 from planner.models import catalogue
 from planner.readers import read_config, read_text
 from planner.readers.rewrite import rewrite
@@ -476,6 +477,7 @@ def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_g
 
 
 ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 6\n"
+FACTORY = "model_name_or_path: gpt2\nstage: sft\ndo_train: true\nfinetuning_type: lora\ncutoff_len: 64\n"
 TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_train_batch_size: 2\n"
 
 
@@ -493,12 +495,32 @@ TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_t
         ("trl sft --config t.yaml --accelerate_config zero3 --num_processes 2", 2, "zero3"),
         ("trl sft --config t.yaml --accelerate_config single_gpu", 1, "none"),
         ("CUDA_VISIBLE_DEVICES=0,1 trl sft --config t.yaml", 2, "ddp"),
+        ("NNODES=2 NODE_RANK=0 NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 8, "ddp"),
+        ("export NNODES=2\nexport NPROC_PER_NODE=4\nllamafactory-cli train l.yaml", 8, "ddp"),
+        ("NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 4, "ddp"),
     ],
 )
 def test_the_processes_that_a_tool_hands_on_are_counted(
     launch: str, num_gpus: int, parallel: str, tmp_path: Path
 ) -> None:
-    for name, text in {"a.yaml": AXOLOTL, "t.yaml": TRL, "own.yaml": ACCELERATE, "run.sh": launch}.items():
+    for name, text in {
+        "a.yaml": AXOLOTL,
+        "t.yaml": TRL,
+        "l.yaml": FACTORY,
+        "own.yaml": ACCELERATE,
+        "run.sh": launch,
+    }.items():
         (tmp_path / name).write_text(text)
     setup = read_config(tmp_path / "run.sh").setup
     assert (setup.num_gpus, setup.parallel) == (num_gpus, parallel)
+
+
+def test_a_hint_with_a_programs_words_pastes(tmp_path: Path) -> None:
+    """All of the words, as one that a shell takes apart as they were."""
+    words = ["--model", "gpt2", "--fsdp", "full_shard auto_wrap", "--note", "it's", *(["--more", "x" * 50] * 5)]
+    (tmp_path / "run.sh").write_text(shlex.join(["torchrun", "--nproc_per_node", "2", "elsewhere.py", *words]))
+    with pytest.raises(Undetermined) as caught:
+        read_config(tmp_path / "run.sh")
+    pasted = shlex.split(caught.value.hint)
+    assert pasted[:4] == ["plan", "check", "elsewhere.py", "--args"]
+    assert shlex.split(pasted[4]) == words
