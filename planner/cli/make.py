@@ -16,6 +16,7 @@ from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.exporters import Launch
+from planner.notes import risk
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.workload import Workload
@@ -125,6 +126,7 @@ def make(
     written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
+        written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
     beyond = () if files.dataset is None or asked.data.file else ("--dataset", files.dataset)
     _show(written, show.names, (*lookup.words, *beyond), as_json=as_json)
     _end(written, files)
@@ -180,6 +182,14 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
             written.said = (*written.said, *sentences(written.launches))
     except EnvironmentProblem as problem:
         written.problem = problem
+
+
+def _unpinned(revision: str | None) -> tuple[str, ...]:
+    """What to write into the launch files by hand where another revision than the hub's main was planned."""
+    if revision is None:
+        return ()
+    where = "model_revision in TRL's and LLaMA-Factory's, revision_of_model in Axolotl's, revision= in scripts"
+    return (risk(f"The launch files name no revision: write {revision} into them ({where}), or they train main."),)
 
 
 def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_json: bool) -> None:

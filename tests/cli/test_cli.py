@@ -11,6 +11,7 @@ import pytest
 
 from planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
 from planner.errors import EnvironmentProblem
+from planner.models import catalogue
 from planner.units import GIB
 from tests.whole import WHOLE
 
@@ -349,3 +350,17 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     answer = capsys.readouterr()
     assert "It fits" in answer.out
     assert "no space left" in answer.err
+
+
+def test_a_revision_is_asked_for_again_and_named_beside_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("planner.models.resolve._hub_first", lambda name, revision: catalogue.load(name))
+    monkeypatch.setenv("COLUMNS", "1000")
+    asked = ["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--revision", "v1.1", *FAST]
+    assert run(asked) == 0
+    assert "--revision v1.1 --out my-plan" in capsys.readouterr().out
+    assert run([*asked, "--out", str(tmp_path)]) == 0
+    assert "The launch files name no revision: write v1.1 into them" in capsys.readouterr().out
+    assert run([*asked[:3], *FAST, "--out", str(tmp_path)]) == 0
+    assert "name no revision" not in capsys.readouterr().out
