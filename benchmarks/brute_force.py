@@ -104,8 +104,12 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
         for at in (speed_profile(wish.model, wish.gpu, family).at,)
         for pair in pairs
     ]
-    may = None
+    may, least = None, {}
     for speed, family, (micro, steps) in sorted(speeds, key=lambda one: -one[0]):
+        if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)
+            least[id(family)] = peak(wish, family.with_(micro_batch_seqs=1, accumulation_steps=wish.global_batch_seqs))
+        if least[id(family)] > wish.budget_bytes:
+            continue
         setup = family.with_(micro_batch_seqs=micro, accumulation_steps=steps)
         needed = peak(wish, setup)
         if needed * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes:
