@@ -77,7 +77,10 @@ def _dumped(value: Any, **form: Any) -> str:
 def one_line(text: object) -> str:
     """Text that cannot leave its comment line, nor show another order than it has: what is not printable becomes a
     space."""
-    return re.sub("\0+", " ", "".join(one if one.isprintable() else "\0" for one in str(text))).strip()
+    said = str(text)
+    if not said.isprintable():
+        said = re.sub("\0+", " ", "".join(one if one.isprintable() else "\0" for one in said))
+    return said.strip()
 
 
 def comments(texts: Iterable[str]) -> str:
