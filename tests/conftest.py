@@ -82,6 +82,9 @@ MANY_OBJECTS = 50_000
 """Made since objects were last set aside, and still there."""
 WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
 """Programs that start with the training libraries loaded (tests/warm): one server for all workers of the run."""
+SEARCHING = Path(os.environ[HOME_VARIABLE]) / "searching"
+"""The same with what a search imports."""
+SEARCH_LIBRARIES = ("search.run", "optuna.storages._rdb.models", "alembic.command", "psycopg")
 _until_the_end = ExitStack()
 
 
@@ -146,9 +149,10 @@ def _process_as_before() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Nothing is started here: the server starts when the first test asks."""
+    """Nothing is started here: a server starts when the first test asks."""
     if MADE_HERE:
         _until_the_end.enter_context(programs(WARM))
+        _until_the_end.enter_context(programs(SEARCHING, SEARCH_LIBRARIES))
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

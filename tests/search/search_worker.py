@@ -1,8 +1,8 @@
 """A worker process for the tests of shared studies.
 
-    search_worker.py STORAGE LOG GATES MAX_PROBES MARGIN
+    search_worker.py NAME STORAGE LOG GATES MAX_PROBES MARGIN
 
-Every probe appends "start PID KEY" and "end PID KEY" to the log in single writes, so that another process can count
+Every probe appends "start NAME KEY" and "end NAME KEY" to the log in single writes, so that another process can count
 them. The n-th start of the log waits as long as the file `hold-n` is in the directory GATES: a test decides what is in
 flight when it kills, at any load. A dead worker's heartbeat is not found out by waiting (an hour) but made old by the
 test.
@@ -26,12 +26,12 @@ from search.stopping import Budget
 HEARTBEAT_S, GRACE_S = 1, 3600
 
 
-def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
+def main(name: str, storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
     gpu = SyntheticGpu.of(scenario(), 1)
 
     def write(word: str, setup: TrainSetup) -> int:
         """Adds a line; its number among those with this word."""
-        line = f"{word} {os.getpid()} {key_of(setup)}\n"
+        line = f"{word} {name} {key_of(setup)}\n"
         handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, line.encode())
         os.close(handle)

@@ -63,7 +63,7 @@ def test_workers_on_the_grpc_proxy_lose_nothing_and_repeat_nothing(
     """Three workers, one killed in its probe and its last beat put back by two hours."""
     workers = Workers(tmp_path, proxy_url)
     all_workers.append(workers)
-    _, lost_key = workers.share_and_lose_one(3)
+    lost_key = workers.share_and_lose_one(3)
     storage, liveness = open_storage(proxy_url)
     assert isinstance(liveness, AttributeLiveness)
     try:

@@ -40,7 +40,7 @@ def test_kill_nine_in_probes_and_resumption_give_the_undisturbed_search(
 def test_several_workers_share_a_journal_and_one_is_killed(tmp_path: Path, all_workers: list[Workers]) -> None:
     workers = Workers(tmp_path, str(tmp_path / "study"))
     all_workers.append(workers)
-    _, lost_key = workers.share_and_lose_one(3)
+    lost_key = workers.share_and_lose_one(3)
     workers.check_shared(lost_key)
 
 
@@ -48,5 +48,5 @@ def test_several_workers_share_a_journal_and_one_is_killed(tmp_path: Path, all_w
 def test_several_workers_share_an_sqlite_file_and_one_is_killed(tmp_path: Path, all_workers: list[Workers]) -> None:
     workers = Workers(tmp_path, f"sqlite:///{tmp_path}/study.db")
     all_workers.append(workers)
-    _, lost_key = workers.share_and_lose_one(3)
+    lost_key = workers.share_and_lose_one(3)
     workers.check_shared(lost_key)

@@ -121,7 +121,7 @@ def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
     """Four workers, one killed in its probe; that its heartbeat is an hour old is told to the server's clock."""
     workers = Workers(tmp_path, postgres_url)
     all_workers.append(workers)
-    _, lost_key = workers.share_and_lose_one(4)
+    lost_key = workers.share_and_lose_one(4)
     (lost,) = [t for t in trials_of(postgres_url) if t.state is TrialState.RUNNING and t.user_attrs["key"] == lost_key]
     aged = f"UPDATE trial_heartbeats SET heartbeat = heartbeat - interval '{2 * GRACE_S} s' WHERE trial_id = "
     assert execute(postgres_url, f"{aged}{lost._trial_id}") == 1

@@ -29,9 +29,9 @@ LLAMA = {
 }
 
 
-def command(model: Path, folder: Path) -> "subprocess.Popen[str]":
+def command(python: str | Path, model: Path, folder: Path) -> "subprocess.Popen[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(PROGRAM), "tune", str(model), str(folder)]
+    words = [str(python), str(PROGRAM), "tune", str(model), str(folder)]
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -59,13 +59,16 @@ def until(is_so: Callable[[], bool], what: str, running: "subprocess.Popen[str] 
 
 
 @pytest.mark.slow
-def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The plan's DDP loses rank 1 to SIGKILL; the command is killed in its second trial and given again."""
+def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
+    tmp_path: Path, warm_programs: Path
+) -> None:
+    """The plan's DDP loses rank 1 to SIGKILL; the command is killed in its second trial and given again: as a user starts it
+    first, with its jobs and ranks, then warm (tests/warm)."""
     model = tmp_path / "tiny"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "hold-2").touch()
-    first = command(model, tmp_path)
+    first = command(sys.executable, model, tmp_path)
     try:
         until(lambda: len(starts(tmp_path)) == 2, "no second trial", first)
         held_pid, held = starts(tmp_path)[1]
@@ -73,7 +76,7 @@ def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(tm
         first.kill()
         first.communicate()
     until(lambda: not any(alive(pid) for pid, _ in starts(tmp_path)), "a rank outlived its command")
-    second = command(model, tmp_path)
+    second = command(warm_programs / "python", model, tmp_path)
     try:
         output, errors = second.communicate(timeout=PATIENCE_S)
     finally:

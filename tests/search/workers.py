@@ -1,4 +1,8 @@
-"""Worker processes of the tests of shared studies: started, watched, killed."""
+"""Worker processes of the tests of shared studies: started, watched, killed.
+
+The first of a study starts as a user starts it, the others are forks of a process that has imported what a search needs
+(tests/warm): half of a worker's time is Optuna and SQLAlchemy being imported.
+"""
 
 import os
 import signal
@@ -13,6 +17,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from search.stopping import MARGIN
+from tests.conftest import SEARCHING
 
 PROGRAM = Path(__file__).with_name("search_worker.py")
 ROOT = Path(__file__).parents[2]
@@ -32,12 +37,15 @@ class Workers:
         self.gates = directory / "gates"
         self.gates.mkdir(parents=True)
         self._running: list[subprocess.Popen[str]] = []
+        self._num_started = 0
 
     def start(self, *, max_probes: int, margin: float = MARGIN) -> "subprocess.Popen[str]":
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        arguments = [self.storage, str(self.log), str(self.gates), str(max_probes), str(margin)]
+        self._num_started += 1
+        name = str(self._num_started)
+        python = str(SEARCHING / "python") if self._num_started > 1 else sys.executable
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments],
+            [python, str(PROGRAM), name, self.storage, str(self.log), str(self.gates), str(max_probes), str(margin)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,11 +86,11 @@ class Workers:
         best, num_probes, _ = output.strip().splitlines()[-1].split("\t")
         return best, int(num_probes)
 
-    def events(self) -> list[tuple[str, int, str]]:
-        """(word, process id, setup key) of every line of the log."""
+    def events(self) -> list[tuple[str, str, str]]:
+        """(word, worker's name, setup key) of every line of the log."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         parts = [line.split(" ", 2) for line in lines]
-        return [(word, int(pid), key) for word, pid, key in parts]
+        return [(word, name, key) for word, name, key in parts]
 
     def keys(self, word: str = "end") -> list[str]:
         """Setup keys of all events of a kind, in order."""
@@ -92,17 +100,19 @@ class Workers:
         """Setups whose probe was started more than once -> how often."""
         return {key: num for key, num in Counter(self.keys("start")).items() if num > 1}
 
-    def share_and_lose_one(self, num_workers: int) -> tuple["subprocess.Popen[str]", str]:
-        """Starts workers that each hold one probe, and kills one of them: the dead process and its setup's key."""
+    def share_and_lose_one(self, num_workers: int) -> str:
+        """Starts workers that each hold one probe, and kills one of them: its setup's key."""
         self.hold(*range(1, num_workers + 1))
-        workers = [self.start(max_probes=NUM_SHARED, margin=ENDLESS) for _ in range(num_workers)]
+        workers = {
+            str(number): self.start(max_probes=NUM_SHARED, margin=ENDLESS) for number in range(1, num_workers + 1)
+        }
         self.wait_for_starts(num_workers)
-        started = {pid: key for _, pid, key in self.events()}
-        assert sorted(started) == sorted(worker.pid for worker in workers)  # every worker took one
+        started = {name: key for _, name, key in self.events()}
+        assert started.keys() == workers.keys()  # every worker took one
         assert len(set(started.values())) == num_workers  # and no two the same
-        victim = workers[num_workers // 2]
-        self.kill(victim)
-        return victim, started[victim.pid]
+        victim = str(1 + num_workers // 2)
+        self.kill(workers[victim])
+        return started[victim]
 
     def check_trials(self, trials: Sequence[FrozenTrial], lost_key: str) -> None:
         """The study when all have ended: every trial is over, every probe told once, the lost one by its retry."""
