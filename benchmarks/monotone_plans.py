@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.cli.cluster_options import cluster_of
+from planner.cli.options import cluster_of
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, merged
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
