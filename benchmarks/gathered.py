@@ -16,13 +16,14 @@ import statistics
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
 from planner.evidence.measured import MeasuredRow, Quantity, read_rows
+from planner.outcome import Prediction
 from planner.predict import predict
 from reports.accuracy import predicted_figure
 
@@ -37,6 +38,22 @@ SMALL = 500_000_000
 
 Looks = Mapping[str, Mapping[str, float]]
 """Row -> figure -> predicted over measured."""
+
+
+def otherwise(row: MeasuredRow, what: Quantity) -> bool:
+    """Whether a figure holds what no setup says, so that no fit may learn from it."""
+    head = "tokens/s:" if what == "tokens_per_s" else "memory:"
+    return any(one.startswith(head) for one in row.differs)
+
+
+def timed_figure(prediction: Prediction, what: Quantity, untimed: Collection[str]) -> float | None:
+    """The figure of a prediction that a quantity is compared with; tokens/s without the parts that nobody timed."""
+    if not untimed or what != "tokens_per_s":
+        return predicted_figure(prediction, what)
+    assert prediction.tokens_per_s is not None
+    assert prediction.step_time_s is not None
+    left_out = sum(prediction.time_parts_s[part] for part in untimed)
+    return prediction.tokens_per_s * prediction.step_time_s / (prediction.step_time_s - left_out)
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +78,7 @@ def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
         if measured is None or setup is None or not row.comparable(what):
             continue
         found = predict(model, gpu, setup)
-        predicted = predicted_figure(found, what, row.untimed)
+        predicted = timed_figure(found, what, row.untimed)
         if predicted is None:
             continue
         ratios[what] = predicted / (setup.num_gpus if what == "tokens_per_s" else 1) / measured
@@ -89,7 +106,6 @@ def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], di
 
 def dry_run_looks(known: Looks) -> dict[str, dict[str, float]]:
     """Predicted over measured of memory figures by the dry run; rows of one setup share one run."""
-    from planner.outcome import Prediction
     from probes.dryrun import dry_run
 
     answers, found = {}, {name: dict(one) for name, one in known.items()}
@@ -170,7 +186,7 @@ def small_and_eager(row: MeasuredRow) -> bool:
     steps alone."""
     if row.setup is None or row.setup.compile or row.setup.method != "full" or row.tokens_per_s is None:
         return False
-    return not row.otherwise("tokens_per_s") and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
+    return not otherwise(row, "tokens_per_s") and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
 
 
 def _kinds(ratios: Looks) -> list[str]:

@@ -26,7 +26,6 @@ from planner.evidence.bands import Cell, metric_of
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows
 from planner.outcome import Prediction
 from planner.predict import predict
-from reports.accuracy import predicted_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = ROOT / "benchmarks" / "data" / "stack_errors.jsonl"
@@ -80,7 +79,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
     """Measured over predicted, for every figure that was measured."""
     found = []
     for what in METRICS:
-        predicted = predicted_figure(prediction, what, row.untimed)
+        predicted = gathered.timed_figure(prediction, what, row.untimed)
         measured = row.measured(what)
         if predicted is None or measured is None or not row.comparable(what) or not _said(row, what):
             continue
@@ -98,7 +97,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 "config": f"{row.group}|{row.config_id}",
                 "ratio": round(measured / predicted, 5),
                 **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
-                **({"otherwise": True} if row.otherwise(what) else {}),
+                **({"otherwise": True} if gathered.otherwise(row, what) else {}),
                 **({"kind": kind} if (kind := kind_of(row)) else {}),
             }
         )
@@ -367,7 +366,7 @@ def main() -> None:
     rows = comparable_rows()
     recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
     today = {row.id: {"gpus": metric_of(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None}
-    held = {row.id for row in rows if row.otherwise("reserved")}
+    held = {row.id for row in rows if gathered.otherwise(row, "reserved")}
     dry = [one for one in recorded if one["rung"] == "dry_run" and {**one, **today.get(one["id"], {})} == one]
     dry = [one | ({"otherwise": True} if one["id"] in held else {}) for one in dry]
     if asked.dry_runs:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from planner.errors import PlannerError
@@ -170,20 +170,10 @@ def _ask(predict: Predict, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) ->
     return answer if answer is not None else "no prediction"
 
 
-def predicted_figure(prediction: Prediction, what: Quantity, untimed: Collection[str] = ()) -> float | None:
-    """The figure of a prediction that a quantity is compared with; tokens/s without the parts that nobody timed."""
-    if untimed and what == "tokens_per_s":
-        assert prediction.tokens_per_s is not None
-        assert prediction.step_time_s is not None
-        left_out = sum(prediction.time_parts_s[part] for part in untimed)
-        return prediction.tokens_per_s * prediction.step_time_s / (prediction.step_time_s - left_out)
-    figures: dict[str, float | None] = {
-        "allocated": prediction.peak_allocated_bytes,
-        "reserved": prediction.peak_reserved_bytes,
-        "device": prediction.peak_device_bytes,
-        "tokens_per_s": prediction.tokens_per_s,
-    }
-    return figures[what]
+def predicted_figure(prediction: Prediction, what: Quantity) -> float | None:
+    """The figure of a prediction that a quantity is compared with."""
+    figure: float | None = getattr(prediction, what if what == "tokens_per_s" else f"peak_{what}_bytes")
+    return figure
 
 
 def build_table(

@@ -112,20 +112,10 @@ class MeasuredRow:
         told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
         return self.setup.with_(**{name: value for name, value in told.items() if value})
 
-    def otherwise(self, what: Quantity) -> bool:
-        """Whether a figure holds what no setup says, so that no fit may learn from it."""
-        head = "tokens/s:" if what == "tokens_per_s" else "memory:"
-        return any(one.startswith(head) for one in self.differs)
-
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""
-        figures: dict[str, float | None] = {
-            "allocated": self.allocated_bytes,
-            "reserved": self.reserved_bytes,
-            "device": self.device_bytes,
-            "tokens_per_s": self.tokens_per_s,
-        }
-        return figures[what]
+        figure: float | None = getattr(self, what if what == "tokens_per_s" else f"{what}_bytes")
+        return figure
 
     def comparable(self, what: Quantity) -> bool:
         """Whether a prediction of `what` can be held against this row."""
