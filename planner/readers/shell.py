@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -22,6 +22,8 @@ from planner.records import dataclass
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
 _EXPORTED = re.compile(r"(?:^|;|&&)\s*(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
+_PAIR = re.compile(r"([A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|()])*)(?=\s|$)")
+_EXPORTS = re.compile(rf"\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
 _DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
@@ -112,9 +114,14 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
     return found
 
 
+def _one_by_one(line: str) -> list[str]:
+    """`export A=1 B=2` as a line for each; any other line as it is."""
+    return [f"export {one}" for one in _PAIR.findall(line)] if _EXPORTS.fullmatch(line) else [line]
+
+
 def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Command]:
     folder, exported, branches = ".", set[str](), Branches(_filled, is_open)
-    for line in lines:
+    for line in chain.from_iterable(map(_one_by_one, lines)):
         if branches.skips(line, variables):
             continue
         exported.update(_EXPORTED.findall(line))

@@ -497,6 +497,8 @@ TRL = "model_name_or_path: gpt2\ndataset_name: x/y\nmax_length: 64\nper_device_t
         ("CUDA_VISIBLE_DEVICES=0,1 trl sft --config t.yaml", 2, "ddp"),
         ("NNODES=2 NODE_RANK=0 NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 8, "ddp"),
         ("export NNODES=2\nexport NPROC_PER_NODE=4\nllamafactory-cli train l.yaml", 8, "ddp"),
+        ("export NNODES=2 NPROC_PER_NODE='4' \nllamafactory-cli train l.yaml", 8, "ddp"),
+        ('export NPROC_PER_NODE="4" NOTE="a b=c"\nllamafactory-cli train l.yaml', 4, "ddp"),
         ("NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 4, "ddp"),
     ],
 )
