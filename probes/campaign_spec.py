@@ -165,11 +165,7 @@ def _combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, An
 
 def _micro_batches(value: Any, where: str) -> tuple[int, ...]:
     if value == "doubling":
-        sizes, size = [], 1
-        while size <= MAX_MICRO_BATCH:
-            sizes.append(size)
-            size *= 2
-        return tuple(sizes)
+        return tuple(1 << power for power in range(MAX_MICRO_BATCH.bit_length()))
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, list) and value and all(type(one) is int and 1 <= one <= MAX_MICRO_BATCH**2 for one in value):

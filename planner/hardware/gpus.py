@@ -184,10 +184,9 @@ def find_gpu(name: str) -> GpuSpec:
     found = _keys().get(wanted) or _keys().get(f"rtx{wanted}")
     with_size = re.compile(rf"(rtx)?{re.escape(wanted)}\d+gb")
     sizes = [key for key, row in _rows().items() if with_size.fullmatch(normalized(row["name"]))]
+    # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size.
     if found is not None and (len(sizes) < 2 or name == _gpu(found).driver_name):
-        return _gpu(
-            found
-        )  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size
+        return _gpu(found)
     could_be = sizes if found is not None else [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:
         error = UnknownGpuError(
