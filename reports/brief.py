@@ -139,7 +139,7 @@ def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         if size >= MIN_SHOWN_BYTES:
             words = f"free, {gib(kept_free)} of it kept free" if label == FREE else label
             page.row(table, words, gib(size), ("░" if label == FREE else "█") * cells)
-    page.console.print(table)
+    page.show(table)
     mark = text.memory_mark(best_terms(candidate))
     page.line(f"of {gib(memory_bytes)} at the peak [{mark}]", style="dim")
 
@@ -154,7 +154,7 @@ def _beside(page: Page, plan: Plan, number: int) -> None:
     for row in rows:
         speed = f"{row.speed.tokens_per_s:,.0f} tokens/s" if row.speed.tokens_per_s else "-"
         page.row(table, clean(row.label), speed, gib(row.peak.peak_device_bytes), clean(row.trade))
-    page.console.print(table)
+    page.show(table)
 
 
 def _remedies(page: Page, no_plan: NoPlan, number: int) -> None:

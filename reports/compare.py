@@ -155,7 +155,7 @@ def render_comparison(named: Sequence[Named], console: Console) -> None:
             speed,
             cost_words(plan).removeprefix("$"),
         )
-    console.print(table)
+    page.show(table)
     for label, (_, plan) in zip(labels, named, strict=True):
         page.line()
         page.line(label, style="bold")

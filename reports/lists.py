@@ -31,7 +31,7 @@ def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
         bandwidth = f"{gpu.memory_bandwidth_bytes_per_s / 1e9:,.0f}"
         name = [clean(gpu.name)] if names else []
         page.row(table, gpu.key, *name, gib(gpu.memory_bytes), flops, bandwidth)
-    console.print(table)
+    page.show(table)
     page.line("Memory is what torch reports as usable; TFLOP/s dense with fp32 accumulation.", style="dim")
 
 
@@ -42,4 +42,4 @@ def render_models(rows: Iterable[ModelRow], console: Console) -> None:
     for row in rows:
         context = f"{row.max_position_embeddings:,}" if row.max_position_embeddings else "-"
         page.row(table, clean(row.model_id), clean(row.model_type), count(row.num_params), context)
-    console.print(table)
+    page.show(table)

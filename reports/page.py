@@ -12,6 +12,11 @@ from rich.text import Text
 
 from reports.plain import clean, to_ascii
 
+PADDING = 2
+"""Cells beside each column of a table."""
+WORDS = 6
+"""Cells that a column of words has at least, where it has so many."""
+
 
 class Page:
     """Writes lines and tables to a console, in ASCII where the console takes nothing else."""
@@ -47,7 +52,9 @@ class Page:
 
     def table(self, *columns: str, right: Sequence[str] = (), fixed: Sequence[str] = (), header: bool = True) -> Table:
         """A table without lines; `right` columns are aligned right, those and `fixed` ones are never wrapped."""
-        table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+        table = Table(
+            box=None, show_header=header, padding=(0, PADDING, 0, 0), pad_edge=False, header_style="underline"
+        )
         for name in columns:
             table.add_column(
                 Text(self.text(name)),
@@ -69,7 +76,17 @@ class Page:
         table = self.table(*header, right=right, fixed=fixed)
         for row in rows:
             self.row(table, *row)
-        self.console.print(table)
+        self.show(table)
+
+    def show(self, table: Table) -> None:
+        """Prints a table, wider than a terminal that is too narrow for its figures: a cut figure is a wrong one."""
+        needed = 0
+        for column in table.columns:
+            width = max(cell.cell_len for cell in (column.header, *column.cells) if isinstance(cell, Text))
+            needed += PADDING + (width if column.no_wrap else min(width, WORDS))
+        if needed > self.console.width:
+            table.width = needed
+        self.console.print(table, crop=False)
 
     def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
         table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)

@@ -203,7 +203,7 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         _bar(whole, scale_bytes, memory_bytes, width, "█"),
         style="bold",
     )
-    page.console.print(table)
+    page.show(table)
     for name, number, size, share in text.rank_peaks_rows(candidate):
         page.line(f"{name}, {number} {plural(int(number), 'GPU')}: {size} ({share} of the fullest)", indent=2)
     allocated, reserved = gib(peak.peak_allocated_bytes), gib(peak.peak_reserved_bytes)
@@ -279,7 +279,7 @@ def _alternatives(page: Page, plan: Plan) -> None:
             clean(trade),
             style="bold" if candidate is plan.chosen else "",
         )
-    page.console.print(table)
+    page.show(table)
     peaks = _marks([text.memory_mark(row.peak) for row in rows])
     speeds = _marks([text.speed_mark(row.speed) for row in rows])
     words = f"Peaks: {peaks}. Speeds: {speeds}."

@@ -26,6 +26,7 @@ from reports.command import default_next_command
 from reports.html import Entry, report_html
 from reports.lists import ModelRow, render_gpus, render_models
 from reports.markdown import plan_markdown
+from reports.page import Page
 from reports.rows import breakdown, compared
 from reports.terminal import render_estimate, render_plan
 from tests.reports.factories import (
@@ -303,3 +304,16 @@ def test_what_the_formula_noted_survives_the_rungs_above_it() -> None:
 )
 def test_a_count_is_never_in_powers_of_ten(number: float, words: str) -> None:
     assert count(number) == words
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_no_figure_of_a_table_is_cut_where_the_terminal_is_narrow(width: int) -> None:
+    """A cut figure is a wrong one (63 as 6), a cut key cannot be typed: rows are longer then, and words wrap."""
+    out = io.StringIO()
+    page = Page(Console(file=out, width=width, color_system=None))
+    rows = [("rtx-4060-ti-8gb", "a card of many words", "194,907", "63"), ("t4", "short", "1", "64")]
+    page.whole(("--gpu", "name", "tokens/s", "#"), rows, right=("tokens/s", "#"), fixed=("--gpu",))
+    first = out.getvalue().splitlines()[1].split()
+    assert (first[0], *first[-2:]) == ("rtx-4060-ti-8gb", "194,907", "63")
+    assert " ".join(out.getvalue().split()).endswith("64")
+    assert all(word in out.getvalue() for word in ("card", "many", "words", "tokens/s"))
