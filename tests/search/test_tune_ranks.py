@@ -62,8 +62,8 @@ def until(is_so: Callable[[], bool], what: str, running: "subprocess.Popen[str] 
 def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
     tmp_path: Path, warm_programs: Path
 ) -> None:
-    """The plan's DDP loses rank 1 to SIGKILL; the command is killed in its second trial and given again: as a user starts it
-    first, with its jobs and ranks, then warm (tests/warm)."""
+    """The plan's DDP loses rank 1 to SIGKILL; the command is killed in its second trial and given again: as a user
+    starts it first, with its jobs and ranks, then warm (tests/warm)."""
     model = tmp_path / "tiny"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
