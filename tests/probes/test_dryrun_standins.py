@@ -97,6 +97,7 @@ _NEEDED = {
 }
 
 
+@pytest.mark.processes
 def test_a_process_in_which_the_real_module_is_needed_ends() -> None:
     """Whatever a library would make of an exception."""
     script = "import os, torch\nfrom probes.dryrun import standins\nstandins.stand_in()\n"
