@@ -19,7 +19,7 @@ from planner.models.spec import ModelSpec
 from planner.option_values import memory_and_headroom
 from planner.outcome import Candidate, Prediction
 from planner.predict import predict
-from planner.readers import ReadConfig, Sharding, canonical, read_config, read_text
+from planner.readers import ReadConfig, Surroundings, canonical, read_config, read_text
 from planner.readers.evaluating import HOW_MANY
 from planner.readers.loading import read_bounded
 from planner.readers.read import pinned, roots_of
@@ -193,7 +193,7 @@ def fixed_text(
     """
     asked, setup = asked or Asked(), found.setup
     text = rewrite(read_bounded(file), file.name, edits_of(config, found), call_line=config.call_line)
-    sharding = Sharding(
+    around = Surroundings(
         num_gpus=setup.num_gpus,
         roots=roots_of(file),
         gpu=card,
@@ -201,7 +201,7 @@ def fixed_text(
         versions={**pinned(file), **asked.versions},
     )
     launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
-    back = supply(read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher), asked.sets)
+    back = supply(read_text(text, file.name, model=spec, base=setup, around=around, launcher=launcher), asked.sets)
     if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
         raise ConfigError(
             f"{file.name} is written in a form that --fix cannot change safely",

@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.readers import litgpt, llamafactory, shell, swift, trl
 from planner.readers.formats import READERS, detect
-from planner.readers.outside import Sharding
+from planner.readers.outside import Surroundings
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.records import dataclass
@@ -30,9 +30,9 @@ class Launches:
     """The launches of one file; `read` reads what they start: (text, name, outside, text of a launcher's config)."""
 
     name: str
-    read: Callable[[str, str, Sharding, str | None], ReadConfig]
+    read: Callable[[str, str, Surroundings, str | None], ReadConfig]
 
-    def first(self, text: str, sharding: Sharding) -> ReadConfig:
+    def first(self, text: str, around: Surroundings) -> ReadConfig:
         """The setup of the first launch whose program or config can be read.
 
         Raises:
@@ -40,7 +40,7 @@ class Launches:
         """
         name = self.name
         problems: list[ConfigError] = []
-        launches = shell.commands(text, name, sharding.num_gpus, sharding.arguments or ())
+        launches = shell.commands(text, name, around.num_gpus, around.arguments or ())
         given_up: set[str] = set()
         waiting = list(reversed(launches))
         while waiting:
@@ -48,7 +48,7 @@ class Launches:
             if command.target in given_up:
                 continue  # a loop over sizes or seeds of a program in which nothing is read
             try:
-                found = self.of_command(command, sharding)
+                found = self.of_command(command, around)
             except ConfigError as error:
                 problems.append(error)
                 if command.tool in ("python", "script"):
@@ -64,7 +64,7 @@ class Launches:
             return replace(found, path=name, assumptions=(*said, *found.assumptions))
         raise min(problems, key=weight)
 
-    def of_command(self, command: shell.Command, sharding: Sharding) -> ReadConfig:
+    def of_command(self, command: shell.Command, around: Surroundings) -> ReadConfig:
         """The setup of one launch.
 
         Raises:
@@ -72,17 +72,17 @@ class Launches:
         """
         name = self.name
         inside = replace(
-            sharding,
-            num_gpus=command.num_gpus or sharding.num_gpus,
+            around,
+            num_gpus=command.num_gpus or around.num_gpus,
             arguments=command.arguments,
-            environment={**sharding.environment, **dict(command.environment)},
+            environment={**around.environment, **dict(command.environment)},
         ).below(command.folder)
         if command.tool == "script":
-            text = inside.by_end(command.target) if sharding.depth < MAX_SCRIPTS else None
+            text = inside.by_end(command.target) if around.depth < MAX_SCRIPTS else None
             if text is None:
                 raise NotATraining(f"{name} starts {command.target}, which is not beside it", hint="give that script")
             inner = replace(self, name=command.target.rpartition("/")[2])
-            return inner.first(text, replace(inside, depth=sharding.depth + 1))
+            return inner.first(text, replace(inside, depth=around.depth + 1))
         if command.tool == "swift":
             extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
             return self._of_flags(command, swift.FORMAT, inside, extra)
@@ -93,7 +93,7 @@ class Launches:
             raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
         return self._of_target(command, inside)
 
-    def _of_target(self, command: shell.Command, inside: Sharding) -> ReadConfig:
+    def _of_target(self, command: shell.Command, inside: Surroundings) -> ReadConfig:
         """The setup of a launch that names a program or a config."""
         name, target = self.name, command.target
         of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
@@ -133,7 +133,7 @@ class Launches:
             hint=f"plan check {command.target.rpartition('/')[2]}{words}",
         )
 
-    def _of_words(self, command: shell.Command, inside: Sharding, tools: tuple[str, ...] = ()) -> ReadConfig | None:
+    def _of_words(self, command: shell.Command, inside: Surroundings, tools: tuple[str, ...] = ()) -> ReadConfig | None:
         """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
         config = next(iter(command.arguments), "")
         if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
@@ -144,20 +144,20 @@ class Launches:
         told = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (kind == swift.FORMAT and not tools)
         return self._of_flags(command, kind, inside) if told else None
 
-    def _read(self, text: str, path: str, command: shell.Command, inside: Sharding) -> ReadConfig:
+    def _read(self, text: str, path: str, command: shell.Command, inside: Surroundings) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None
         return self.read(text, path.rpartition("/")[2], inside, launcher)
 
     def _of_flags(
-        self, command: shell.Command, kind: str, sharding: Sharding, extra: Mapping[str, Any] | None = None
+        self, command: shell.Command, kind: str, around: Surroundings, extra: Mapping[str, Any] | None = None
     ) -> ReadConfig:
         """The setup that a tool's flags say; those that only the shell would fill in are open."""
         given = {**shell.flags(command.arguments), **(extra or {})}
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         known = {key: value for key, value in given.items() if key not in opened}
-        found = READERS[kind](Settings(known, self.name, sharding))
+        found = READERS[kind](Settings(known, self.name, around))
         said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
-        return with_open(found, said, self.name, sharding.num_gpus)
+        return with_open(found, said, self.name, around.num_gpus)
 
 
 def weight(problem: ConfigError) -> int:

@@ -15,7 +15,7 @@ from planner.setup import TrainSetup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class Surroundings:
     """What is known from outside the file.
 
     Attributes:
@@ -45,7 +45,7 @@ class Sharding:
         """The 16-bit type that a tool takes which asks the card: bf16 where its units compute it."""
         return "bf16" if self.gpu is None or self.gpu.bf16 else "fp16"
 
-    def below(self, folder: str) -> "Sharding":
+    def below(self, folder: str) -> "Surroundings":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
         tops = [root.absolute() for root in self.roots]
         places = [Path(os.path.normpath(root / folder)) for root in tops]

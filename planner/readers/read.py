@@ -28,7 +28,7 @@ from planner.readers import (
 from planner.readers.formats import READERS, detect, of_mapping, with_words
 from planner.readers.launched import Launches, weight, with_open
 from planner.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
-from planner.readers.outside import Sharding
+from planner.readers.outside import Surroundings
 from planner.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.readers.sharding import LAUNCHERS, num_processes, read_accelerate
 from planner.readers.types import ReadConfig
@@ -48,7 +48,7 @@ def read_text(
     *,
     model: ModelSpec | None = None,
     base: TrainSetup | None = None,
-    sharding: Sharding | None = None,
+    around: Surroundings | None = None,
     launcher: str | None = None,
 ) -> ReadConfig:
     """The setup of a config given as text; `name` says which kind of file it is by its ending.
@@ -59,7 +59,7 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    found = _read(text, name, replace(sharding or Sharding(), model=model, base=base), launcher)
+    found = _read(text, name, replace(around or Surroundings(), model=model, base=base), launcher)
     stack = STACK_OF.get(found.format, found.setup.stack)
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
@@ -69,8 +69,8 @@ def read_text(
     found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
     if found.values.get("auto_find_batch_size") is True:
         found = replace(found, assumptions=(*found.assumptions, HALVED))
-    if sharding is not None and not found.older and found.format in TRAINERS:
-        found = replace(found, older=versions.transformers(sharding.versions.get("transformers"), (), None).older)
+    if around is not None and not found.older and found.format in TRAINERS:
+        found = replace(found, older=versions.transformers(around.versions.get("transformers"), (), None).older)
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
@@ -117,28 +117,28 @@ TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
 """Formats that run transformers' Trainer."""
 
 
-def _read(text: str, name: str, sharding: Sharding, launcher: str | None = None) -> ReadConfig:
+def _read(text: str, name: str, around: Surroundings, launcher: str | None = None) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
-        return _under_launcher(text, name, sharding, launcher)
+        return _under_launcher(text, name, around, launcher)
     if name.endswith(".py") and torchtitan.is_registry(text):
-        return torchtitan.read_registry(text, name, sharding)
+        return torchtitan.read_registry(text, name, around)
     if name.endswith(".py"):
-        return script.read(text, name, sharding)
+        return script.read(text, name, around)
     launches = Launches(name, _read)
     if name.endswith(".ipynb"):
-        return _of_notebook(text, launches, sharding)
+        return _of_notebook(text, launches, around)
     if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
-        return launches.first(text, sharding)
+        return launches.first(text, around)
     if name.endswith(".toml"):
         values = parse_toml(text, name)
         if torchtitan.is_config(values):
-            values = with_words(values, torchtitan.FORMAT, sharding.arguments or ())
-            return torchtitan.read(Settings(values, name, sharding))
-        return of_mapping(Settings(values, name, sharding), detect(values))
+            values = with_words(values, torchtitan.FORMAT, around.arguments or ())
+            return torchtitan.read(Settings(values, name, around))
+        return of_mapping(Settings(values, name, around), detect(values))
     documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
     written = {file: one for document in documents for file, one in tasks.files_of(document.values).items()}
-    inside = replace(sharding, written={**sharding.written, **written}) if written else sharding
+    inside = replace(around, written={**around.written, **written}) if written else around
     problems: list[ConfigError] = []
     for number, document in enumerate(documents, start=1):
         try:
@@ -151,10 +151,10 @@ def _read(text: str, name: str, sharding: Sharding, launcher: str | None = None)
     raise min(problems, key=weight)
 
 
-def _under_launcher(text: str, name: str, sharding: Sharding, launcher: str) -> ReadConfig:
+def _under_launcher(text: str, name: str, around: Surroundings, launcher: str) -> ReadConfig:
     """The setup of a file under the Accelerate config that it is launched with."""
-    told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", sharding)
-    inside = replace(sharding, num_gpus=num_processes(told))
+    told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
+    inside = replace(around, num_gpus=num_processes(told))
     inner = _read(text, name, inside)
     spread = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
     setup = spread.setup
@@ -168,39 +168,39 @@ def _under_launcher(text: str, name: str, sharding: Sharding, launcher: str) -> 
     )
 
 
-def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> ReadConfig:
+def _of_settings(parsed: Parsed, launches: Launches, around: Surroundings) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
     if tasks.is_task(parsed.values):
         try:
-            return launches.first(tasks.script_of(parsed.values), sharding)
+            return launches.first(tasks.script_of(parsed.values), around)
         except NotATraining:
             if not detect(parsed.values):
                 raise
     said: tuple[str, ...] = ()
     opened: dict[str, str] = {}
     if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
-        composed, files = hydra.composed(parsed.values, sharding.exactly, "", sharding.arguments or ())
+        composed, files = hydra.composed(parsed.values, around.exactly, "", around.arguments or ())
         parsed = parsed._replace(values=composed)
         said = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
     kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
         kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
-    parsed = parsed._replace(values=with_words(parsed.values, kind, sharding.arguments or ()))
+    parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
     if kind != own.FORMAT:
         known, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=known)
-    settings = Settings(parsed.values, name, sharding)
+    settings = Settings(parsed.values, name, around)
     if kind in LAUNCHERS:
         found = LAUNCHERS[kind](settings)
     else:
         inner = of_mapping(settings, kind)
-        found = with_open(inner, opened, name, sharding.num_gpus) if opened else inner
+        found = with_open(inner, opened, name, around.num_gpus) if opened else inner
     said += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
     where: dict[str, str] = {}
     if kind in TOOLS:
-        where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, sharding.versions)
+        where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
     elif kind == own.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
     return replace(found, assumptions=(*said, *found.assumptions), origins=where)
@@ -218,16 +218,16 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
     return block, parsed._replace(values=parsed.values[block], lines=lines)
 
 
-def _of_notebook(text: str, launches: Launches, sharding: Sharding) -> ReadConfig:
+def _of_notebook(text: str, launches: Launches, around: Surroundings) -> ReadConfig:
     """The setup of a notebook: of what its cells train, else of what they launch."""
     source = of_notebook(text, launches.name)
     try:
-        return script.read("", launches.name, sharding, source)
+        return script.read("", launches.name, around, source)
     except NotATraining:
         commands, written = of_cells(text)
         named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
         commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
-        inside = replace(sharding, written=named, versions={**dict(source.pins), **sharding.versions})
+        inside = replace(around, written=named, versions={**dict(source.pins), **around.versions})
         try:
             return launches.first(commands, inside)
         except NotATraining:
@@ -263,7 +263,7 @@ def read_config(
         path.name,
         model=model,
         base=base,
-        sharding=Sharding(
+        around=Surroundings(
             num_gpus=num_gpus,
             roots=roots_of(path),
             gpu=gpu,

@@ -14,7 +14,7 @@ from planner.inputs import reason
 from planner.readers import common, evaluating, lengths, partial, program_changes, training, versions
 from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS, rollout_fields
-from planner.readers.outside import Sharding
+from planner.readers.outside import Surroundings
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, imported, of_script
@@ -33,7 +33,7 @@ UNSLOTH = "unsloth-script"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
-def read(text: str, name: str, outside: Sharding, source: Source | None = None) -> ReadConfig:
+def read(text: str, name: str, outside: Surroundings, source: Source | None = None) -> ReadConfig:
     """The setup of a training program; `source` is its text where it does not stand in a .py file.
 
     Raises:
@@ -58,7 +58,7 @@ def _has_trainer(aim: Objective) -> bool:
 class _Script:
     """One program's training on its way to a setup."""
 
-    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: Sharding) -> None:
+    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: Surroundings) -> None:
         self.program, self.found, self.source, self.name = program, found, source, name
         self.model, self.outside = outside.model, outside
         owner = found.loader.owner if found.loader is not None else ""

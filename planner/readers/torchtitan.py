@@ -12,7 +12,7 @@ from typing import Any
 from planner.errors import ConfigError, NotATraining, Undetermined
 from planner.readers import schema, training
 from planner.readers.fields import config
-from planner.readers.outside import Sharding
+from planner.readers.outside import Surroundings
 from planner.readers.program import Function, Made, Reader
 from planner.readers.program.values import Value
 from planner.readers.shell import flags
@@ -180,7 +180,7 @@ def is_registry(text: str) -> bool:
     return "torchtitan" in text and "-> Trainer.Config:" in text
 
 
-def read_registry(text: str, name: str, outside: Sharding) -> ReadConfig:
+def read_registry(text: str, name: str, outside: Surroundings) -> ReadConfig:
     """The setup of one config of a registry: the one that `--config` names, else the only one.
 
     Raises:
@@ -219,7 +219,7 @@ def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings
     return found
 
 
-def _of_config(made: Made, words: dict[str, Any], name: str, outside: Sharding) -> ReadConfig:
+def _of_config(made: Made, words: dict[str, Any], name: str, outside: Surroundings) -> ReadConfig:
     """One config as torchtitan's TOML is read."""
     blocks, known = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
     context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)

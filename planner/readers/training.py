@@ -16,7 +16,7 @@ from planner.readers.objectives import (
     of_other_trainer,
     refusal,
 )
-from planner.readers.outside import Sharding
+from planner.readers.outside import Surroundings
 from planner.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
@@ -339,7 +339,7 @@ def named_model(loader: Made) -> Value | None:
     return loader.positional[0] if loader.positional else None
 
 
-def settings(made: Value | None, name: str, outside: Sharding | None = None) -> Settings:
+def settings(made: Value | None, name: str, outside: Surroundings | None = None) -> Settings:
     """The keyword arguments of a call as settings, with what is not known and why."""
     values: dict[str, object] = {}
     unknown: dict[str, str] = {}

@@ -19,7 +19,7 @@ from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.predict import predict
-from planner.readers import Sharding
+from planner.readers import Surroundings
 from planner.readers.read import read_text
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
@@ -259,7 +259,7 @@ def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_
     text = "model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\nmax_prompt_length: 128\n"
     with pytest.raises(NotPlanned, match=r"TRL 0\.28 \(the newest that takes max_prompt_length there\)"):
         read_text(text, "dpo.yaml")
-    found = read_text(text, "dpo.yaml", sharding=Sharding(versions={"trl": "1.16"}))
+    found = read_text(text, "dpo.yaml", around=Surroundings(versions={"trl": "1.16"}))
     assert (found.setup.objective, found.setup.loss) == ("dpo", "chunked")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError
-from planner.readers import Sharding, read_config, read_text
+from planner.readers import Surroundings, read_config, read_text
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -197,7 +197,7 @@ def test_hostile_toml_gets_a_clear_error(name: str, tmp_path: Path) -> None:
 def test_spreads_that_make_no_sense_get_a_clear_error(name: str) -> None:
     lines, words = SPREADS[name]
     with pytest.raises(ConfigError) as caught:
-        read_text(f"base_model: x\n{lines}\n", "config.yaml", sharding=Sharding(num_gpus=4))
+        read_text(f"base_model: x\n{lines}\n", "config.yaml", around=Surroundings(num_gpus=4))
     assert words in caught.value.message, caught.value.message
 
 

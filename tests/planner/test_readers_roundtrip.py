@@ -9,7 +9,7 @@ from planner.choices.images import Images
 from planner.choices.rollouts import Rollout
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.models import catalogue
-from planner.readers import Sharding, canonical, read_text
+from planner.readers import Surroundings, canonical, read_text
 from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
 from tests.planner.launch_sweep import objective_spreads, request, setups
 
@@ -33,7 +33,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         back = read_text(
             launch.files[0].text,
             launch.files[0].path,
-            sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)),
+            around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             launcher=launcher,
         )
         expected = launch.runs_as(setup)
@@ -55,8 +55,8 @@ def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path
         for file in launch.files:
             (tmp_path / "launch" / file.path).write_text(file.text)
         launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
-        sharding = Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,))
-        back = read_text(launch.files[0].text, launch.files[0].path, sharding=sharding, launcher=launcher)
+        around = Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,))
+        back = read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
         assert canonical(back.setup) == canonical(launch.runs_as(setup)), (target, setup)
         read_back += 1
     assert read_back == num
@@ -95,7 +95,7 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path
                 launch.files[0].text,
                 Path(launch.files[0].path).name,
                 base=TrainSetup(**{**plain(setup), "accumulation_steps": 1}),
-                sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)),
+                around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             )
             assert (back.setup.num_gpus, back.setup.parallel) == (setup.num_gpus, setup.parallel)
             assert back.setup.spread == setup.spread

@@ -4,7 +4,7 @@ import pytest
 
 from planner.errors import NotPlanned
 from planner.models import catalogue, copies
-from planner.readers import Sharding, read_text
+from planner.readers import Surroundings, read_text
 from planner.readers.types import ReadConfig
 
 HEAD = """
@@ -22,7 +22,7 @@ model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=to
 
 
 def read(body: str, arguments: tuple[str, ...] | None = None, **versions: str) -> ReadConfig:
-    return read_text(HEAD + body, "train.py", sharding=Sharding(arguments=arguments, versions=versions))
+    return read_text(HEAD + body, "train.py", around=Surroundings(arguments=arguments, versions=versions))
 
 
 WISHES = 'wishes = {"per_device_train_batch_size": 4, "max_seq_length": 256, "max_length": 512, "gone_long_ago": 1}\n'

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.exporters import EXPORTERS
-from planner.readers import Sharding
+from planner.readers import Surroundings
 from planner.readers.read import WHOLE_GRADIENTS, read_text
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
@@ -19,7 +19,7 @@ def test_whole_gradients_are_said_where_the_file_does_not_forbid_them(target: st
     launcher = next((file.text for file in launch.files if file.path.endswith("accelerate.yaml")), None)
 
     def approximations(config: str) -> tuple[str, ...]:
-        return read_text(config, path, sharding=Sharding(num_gpus=8), launcher=launcher).approximations
+        return read_text(config, path, around=Surroundings(num_gpus=8), launcher=launcher).approximations
 
     assert ("sync_each_batch" in text) == (accumulation > 1)
     assert approximations(text) == ()

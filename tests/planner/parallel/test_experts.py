@@ -22,7 +22,7 @@ from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, group_of
 from planner.parallel.exchange import experts_s
 from planner.parallel.speed import DEALT_BAND, spread_step_time
-from planner.readers import Sharding, read_text
+from planner.readers import Surroundings, read_text
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.workload import Workload
@@ -168,7 +168,7 @@ def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, A
     launch = EXPORTERS[target](request)
     assert not launch.refused
     (file,) = [one for one in launch.files if "ep_size" in one.text or "expert_parallel_degree" in one.text]
-    back = read_text(file.text, file.path, sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)))
+    back = read_text(file.text, file.path, around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)))
     assert back.setup.spread == setup.spread
     assert back.setup.parallel == "fsdp2"
     assert not [note for note in back.approximations if "expert" in note]
@@ -191,7 +191,7 @@ expert_parallel_degree = 4
     [("", True), ("tensor_parallel_degree = 2\n", False), ("[compile]\nenable = true\n", False)],
 )
 def test_what_cannot_be_counted_so_is_said(more: str, counted: bool) -> None:
-    back = read_text(TITAN + more, "train.toml", sharding=Sharding(num_gpus=8))
+    back = read_text(TITAN + more, "train.toml", around=Surroundings(num_gpus=8))
     assert back.setup.expert_degree == (4 if counted else 1)
     assert any("experts" in note for note in back.approximations) != counted
 
