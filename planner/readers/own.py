@@ -243,10 +243,14 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     leaves = [
         (path, value, [part.lower().replace("-", "_") for part in path[-2:]]) for path, value in _leaves(values, ())
     ]
+    by_last: dict[str, list[tuple[tuple[str, ...], Any, list[str]]]] = {}
+    for leaf in leaves:
+        by_last.setdefault(leaf[2][-1], []).append(leaf)
     found: dict[str, tuple[str, Any]] = {}
     for key, names in NAMES.items():
         for name in names:
-            said = [(path, value) for path, value, words in leaves if _is_named(words, name)]
+            alike = by_last.get(name.partition(".")[2] or name, ())
+            said = [(path, value) for path, value, words in alike if _is_named(words, name)]
             if key == "model":  # a name without an owner may be a run's: it stands where nothing better does
                 said = [one for one in said if isinstance(one[1], str)]
                 if said and "/" not in said[0][1]:
