@@ -54,7 +54,7 @@ class NodeFacts:
 
     def best_sure(self) -> Point | None:
         """Of the points that surely fit and are no slower than the fastest of them by more than is given
-        (`Limits`): the simplest, then the smallest."""
+        (`Limits`): the simplest, then the smallest, then the fastest."""
         return self._preferred(self.sure, sure=True)
 
     def best_tight(self) -> Point | None:
@@ -77,12 +77,12 @@ class NodeFacts:
             return None
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
-        def preference(point: Point) -> tuple[bool, int, int]:
+        def preference(point: Point) -> tuple[bool, int, int, float]:
             simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
             key = id(point.shared), point.attention
             if key not in sure:
                 sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
-            return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes
+            return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes, -point.tokens_per_s
 
         return min(near_fastest(points, self.limits.given_fraction), key=preference)
 
