@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from planner.errors import SetupError, UsageError
+from planner.planning.runs import UNFUSED, same_kernels
 from planner.planning.space import branches, dimension_values, offloading_matters, own_layers
 from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
@@ -20,7 +21,7 @@ UNKNOWN_CONTEXT_TOKENS = 131_072
 def longest_tokens(workload: Workload) -> dict[str, int]:
     """Method -> the longest sequence (a multiple of STEP_TOKENS, at most what the model takes) of which one at a time
     fits with every layer checkpointed; 0 where none does. A method that the options rule out is left out."""
-    most = max(1, (workload.model.max_position_embeddings or UNKNOWN_CONTEXT_TOKENS) // STEP_TOKENS)
+    most = _most_steps(workload)
     found = {}
     for method in METHODS:
         if "method" in workload.fixed and method not in workload.fixed["method"]:
@@ -30,6 +31,10 @@ def longest_tokens(workload: Workload) -> dict[str, int]:
             steps = _reached(workload, setup, steps, most)
         found[method] = steps * STEP_TOKENS
     return found
+
+
+def _most_steps(workload: Workload) -> int:
+    return max(1, (workload.model.max_position_embeddings or UNKNOWN_CONTEXT_TOKENS) // STEP_TOKENS)
 
 
 def _reached(workload: Workload, setup: TrainSetup, reached: int, most: int) -> int:
@@ -49,13 +54,16 @@ def _reached(workload: Workload, setup: TrainSetup, reached: int, most: int) -> 
 
 
 def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
-    """Setups of a method, the smallest among them: every layer checkpointed, any attention, optimizer and loss."""
+    """Setups of a method, the smallest among them: every layer checkpointed, one attention of those that run the same
+    kernels (those that keep no tokens x tokens where there are such), any optimizer and loss."""
     fixed = {"kbit_fp32_cast": (False,), **workload.fixed, "method": (method,)}
     try:
         values = dimension_values(replace(workload, fixed=fixed))
     except UsageError:
         return
     values["lora_rank"] = values["lora_rank"][:1]
+    if "nf4-double" in values["quantization"]:  # never larger than with plain scales
+        values["quantization"] = tuple(one for one in values["quantization"] if one != "nf4")
     if "activation_offload" not in fixed:
         values["activation_offload"] = (False, True)  # where a sequence is long enough for it: `_reached`
     if "kernels" not in fixed and not workload.targets:
@@ -63,9 +71,11 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
     open_method = dict(workload.fixed)  # the branches of a plan that leaves the method open: no 16-bit masters
     for branch in branches(replace(workload, fixed=open_method), {**values, "method": (method,)}):
         layers = own_layers(branch, {**values, "checkpointing": (1,)})
-        for own, attention, optimizer, loss in product(
-            layers, values["attention"], values["optimizer"], values["loss"]
-        ):
+        longest = branch.of_length(_most_steps(workload) * STEP_TOKENS)  # longer than a window, other kernels may run
+        by_kernels = same_kernels(workload.model, workload.gpu, longest, values["attention"])
+        fused = [names[0] for kernels, names in by_kernels.items() if not UNFUSED & set(kernels)]
+        attentions = fused or [names[0] for names in by_kernels.values()]
+        for own, attention, optimizer, loss in product(layers, attentions, values["optimizer"], values["loss"]):
             try:
                 yield branch.with_(**own, attention=attention, optimizer=optimizer, loss=loss)
             except SetupError:
