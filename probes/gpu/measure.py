@@ -34,16 +34,19 @@ from probes.gpu.timing import DepthRun, Extended, extend, miss_fraction
 from probes.gpu.topology import topology
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import build_model
-from probes.stack.configs import load_config
+from probes.stack.configs import load_config, num_layers
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import shards_first, whole_quantized_bytes
 
 PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
 
 
-def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
+def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -> Measurement:
     """The measurement of one request on this process's device; of a job of several ranks, the whole job's on rank 0 and
     this rank's on the others.
+
+    Args:
+        alone: whether the process is there for this request only: its garbage collector starts with the first depth.
 
     Raises:
         Whatever the libraries raise; `probes.gpu.failures.classify_exception` names it.
@@ -66,10 +69,9 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
             limit_cpu_memory(request.limits.cpu_memory_bytes)
         status.starting(False)
         bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
-        if not gc.get_freeze_count():  # the libraries' million objects are not looked through again after every depth
-            gc.collect()
+        if alone:  # the libraries' million objects are not looked through after every depth
             gc.freeze()
-            resources.callback(gc.unfreeze)
+            gc.enable()
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
         runner = DepthRunner(request=request, status=status, turn=turn, crew=crew, devices=devices, resources=resources)
@@ -124,18 +126,15 @@ def cuda_problem() -> str:
 
 
 def _depths(request: ProbeRequest) -> Depths:
-    if request.full_depth:
-        from probes.stack.configs import num_layers
-
-        return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
-    chosen = choose_depths(request.config, request.setup, check=request.check_depth)
     if not request.depths:
-        return chosen
-    wanted = sorted(request.depths)
+        return choose_depths(request.config, request.setup, check=request.check_depth)
+    full, wanted = num_layers(load_config(request.config)), sorted(request.depths)
+    if request.full_depth:
+        return Depths(full=full, reason="full depth was asked for")
     if len(wanted) == 1:
         return Depths(full=wanted[0], reason="one depth was asked for")
     check = wanted[2] if len(wanted) > 2 else None
-    return Depths(full=chosen.full, short=wanted[0], long=wanted[1], check=check)
+    return Depths(full=full, short=wanted[0], long=wanted[1], check=check)
 
 
 @dataclass(kw_only=True)

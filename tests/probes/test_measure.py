@@ -20,6 +20,7 @@ from probes.gpu.meters import BENCH_BYTES, CpuMeter, copy_bandwidth
 from probes.gpu.request import Limits, ProbeRequest
 from probes.gpu.runner import run_probe
 from probes.gpu.timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
+from tests.whole import these
 
 LLAMA = {
     "model_type": "llama",
@@ -228,8 +229,12 @@ def test_depths_follow_the_layer_pattern() -> None:
 # Real probes
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("checkpointing", [0, 1])
+TRUNCATED = [(family, checkpointing) for checkpointing in (0, 1) for family in sorted(FAMILIES)]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), these([("llama", 0), ("qwen2", 0), ("gpt2", 1), ("llama", 1)], TRUNCATED)
+)
 def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int) -> None:
     """Memory per phase to 1 %. Times on a shared CPU are compared in benchmarks/bench_probe.py, with their noise."""
     one = setup(checkpointing=checkpointing)
@@ -259,7 +264,8 @@ def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int)
 )
 def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
     one = setup(**changes)
-    found = here(LLAMA, one, check_depth=False)
+    found = here(LLAMA, one, depths=(1, 2), check_depth=False)
+    assert found.layers_measured == (1, 2)
     assert found.peak_allocated_bytes == max(found.phase_peaks_bytes.values())
     assert found.tokens_per_step == one.tokens_per_step
     assert set(found.phase_peaks_bytes) == set(PHASES)
