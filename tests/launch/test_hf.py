@@ -1,9 +1,11 @@
 """The plain transformers + peft script, alone and under `accelerate launch`, really trains as planned.
 
-The latter starts as a user starts it; the former is forked from a process that has imported the libraries.
+Both are forked from a process that has imported the libraries. `accelerate launch` itself starts as a user starts it,
+with a script that imports nothing (tests/launch/test_trl.py trains from a cold start, which goes the same way).
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,9 +84,19 @@ def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Call
 
 
 @pytest.mark.slow
-def test_accelerate_launches_the_plain_script(place: Path, launch_cold: Callable[..., Run]) -> None:
+def test_accelerate_launches_the_plain_script(place: Path, launch: Callable[..., Run]) -> None:
     name = "lora"
     write_launch(place, EXPORTERS["hf"](request(SETUPS[name])))
     emitted = EXPORTERS["accelerate"](request(SETUPS[name]))
     write_launch(place, emitted)
-    check(name, launch_cold(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)
+    check(name, launch(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)
+
+
+def test_accelerate_starts_a_script_with_the_emitted_file(tmp_path: Path, launch_cold: Callable[..., Run]) -> None:
+    """A process of the same Python, told the file's settings."""
+    emitted = EXPORTERS["accelerate"](request(SETUPS["lora"].with_(precision="bf16-autocast")))
+    write_launch(tmp_path, emitted)
+    script = tmp_path / "told.py"
+    script.write_text("import os, sys\nprint('TOLD', os.environ['ACCELERATE_MIXED_PRECISION'], sys.executable)\n")
+    run = launch_cold(emitted.command.replace("SCRIPT", script.name))
+    assert f"TOLD bf16 {sys.executable}\n" in run.output
