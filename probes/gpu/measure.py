@@ -126,11 +126,11 @@ def cuda_problem() -> str:
 
 
 def _depths(request: ProbeRequest) -> Depths:
+    if request.full_depth:
+        return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
     if not request.depths:
         return choose_depths(request.config, request.setup, check=request.check_depth)
     full, wanted = num_layers(load_config(request.config)), sorted(request.depths)
-    if request.full_depth:
-        return Depths(full=full, reason="full depth was asked for")
     if len(wanted) == 1:
         return Depths(full=wanted[0], reason="one depth was asked for")
     check = wanted[2] if len(wanted) > 2 else None
