@@ -74,14 +74,14 @@ def _end(ratios: Sequence[float], place: float, others: Sequence[Sequence[float]
     if place < 1:
         outer = [[one for one in group if one != ordered[0] and (one > ordered[0]) == upper] for group in others]
         weighed = [(one, 1 / len(group)) for group, rows in zip(others, outer, strict=True) for one in rows]
-        return _passed(sorted(weighed, reverse=upper), place) if weighed else ordered[0]
+        return passed_at(sorted(weighed, reverse=upper), place) if weighed else ordered[0]
     place = min(place, float(len(ordered)))
     before = math.floor(place)
     after = min(before, len(ordered) - 1)
     return ordered[before - 1] + (place - before) * (ordered[after] - ordered[before - 1])
 
 
-def _passed(weighed: Sequence[tuple[float, float]], share: float) -> float:
+def passed_at(weighed: Sequence[tuple[float, float]], share: float) -> float:
     """The first row with which a share of all weight is passed."""
     total, passed = sum(weight for _, weight in weighed), 0.0
     for ratio, weight in weighed:
@@ -95,6 +95,6 @@ def pooled_cell(groups: Sequence[Sequence[float]]) -> Cell:
     """The band for a stack that nobody measured: the central 90 % of all others' rows, each stack weighing alike, and
     UNSEEN_STACK times as wide."""
     weighed = [(ratio, 1 / len(group)) for group in groups for ratio in group]
-    low, high = (_passed(sorted(weighed, reverse=upper), (1 - COVERAGE) / 2) for upper in (False, True))
+    low, high = (passed_at(sorted(weighed, reverse=upper), (1 - COVERAGE) / 2) for upper in (False, True))
     below, above = max(LEAST_SIDE, 1 - low), max(LEAST_SIDE, high - 1)
     return Cell(below=min(0.95, UNSEEN_STACK * below), above=UNSEEN_STACK * above, num_rows=sum(map(len, groups)))

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.band_fit import passed_at
 from benchmarks.multi_gpu_fit import fit_spread, log_error
 from benchmarks.multi_gpu_points import SpreadPoint, load_points
 from benchmarks.speed_accuracy import percentile
@@ -162,12 +163,7 @@ def band_of(found: Sequence[Compared]) -> float:
     ordered = sorted(
         (max(one.other, 1.0 / (1.0 + one.other) - 1.0), 1.0 / sqrt(sizes[one.point.source])) for one in firm
     )
-    total, seen = sum(weight for _, weight in ordered), 0.0
-    for size, weight in ordered:
-        seen += weight
-        if seen >= BAND_LEVEL * total:
-            return size
-    return ordered[-1][0]
+    return passed_at(ordered, BAND_LEVEL)
 
 
 def report_of(points: Sequence[SpreadPoint], used: Calibration) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.band_fit import passed_at
 from benchmarks.speed_baselines import boosted_regression, constant_mfu
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
@@ -119,12 +120,7 @@ def weighted_band(held: Sequence[Held], coverage: float = BAND_LEVEL) -> float:
     for one in held:
         sizes[one.point.group] += 1
     ordered = sorted((abs(one.error), 1.0 / sqrt(sizes[one.point.group])) for one in held)
-    total, seen = sum(weight for _, weight in ordered), 0.0
-    for size, weight in ordered:
-        seen += weight
-        if seen >= coverage * total:
-            return exp(size) - 1.0
-    return exp(ordered[-1][0]) - 1.0
+    return exp(passed_at(ordered, coverage)) - 1.0
 
 
 def bands_of(held: Sequence[Held]) -> dict[str, float]:
