@@ -20,8 +20,8 @@ Pairs = Sequence[tuple[int, int]]
 class Speeds(Protocol):
     """The speeds of setups that differ only in optimizer, micro-batch and accumulation."""
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Pairs, /) -> list[float]:
-        """Tokens/s of all GPUs at every pair; with None as optimizer at least those with the fastest."""
+    def tokens_per_s(self, optimizer: str, pairs: Pairs, /) -> list[float]:
+        """Tokens/s of all GPUs at every pair."""
 
 
 class SpeedProfile(Protocol):

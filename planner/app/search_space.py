@@ -194,7 +194,6 @@ def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction
 
 
 def _pareto_point(candidate: Candidate) -> dict[str, Any]:
-
     return {
         "setup": setup_to_dict(candidate.setup),
         "tokens_per_s": candidate.tokens_per_s,

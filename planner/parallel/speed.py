@@ -115,7 +115,7 @@ class Loop:
         pairs = zip(links.parts, known, strict=True)
         self.ranks: list[Rank] = [Rank(part, gpu, setup, used, stack, profile) for part, profile in pairs]
         self._stages: dict[int, list[Stage]] = {}
-        self._after: dict[str | None, Mapping[str, float]] = {}
+        self._after: dict[str, Mapping[str, float]] = {}
 
     def beside(self, setup: TrainSetup) -> "Loop":
         """The (remembered) loop of a setup with all else the same but what is recomputed, and the loss."""
@@ -165,9 +165,8 @@ class Loop:
         backward = [stages[index].backward_s for index in self.order]
         return pipeline_s(self._setup.pipeline_schedule, forward, backward, steps)
 
-    def after(self, optimizer: str | None) -> Mapping[str, float]:
-        """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer; None:
-        with an optimizer that takes no time."""
+    def after(self, optimizer: str) -> Mapping[str, float]:
+        """Seconds by part after the last backward: the longest of the ranks' optimizer steps, and the trainer."""
         found = self._after.get(optimizer)
         if found is None:
             each = [
@@ -178,10 +177,8 @@ class Loop:
             found = self._after[optimizer] = {**longest, "trainer": self._step_s}
         return found
 
-    def _rank_after(self, rank: Rank, wires: list[DataParallel], optimizer: str | None) -> dict[str, float]:
+    def _rank_after(self, rank: Rank, wires: list[DataParallel], optimizer: str) -> dict[str, float]:
         parts = {"communication": wires[0].step_s()}
-        if optimizer is None:
-            return parts
         if self._setup.offload != "none":
             return {**parts, "offload": self._offloaded_s(rank, optimizer)}
         gpu_s, host_s = rank.optimizer_s(optimizer)
@@ -192,15 +189,15 @@ class Loop:
         seconds = offload.optimizer_s(setup, rank.traffic.trained_params / setup.shards, links.cluster, links.constants)
         return seconds + offload.back_s(setup, rank.traffic.gradient_bytes / setup.shards, links.host_rate)
 
-    def step_s(self, optimizer: str | None, micro_batch_seqs: int, steps: int) -> float:
+    def step_s(self, optimizer: str, micro_batch_seqs: int, steps: int) -> float:
         """Seconds of an optimizer step of so many micro-batches."""
         stages = self.at(micro_batch_seqs)
         index = _slowest(stages)
         seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
         return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]], /) -> list[float]:
-        """Tokens/s of all GPUs together at every (micro-batch, accumulation); None: as in `after`."""
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of all GPUs together at every (micro-batch, accumulation)."""
         setup = self._setup
         tokens = setup.seqs_per_sample * setup.seq_len_tokens * setup.data_degree
         return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]

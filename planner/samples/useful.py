@@ -18,7 +18,7 @@ class UsefulSpeeds:
         self._workload, self._setup = workload, setup
         self._by_length: dict[int, Speeds] = {}
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Pairs, /) -> list[float]:
+    def tokens_per_s(self, optimizer: str, pairs: Pairs, /) -> list[float]:
         """As `Speeds.tokens_per_s`."""
         workload, setup, found = self._workload, self._setup, []
         for pair in pairs:

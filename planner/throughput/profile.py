@@ -107,13 +107,9 @@ class ThroughputProfile:
         step = self._steps_s(self._step_s, (pair,))[0]
         return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
 
-    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]], /) -> list[float]:
-        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one; None:
-        with one that takes no time."""
-        step_s = self._family.trainer_s
-        if optimizer is not None:
-            step_s = max(self._optimizer_s(optimizer)) + step_s
-        seconds = self._steps_s(step_s, pairs)
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        seconds = self._steps_s(max(self._optimizer_s(optimizer)) + self._family.trainer_s, pairs)
         one = self._tokens(1)
         return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
 
