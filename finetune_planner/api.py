@@ -1,12 +1,12 @@
 """The questions of the command line as functions, and a comparison of plans."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Traced
+from planner.close import close_names
 from planner.errors import UsageError
 
 
@@ -211,7 +211,7 @@ def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(WishOptions)
     for name in wish:
         if name not in kinds:
-            close = get_close_matches(name, kinds, n=1)
+            close = close_names(name, kinds, num=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kinds)}"
             raise UsageError(f"plan() has no option {name!r}", hint=hint)
     return {name: None if value is None else _taken(name, value, kinds[name]) for name, value in wish.items()}

@@ -47,7 +47,10 @@ class UnknownGpuError(UsageError):
 
 
 class UnknownModelError(UsageError):
-    """No directory, catalogue entry, cached or hub model matches the name given."""
+    """No directory, catalogue entry, cached or hub model matches the name given; `could_be`: lower-case hub ids that it
+    may stand for."""
+
+    could_be: tuple[str, ...] = ()
 
 
 class NotExpressed(UsageError):

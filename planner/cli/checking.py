@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.check import Change, CheckResult, Improved, check
-from planner.errors import ConfigError, UnknownModelError, UsageError
+from planner.errors import ConfigError, UsageError
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-from planner.models import catalogue, copies
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
@@ -117,10 +116,10 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
         )
     name = asked.model or first.model_id
     assert name is not None
-    built, copy_of = _resolved(name)
+    built = resolve_model(name)
     spec = of_transformers_4(built) if first.older else built
     config = determined(_read(file, spec, card, asked))
-    said = [copy_of, *_not_followed(asked, first, config)]
+    said = [built.taken_as, *_not_followed(asked, first, config)]
     if spec is not built:
         said.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
@@ -159,22 +158,6 @@ def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:
     if model or found.model_id or any(one.field == "model" for one in found.missing):
         return found
     return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
-
-
-def _resolved(name: str) -> tuple[ModelSpec, str]:
-    """(the model, what was taken for it): a name that is nowhere at hand may be a copy of the catalogue's.
-
-    Raises:
-        UnknownModelError: it is none.
-    """
-    try:
-        return resolve_model(name), ""
-    except UnknownModelError:
-        found = copies.load(name) or (catalogue.load(name.rpartition("/")[2]) if "/" in name else None)
-        if found is None:
-            raise
-        bits = " in 4 bits" if name.lower().endswith(copies.IN_4_BITS) else ""
-        return found, f"{name} is not at hand: taken to be a copy of {found.model_id}{bits}"
 
 
 def fixed_text(

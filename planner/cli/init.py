@@ -10,7 +10,6 @@ from planner.app.progress import printable
 from planner.cli.app import run
 from planner.errors import PlannerError, UsageError
 from planner.hardware.gpus import find_gpu, local_gpu
-from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.option_values import choices
 
@@ -22,7 +21,7 @@ def init() -> int:
 
     Enter takes the answer in brackets.
     """
-    model = _ask("Which model? (hub id, folder with config.json, or part of a catalogue name)", "", _model)
+    model = _ask("Which model? (hub id, folder with config.json, or as people call it: llama 3.1 8b)", "", _model)
     gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
     data = _ask("Which data set? (a .jsonl or .parquet file; Enter: none yet)", "", _data)
     method = _ask(f"Which method? ({', '.join(METHODS)})", "any", lambda text: choices("method", [text], METHODS)[0])
@@ -47,13 +46,7 @@ def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
 def _model(answer: str) -> str:
     if not answer:
         raise UsageError("a plan needs a model", hint="for example Qwen/Qwen3-4B; `plan models` lists the catalogue")
-    try:
-        resolve_model(answer)
-    except PlannerError:
-        close = [name for name in catalogue.names() if answer.lower() in name.lower()]
-        if close:
-            raise UsageError(f"{answer!r} is not one model", hint=f"say which: {', '.join(close[:8])}") from None
-        raise
+    resolve_model(answer)
     return answer
 
 

@@ -8,6 +8,7 @@ import typer
 
 from planner import setup_fields as fields
 from planner.app.machine import STORE_VARIABLE
+from planner.app.progress import say
 from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
@@ -79,7 +80,10 @@ class Lookup:
         """The model that the word means."""
         from planner.models.resolve import resolve_model
 
-        return resolve_model(name, revision=self.revision, ask_hub=self.hub)
+        spec = resolve_model(name, revision=self.revision, ask_hub=self.hub)
+        if spec.taken_as:
+            say(spec.taken_as)
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ name and parses only the line it stands in.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from functools import cache
@@ -143,6 +144,17 @@ def names(*, model_type: str | None = None) -> tuple[str, ...]:
     if model_type is not None:
         lines = [line for line in lines if json.loads(line)["config"]["model_type"] == model_type]
     return tuple(json.loads(b"[" + _list_of_names(line) + b"]")[0] for line in lines)
+
+
+def hub_ids() -> tuple[tuple[tuple[str, ...], int], ...]:
+    """(lower-case hub ids, its own first; parameters) of every configuration."""
+    found = []
+    for line in _text().splitlines():
+        names = json.loads(b"[" + _list_of_names(line) + b"]")
+        num_params = re.search(rb'"num_params":(\d+)', line)
+        assert num_params is not None
+        found.append(((names[0], *(one for one in names[1:] if "/" in one)), int(num_params[1])))
+    return tuple(found)
 
 
 def all_names() -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from planner.errors import ConfigError, UnknownModelError, UsageError
@@ -21,18 +23,19 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOLERANCE_FRACTION = 0.25
 """What towers, extra prediction layers and a stored tied head may add, or a saved part lack."""
-_NAME_PARTS = re.compile(r"[a-z]+|\d[\d.]*[bm]?")
 
 
 def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelSpec:
-    """The model that a directory, the path of a config.json, a hub id or a catalogue name stands for.
+    """The model that a directory, the path of a config.json, a hub id or what people call it stands for.
 
-    A local directory wins over everything of the same name; then the built-in catalogue, offline and at once; then the
-    local Hugging Face cache; then the hub, one attempt of three seconds. With `revision` or `ask_hub` a hub id asks
-    the hub first. `config_source` says which one answered.
+    A local directory wins over everything of the same name; then the built-in catalogue, offline and at once, under its
+    names and under what they are called ("llama 3.1 8b"); then, for a full hub id, the local Hugging Face cache, the
+    hub (one attempt of three seconds), and the catalogue's model of which it is a copy by its name. With `revision` or
+    `ask_hub` the hub is asked first. `config_source` says which one answered, `taken_as` what a name was taken for.
 
     Raises:
-        UnknownModelError: nothing answers, or no adapter knows the architecture; the hint lists close names.
+        UnknownModelError: nothing answers, several models could be meant (`could_be`), or no adapter knows the
+            architecture; the hint lists close names.
         ConfigError: a config.json is found and cannot be understood.
         UsageError: a revision of a local path.
     """
@@ -44,77 +47,96 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         if revision:
             raise UsageError(f"--revision has no meaning for the local path {shown(name)}", hint="leave it out")
         return _from_directory(name, local)
+    page = _HUB_PAGE.fullmatch(name)
+    name = name if page is None else page[1]
     if _looks_like_a_path(name):
-        page = _HUB_PAGE.fullmatch(name)
-        raise UnknownModelError(
-            f"no such directory: {shown(name)}",
-            hint=f"the hub id on that page is {page[1]}" if page is not None else _hint(name),
-        )
+        raise UnknownModelError(f"no such directory: {shown(name)}", hint=_hint(name))
     if revision is not None and not hub.is_revision(revision):
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")
     if revision is not None or ask_hub:
         return _hub_first(name, revision)
     found = catalogue.load(name)
-    if found is not None:
-        return found
-    answers = [hub.from_cache(name, None)]
-    if answers[0].config is None:
-        answers.append(hub.from_hub(name, None))
-    return _spec(name, answers)
+    if found is None and "/" in name and hub.is_repo_id(name):
+        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)])
+    if found is None:
+        found = _spoken(name)
+    if found is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
+        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)])
+    if found is None:
+        raise UnknownModelError(f"no model of the catalogue is called {shown(name)}", hint=_hint(name))
+    return found
+
+
+def _spoken(name: str) -> ModelSpec | None:
+    """The catalogue's model that people call so, or of which this is a copy by its name; None where it is none.
+
+    Raises:
+        UnknownModelError: it may be several.
+    """
+    from planner.models.copies import plain_name
+    from planner.models.spoken import understand  # late: an id of the catalogue needs none of it
+
+    plain, extra = plain_name(name)
+    taken = understand(plain)
+    spec = catalogue.load(taken.catalogue_id) if taken is not None else None
+    if taken is None or spec is None:
+        return None
+    words = f"{shown(name)}: {taken.words}"
+    if not extra:
+        return replace(spec, model_id=taken.model_id, taken_as=words)
+    stored = spec_from_config({**spec.config, **extra}, model_id=name, source=spec.config_source)
+    return replace(stored, taken_as=f"{words}, in 4 bits")
 
 
 def _hub_first(name: str, revision: str | None) -> ModelSpec:
     """Ask the hub; where it gives nothing, the cache, and the catalogue unless a revision was asked for."""
+    spoken = None if ("/" in name and hub.is_repo_id(name)) or catalogue.find(name) else _spoken(name)
+    said = spoken.taken_as if spoken is not None else ""
+    name = spoken.model_id if spoken is not None else name
     answer = hub.from_hub(name, revision)
     if answer.config is not None:
-        return _spec(name, [answer])
+        return replace(_spec(name, [lambda: answer]), taken_as=said)
     cached = hub.from_cache(name, revision)
     if cached.config is not None:
-        return _spec(name, [cached], note=f" (hub not used: {answer.reason})")
-    found = catalogue.load(name) if revision is None else None
+        return replace(_spec(name, [lambda: cached], note=f" (hub not used: {answer.reason})"), taken_as=said)
+    found = (spoken or catalogue.load(name)) if revision is None else None
     if found is not None:
-        note = f"{found.config_source} (hub not used: {answer.reason})"
-        return spec_from_config(found.config, model_id=found.model_id, source=note)
-    return _spec(name, [cached, answer])
+        return replace(found, config_source=f"{found.config_source} (hub not used: {answer.reason})")
+    return _spec(name, [lambda: cached, lambda: answer], revision=revision)
 
 
-def _spec(name: str, answers: list[hub.HubAnswer], note: str = "") -> ModelSpec:
-    """The spec of the first answer that holds a configuration, else an error with every reason."""
-    for answer in answers:
+def _spec(
+    name: str, asked: Sequence[Callable[[], hub.HubAnswer]], *, note: str = "", revision: str | None = None
+) -> ModelSpec:
+    """The spec of the first answer that holds a configuration, else of what the name is a copy of, else an error with
+    every reason."""
+    reasons = []
+    for ask in asked:
+        answer = ask()
         if answer.config is not None:
             return spec_from_config(answer.config, model_id=name, source=answer.source + note)
-    reasons = "; ".join(dict.fromkeys(answer.reason for answer in answers))
+        reasons.append(answer.reason)
+    if "/" in name and revision is None and (copy := _spoken(name)) is not None:
+        return copy
     raise UnknownModelError(
-        f"model {shown(name)} is no local directory and not in the catalogue; {reasons}", hint=_hint(name)
+        f"model {shown(name)} is no local directory and not in the catalogue; {'; '.join(dict.fromkeys(reasons))}",
+        hint=_hint(name),
     )
-
-
-def _with_all_parts(wanted: str, names: tuple[str, ...]) -> list[str]:
-    """The shortest names that have every word and number of `wanted`: "llama-7b" means a Llama of 7b."""
-    parts = [re.compile(rf"(?<![\d.]){re.escape(part)}") for part in _NAME_PARTS.findall(wanted)]
-    return sorted((one for one in names if parts and all(part.search(one) for part in parts)), key=len)[:8]
 
 
 def _hint(name: str) -> str:
     """Close names of the catalogue, and the way out without a network."""
-    from difflib import get_close_matches  # late: the formula path does not need it
+    from planner.close import close_names
+    from planner.models.spoken import of_other_size
 
-    everything = catalogue.all_names()
-    wanted = name.lower()[:100]
-    close = _with_all_parts(wanted.rpartition("/")[2], everything)
-    close += get_close_matches(wanted, everything, n=8, cutoff=0.6)
-    close += get_close_matches(wanted.rpartition("/")[2], everything, n=4, cutoff=0.6)
-    ids: dict[str, None] = {}
-    for one in close:
-        entry = catalogue.find(one)
-        if entry is not None:
-            ids[entry.model_id] = None
+    close = of_other_size(name) or close_names(name.lower().rpartition("/")[2], catalogue.all_names(), num=12)
+    ids = list(dict.fromkeys(entry.model_id for one in close if (entry := catalogue.find(one)) is not None))
     local = "a local directory with config.json works without a network"
-    return f"close names: {', '.join(list(ids)[:3])}; {local}" if ids else f"`plan models` lists the catalogue; {local}"
+    return f"close names: {', '.join(ids[:3])}; {local}" if ids else f"`plan models` lists the catalogue; {local}"
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name.endswith(("/", ".json")) or not hub.is_repo_id(name)
+    return name.startswith((".", "/", "~", "\\")) or name.endswith(("/", ".json")) or name.count("/") > 1
 
 
 def _local_config(name: str) -> Path | None:

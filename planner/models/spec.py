@@ -264,6 +264,7 @@ class ModelSpec:
         from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.
+        taken_as: which model another name than its own was taken for, one sentence; "" for its own.
     """
 
     model_id: str
@@ -289,6 +290,7 @@ class ModelSpec:
     from_tree: bool = False
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
     config_source: str = field(compare=False, default="")
+    taken_as: str = field(compare=False, default="")
 
     def __hash__(self) -> int:
         return self._hash

@@ -2,8 +2,15 @@
 
 import pytest
 
+from planner.errors import UnknownModelError
 from planner.models import catalogue, copies
+from planner.models.resolve import resolve_model
 from planner.models.stored import stored_bits
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.mark.parametrize(
@@ -16,17 +23,23 @@ from planner.models.stored import stored_bits
     ],
 )
 def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) -> None:
-    copy, plain = copies.load(name), catalogue.load(original)
-    assert copy is not None
+    copy, plain = resolve_model(name), catalogue.load(original)
     assert plain is not None
-    assert (copy.model_id, copy.layer_kinds, copy.num_params) == (plain.model_id, plain.layer_kinds, plain.num_params)
+    assert (copy.model_id, copy.layer_kinds, copy.num_params) == (name, plain.layer_kinds, plain.num_params)
+    assert original.rpartition("/")[2].lower() in copy.taken_as.lower()
+    assert copy.taken_as.endswith("in 4 bits") == bool(bits)
     assert stored_bits(copy) == bits
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["someone/Llama-3.1-8B-bnb-4bit", "unsloth/Llama-3.1-8B-unsloth-bnb-4bit", "unsloth/no-such-bnb-4bit", "gpt2"],
+    "name", ["someone/Llama-3.1-8B-bnb-4bit", "unsloth/Llama-3.1-8B-unsloth-bnb-4bit", "unsloth/no-such-bnb-4bit"]
 )
 def test_no_other_name_is_a_copy(name: str) -> None:
     """Of a "dynamic" copy its config.json alone says which layers are in 4 bits."""
-    assert copies.load(name) is None
+    assert copies.mirrored(name) == (None, {})
+    with pytest.raises(UnknownModelError):
+        resolve_model(name)
+
+
+def test_a_copy_that_does_not_say_its_size_is_none_that_is_known() -> None:
+    assert copies.mirrored("unsloth/Llama-3.2") == (None, {})

@@ -3,7 +3,8 @@
 import pytest
 
 from planner.errors import NotPlanned
-from planner.models import catalogue, copies
+from planner.models import catalogue
+from planner.models.resolve import resolve_model
 from planner.readers import Surroundings, read_text
 from planner.readers.types import ReadConfig
 
@@ -343,11 +344,12 @@ def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(said: str, 
 @pytest.mark.parametrize(
     ("name", "quantization"), [("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "nf4-double"), ("gpt2", "none")]
 )
-def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str) -> None:
+def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers takes the checkpoint's own `quantization_config` where the program names none."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     body = f"model = AutoModelForCausalLM.from_pretrained('{name}')\n"
     body += "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
-    model = copies.load(name) or catalogue.load(name)
+    model = resolve_model(name)
     found = read_text(HEAD + "from peft import LoraConfig\n" + body, "train.py", model=model)
     assert found.setup.quantization == quantization
     assert found.setup.method == ("lora" if quantization == "none" else "qlora")

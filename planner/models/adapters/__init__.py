@@ -5,10 +5,10 @@ What is shaped like Llama is one row of `llama_like.FAMILIES`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from planner.close import close_names
 from planner.errors import UnknownModelError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
@@ -112,7 +112,7 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
 
 
 def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
-    close = get_close_matches(model_type.lower(), model_types(), n=3, cutoff=0.6)
+    close = close_names(model_type.lower(), model_types())
     hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(model_types())}"
     if all(fields.has(name) for name in _CORE):
         hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
