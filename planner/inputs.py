@@ -8,7 +8,7 @@ a named pipe hangs nobody, /dev/zero fills no memory, and what JSON allows but n
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -88,8 +88,11 @@ def read_lines(file: BinaryIO, name: str, *, max_line_bytes: int, hint: str = ""
             yield number, line
 
 
-def parse_json(content: str | bytes, name: str, *, hint: str = "") -> Any:
+def parse_json(content: str | bytes, name: str, *, constant: Callable[[str], Any] | None = None, hint: str = "") -> Any:
     """The value of a JSON text, checked by `check_values`.
+
+    Args:
+        constant: what NaN, Infinity and -Infinity stand for, which no JSON has and Python writes; None refuses them.
 
     Raises:
         ConfigError: not JSON, too deep, or a value that cannot be meant.
@@ -97,7 +100,7 @@ def parse_json(content: str | bytes, name: str, *, hint: str = "") -> Any:
     if len(content) > MAX_VALUES and _num_marks(content) > 2 * MAX_VALUES:
         raise ConfigError(f"{name} has more than {MAX_VALUES:,} values", hint=hint)
     try:
-        value = json.loads(content, parse_constant=_refuse_constant)
+        value = json.loads(content, parse_constant=constant or _refuse_constant)
     except RecursionError as error:
         raise ConfigError(f"{name} is not JSON: nested too deeply", hint=hint) from error
     except ValueError as error:  # also UnicodeDecodeError, and numbers of more digits than Python converts
@@ -106,13 +109,15 @@ def parse_json(content: str | bytes, name: str, *, hint: str = "") -> Any:
     return value
 
 
-def parse_object(content: str | bytes, name: str, *, hint: str = "") -> dict[str, Any]:
+def parse_object(
+    content: str | bytes, name: str, *, constant: Callable[[str], Any] | None = None, hint: str = ""
+) -> dict[str, Any]:
     """`parse_json` of a JSON object.
 
     Raises:
         ConfigError: as there; or another JSON value.
     """
-    value = parse_json(content, name, hint=hint)
+    value = parse_json(content, name, constant=constant, hint=hint)
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, got {type(value).__name__}", hint=hint)
     return value

@@ -46,7 +46,26 @@ def parse_config(content: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where} is not UTF-8 text (byte {error.start})", hint="a config.json is JSON in UTF-8"
         ) from error
-    return parse_object(text, where, hint="point at the config.json of a transformers model")
+    return parse_object(text, where, constant=tagged, hint="point at the config.json of a transformers model")
+
+
+FLOAT_TAG = "__float__"
+"""Source: transformers 5.23 `PreTrainedConfig._encode_special_floats`."""
+
+
+def tagged(constant: str) -> dict[str, str]:
+    """NaN, Infinity or -Infinity as transformers 5 writes them, which stays JSON; version 4 wrote the bare word (the
+    `time_step_limit` of Mamba 2, Bamba, Granite 4, Nemotron-H)."""
+    return {FLOAT_TAG: constant}
+
+
+def with_floats(value: Any) -> Any:
+    """A configuration's value with the tagged numbers as numbers, for transformers."""
+    if isinstance(value, dict):
+        if value.keys() == {FLOAT_TAG} and value[FLOAT_TAG] in ("NaN", "Infinity", "-Infinity"):
+            return float(value[FLOAT_TAG])
+        return {key: with_floats(one) for key, one in value.items()}
+    return [with_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _adapter_hint(directory: Path) -> str:

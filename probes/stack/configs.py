@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planner.models.config_file import with_floats
 from planner.models.stored import kept_names
 from probes.stack.notices import errors_only
 
@@ -16,7 +17,7 @@ def load_config(config: Mapping[str, Any]) -> Any:
     """transformers' configuration object for a raw `config.json` (fields that begin with "_" are notes of ours)."""
     from transformers import AutoConfig
 
-    raw = {key: copy.deepcopy(value) for key, value in config.items() if not key.startswith("_")}
+    raw = {key: copy.deepcopy(with_floats(value)) for key, value in config.items() if not key.startswith("_")}
     model_type = raw.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ValueError("the configuration names no model_type")
