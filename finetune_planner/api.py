@@ -86,8 +86,8 @@ def plan(
     """The fastest setup that fits: `plan MODEL --gpu GPU`.
 
     Args:
-        model: hub id, directory with config.json, or catalogue name.
-        gpu: key of the GPU table, marketing name, or "local".
+        model: hub id, directory with config.json, or what people call it ("llama 3.1 8b").
+        gpu: key of the GPU table, marketing name ("8xH100" is eight), "NAME:12GiB:360GB/s:29TFLOPS", or "local".
         dry_run: prove the choice with a dry run where torch is installed; False: formula only.
         dataset: hub id or local file for the launch files; a file's lengths decide length, packing, batch and epochs.
         target: one launch target or several: what is planned is what the first of them runs, and the others run too.
@@ -98,8 +98,10 @@ def plan(
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.wish_options import WishOptions
+    from planner.hardware.gpus import card_and_count
 
-    asked = WishOptions(**_options(wish))
+    gpu, num_gpus = card_and_count(gpu, wish.get("gpus"))
+    asked = WishOptions(**(_options(wish) | {"gpus": num_gpus}))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
     names, data = (target,) if isinstance(target, str) else tuple(target), None if dataset is None else str(dataset)
     if names or data is not None:

@@ -172,8 +172,8 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     missing = missing_kernels(model, gpu, setup)
     if missing:
         notes.append(found(f"this cannot run: {missing}"))
-    if gpu.vendor == "Apple":
-        notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
+    if gpu.vendor in ("Apple", "Intel"):
+        notes.append(f"no run on an {gpu.vendor} GPU has been compared: the error bands are those of CUDA cards")
     return notes
 
 

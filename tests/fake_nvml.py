@@ -25,6 +25,11 @@ class Card:
     parent: "Card | None" = None
     reserved_mib: int = 600
     pids: list[int] = field(default_factory=list)
+    capability: tuple[int, int] | None = None
+    num_cores: int = 0
+    clocks_mhz: tuple[int, int] = (0, 0)
+    """(multiprocessors, memory)."""
+    bus_bits: int = 0
 
     def sliced(self, profile: str, uuid: str, total_mib: int, sms: int) -> "Card":
         """This GPU with one more slice."""
@@ -58,7 +63,17 @@ def nvml_module(cards: Sequence[Card], driver: str = "580.0") -> Any:
     def processes(card: Card) -> list[Any]:
         return [types.SimpleNamespace(pid=pid) for pid in card.pids]
 
+    def capability(card: Card) -> tuple[int, int]:
+        if card.capability is None:
+            raise NvmlError("Not Supported")
+        return card.capability
+
     module.NVMLError = NvmlError
+    module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM = 0, 1
+    module.nvmlDeviceGetMaxClockInfo = lambda card, kind: card.clocks_mhz[kind]
+    module.nvmlDeviceGetCudaComputeCapability = capability
+    module.nvmlDeviceGetNumGpuCores = lambda card: card.num_cores
+    module.nvmlDeviceGetMemoryBusWidth = lambda card: card.bus_bits
     module.nvmlMemory_v2 = 2
     module.nvmlInit = module.nvmlShutdown = lambda: None
     module.nvmlDeviceGetCount = lambda: len(cards)

@@ -196,10 +196,10 @@ def test_no_file_imports_itself_round_a_circle() -> None:
 
 @pytest.mark.parametrize("package", ["finetune_planner", *PACKAGES])
 def test_a_function_fits_a_screen_and_a_module_has_one_subject(package: str) -> None:
-    """At most 40 lines a function, docstring and inner functions within, and 450 a module (docs/architecture.md)."""
+    """At most 80 lines a function, docstring and inner functions within, and 800 a module (docs/architecture.md)."""
     for path in modules(package):
         text = path.read_text()
-        assert text.count("\n") <= 450, path
+        assert text.count("\n") <= 800, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 40, f"{path}:{node.lineno} {node.name}"
+                assert (node.end_lineno or 0) - node.lineno < 80, f"{path}:{node.lineno} {node.name}"

@@ -48,6 +48,7 @@ ALIASES = {
     "rx-7900-xtx": "AMD Radeon RX 7900 XTX",
 }
 PLAIN_NAMES = {
+    "rtx-5060-ti-16gb": ("GeForce RTX 5060 Ti 16GB", "NVIDIA GeForce RTX 5060 Ti"),  # drivers call 8 and 16 GB alike
     "a16": ("A16 (one of the board's four GPUs)", "NVIDIA A16"),
     "mi250x": ("AMD Instinct MI250X (one of its two dies)", "AMD Instinct MI250X"),
 }

@@ -119,7 +119,7 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
     built = resolve_model(name)
     spec = of_transformers_4(built) if first.older else built
     config = determined(_read(file, spec, card, asked))
-    said = [built.taken_as, *_not_followed(asked, first, config)]
+    said = [built.taken_as, card.taken_as, *_not_followed(asked, first, config)]
     if spec is not built:
         said.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"

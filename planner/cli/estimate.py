@@ -163,7 +163,7 @@ def _show(
 
 @lru_cache(maxsize=64)
 def _resolve(model: str, gpu: str, lookup: options.Lookup) -> tuple[ModelSpec, GpuSpec]:
-    return lookup.model(model), find_gpu(gpu)
+    return options.said(lookup.model(model)), options.said(find_gpu(gpu))
 
 
 def candidate_of(

@@ -123,6 +123,8 @@ def make(
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
             _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
+    options.said(asked.model)
+    options.said(asked.gpu)
     written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,14 +27,22 @@ if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
     from planner.models.spec import ModelSpec
 
+Found = TypeVar("Found", "ModelSpec", GpuSpec)
 Model = Annotated[
     str,
     typer.Argument(
-        help="Hub id, directory with config.json, or catalogue name.", show_default=False, autocompletion=complete_model
+        help="Hub id, directory with config.json, or what people call it: 'llama 3.1 8b'.",
+        show_default=False,
+        autocompletion=complete_model,
     ),
 ]
 Gpu = Annotated[
-    str, typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.", autocompletion=complete_gpu)
+    str,
+    typer.Option(
+        "--gpu",
+        help="GPU: key, what its box says ('RTX 3060 12GB', 8xH100), 'local', or NAME:12GiB:360GB/s:29TFLOPS.",
+        autocompletion=complete_gpu,
+    ),
 ]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
 Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
@@ -64,6 +72,13 @@ Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partit
 DEFAULT_IMAGE_SIZE = "1024"
 
 
+def said(found: Found) -> Found:
+    """A model or a card; what its name was taken for is told."""
+    if found.taken_as:
+        say(found.taken_as)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
     """Where a model's configuration is looked for."""
@@ -80,10 +95,7 @@ class Lookup:
         """The model that the word means."""
         from planner.models.resolve import resolve_model
 
-        spec = resolve_model(name, revision=self.revision, ask_hub=self.hub)
-        if spec.taken_as:
-            say(spec.taken_as)
-        return spec
+        return resolve_model(name, revision=self.revision, ask_hub=self.hub)
 
 
 @dataclass(frozen=True, kw_only=True)

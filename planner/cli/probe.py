@@ -71,7 +71,7 @@ def probe(
 
     line = ProgressLine()
     line.say(f"reading the configuration of {model}")
-    spec = lookup.model(model)
+    spec = options.said(lookup.model(model))
     devices = how.devices(device, setup.num_gpus)
     card = machine.gpu_of(gpu, devices[0]) if how.slurm is None or gpu else None
     memory = _memory_limit(how.memory_gib, devices[0], card)

@@ -46,6 +46,10 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> R:
+        if isinstance(values.get("gpu"), str) and "gpus" in values:  # "8xH100" is --gpu H100 --gpus 8
+            from planner.hardware.gpus import card_and_count
+
+            values["gpu"], values["gpus"] = card_and_count(values["gpu"], values["gpus"])
         groups = {
             name: of_class(**{one.name: values.pop(one.name) for one in fields_of(of_class)})
             for name, of_class in classes.items()

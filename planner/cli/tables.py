@@ -47,6 +47,7 @@ class TableOptions:
     vendor: Annotated[str | None, typer.Option(help="Only cards of this maker.")] = None
     sort: Annotated[str, typer.Option(help="size (smallest that fits first), speed or cost.")] = "size"
     fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
+    built_in: Annotated[bool, typer.Option("--built-in", help="With laptops' chips and Jetson modules.")] = False
 
     def cards(self) -> list[GpuSpec]:
         """The cards.
@@ -57,6 +58,7 @@ class TableOptions:
         if self.sort not in SORTS:
             raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
         cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
+        cards = [one for one in cards if self.built_in or not one.is_built_in]
         if not cards:
             known = ", ".join(sorted({card.vendor for card in all_gpus()}))
             raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {known}")
@@ -82,7 +84,7 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    cards, fixed, spec = table.cards(), space.fixed(), lookup.model(model)
+    cards, fixed, spec = table.cards(), space.fixed(), options.said(lookup.model(model))
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         fixed = {**_coarse(), **fixed}
     wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
@@ -157,7 +159,7 @@ def which_model(
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    rows, wish = _rows(asked, find_gpu(gpu), match)
+    rows, wish = _rows(asked, options.said(find_gpu(gpu)), match)
     show_table(out, as_json, ModelsSheet(rows, wish, every))
     if not any(one.fits for one in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
@@ -205,7 +207,7 @@ def compare_adapters(
 
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
-    card, fixed = find_gpu(gpu), space.fixed()
+    card, fixed = options.said(find_gpu(gpu)), space.fixed()
     _check_compared(fixed)
     asked = Wish(
         fixed={"method": ("lora", "qlora"), **fixed},
@@ -214,7 +216,7 @@ def compare_adapters(
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    wish = asked.workload(lookup.model(model), card)
+    wish = asked.workload(options.said(lookup.model(model)), card)
     lora = _lora(wish, f"plan {model} --gpu {gpu}")
     rows = compare_kinds(wish, lora)
     show_table(out, as_json, AdaptersSheet(rows, wish, lora))
@@ -251,6 +253,8 @@ def compare_targets(
     Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
     asked = workload_for(model, gpu, wish, lookup=lookup)
+    options.said(asked.model)
+    options.said(asked.gpu)
     rows = choices_of_targets(asked)
     show_table(out, as_json, TargetsSheet(rows, asked))
     if rows[0].candidate is None:

@@ -106,7 +106,7 @@ def trace(
     """
     from probes.phantom.runner import program
 
-    card = find_gpu(gpu)
+    card = options.said(find_gpu(gpu))
     order = follow.order(command, card, data, memory.of(card)[0])
     _ask(order, program(command), yes)
     answer = answer_of(order, card, memory.of(card))

@@ -85,7 +85,7 @@ def tune(
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    asked = _workload(lookup.model(model), gpu, wish, how.goal)
+    asked = _workload(options.said(lookup.model(model)), gpu, wish, how.goal)
     plan = plan_workload(asked)
     line.close()
     if isinstance(plan, Plan):
@@ -117,7 +117,7 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
     Raises:
         EnvironmentProblem: it has fewer GPUs.
     """
-    card = find_gpu(gpu)
+    card = options.said(find_gpu(gpu))
     wish = wish.on_links_of(gpu, card)
     wanted = replace(wish.wish(), goal=goal, absent_packages=absent_packages())
     asked = wanted.workload(spec, card, wish.cluster(card))

@@ -118,7 +118,7 @@ def which_cluster(
     """
     asked, fixed = work.limits(), space.fixed()
     numbers = clusters.numbers()
-    cards, spec = _cards(clusters.gpu), lookup.model(model)
+    cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
     data = Data(epoch_tokens=work.dataset_tokens)
     wish = Wish(
@@ -133,7 +133,7 @@ def which_cluster(
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
     """The cards asked for, or every card with a known price, each once."""
     if names:
-        return list({card.key: card for card in map(find_gpu, names)}.values())
+        return list({card.key: card for card in (options.said(find_gpu(name)) for name in names)}.values())
 
     priced = {price.gpu_key for price in all_prices()}
     return [card for card in all_gpus() if card.key in priced]

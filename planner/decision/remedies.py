@@ -124,7 +124,7 @@ def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The smallest GPU of the table on which the setup fits."""
     share = workload.headroom_bytes / workload.memory_bytes
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
-        if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA":
+        if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
             continue
         if device_peak_bytes(workload.model, gpu, nearest.setup) <= gpu.memory_bytes * (1 - share):
             saved = gpu.memory_bytes - workload.memory_bytes

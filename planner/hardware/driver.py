@@ -130,6 +130,21 @@ def device_handle(module: ModuleType, device: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriverFacts:
+    """What NVML tells of a device beside its memory.
+
+    Attributes:
+        num_cores: CUDA cores; core_clock_hz: the highest of the multiprocessors.
+        bandwidth_bytes_per_s: bus width times the memory's highest clock, two transfers each.
+    """
+
+    capability: tuple[int, int]
+    num_cores: int
+    core_clock_hz: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SeenGpu:
     """One device as the driver shows it.
 
@@ -137,6 +152,7 @@ class SeenGpu:
         held_bytes: what others hold of it now; the driver's own reserve is not counted.
         num_sms: multiprocessors of a MIG slice, None of a whole GPU.
         share: of the GPU's memory that a MIG slice has.
+        facts: what else the driver tells of it; None of a slice, or where it does not.
     """
 
     name: str
@@ -144,6 +160,7 @@ class SeenGpu:
     held_bytes: int
     num_sms: int | None = None
     share: float = 1.0
+    facts: DriverFacts | None = None
 
 
 def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
@@ -162,7 +179,8 @@ def seen_gpu(module: ModuleType, device: str) -> SeenGpu:
         share = total / int(module.nvmlDeviceGetMemoryInfo(whole).total)
         with contextlib.suppress(module.NVMLError):
             num_sms = int(module.nvmlDeviceGetAttributes(handle).multiprocessorCount)
-    return SeenGpu(name=name, total_bytes=total, held_bytes=_held_bytes(module, handle), num_sms=num_sms, share=share)
+    held, facts = _held_bytes(module, handle), None if slice_name else facts_of(module, handle)
+    return SeenGpu(name=name, total_bytes=total, held_bytes=held, num_sms=num_sms, share=share, facts=facts)
 
 
 def _held_bytes(module: ModuleType, handle: Any) -> int:
@@ -174,3 +192,19 @@ def _held_bytes(module: ModuleType, handle: Any) -> int:
         return int(module.nvmlDeviceGetMemoryInfo(handle, version=version).used)
     except (module.NVMLError, TypeError):
         return 0
+
+
+def facts_of(module: Any, handle: Any) -> DriverFacts | None:
+    """None where the driver does not tell (AMD's, an old one, a slice)."""
+    try:
+        core_mhz = module.nvmlDeviceGetMaxClockInfo(handle, module.NVML_CLOCK_SM)
+        memory_mhz = module.nvmlDeviceGetMaxClockInfo(handle, module.NVML_CLOCK_MEM)
+        major, minor = module.nvmlDeviceGetCudaComputeCapability(handle)
+        return DriverFacts(
+            capability=(int(major), int(minor)),
+            num_cores=int(module.nvmlDeviceGetNumGpuCores(handle)),
+            core_clock_hz=core_mhz * 1e6,
+            bandwidth_bytes_per_s=2 * memory_mhz * 1e6 * module.nvmlDeviceGetMemoryBusWidth(handle) / 8,
+        )
+    except (AttributeError, module.NVMLError):
+        return None

@@ -1,5 +1,7 @@
 """`GpuSpec`: facts about one accelerator, as one row of the GPU table. Fitted constants live in `calibration`."""
 
+from dataclasses import field
+
 from planner.records import dataclass
 
 
@@ -11,7 +13,7 @@ class GpuSpec:
         key: the table's key ("rtx-4090").
         name: marketing name.
         driver_name: what the driver or torch reports ("NVIDIA GeForce RTX 4090").
-        vendor: "NVIDIA", "AMD" or "Apple".
+        vendor: "NVIDIA", "AMD", "Apple" or "Intel".
         arch: "Ada", "Hopper", ...
         compute_capability: (major, minor), None where the vendor has no such thing.
         memory_bytes: usable memory as torch reports it (`total_memory`), not marketing.
@@ -21,6 +23,7 @@ class GpuSpec:
         nvlink_bytes_per_s: 0 where there is none.
         flash_attention_2: whether the flash-attn 2 kernels run on it.
         source: where the facts come from; `unsourced` names fields from memory.
+        taken_as: which card another name than its own was taken for, one sentence; "" for its own.
     """
 
     key: str
@@ -45,6 +48,7 @@ class GpuSpec:
     source: str
     unsourced: tuple[str, ...] = ()
     note: str = ""
+    taken_as: str = field(compare=False, default="")
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0:
@@ -56,3 +60,8 @@ class GpuSpec:
     def bf16(self) -> bool:
         """Whether bf16 runs on the hardware's own units."""
         return self.bf16_flops_per_s is not None
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it comes with the machine around it: a laptop's, a Jetson module's."""
+        return "Laptop" in self.name or "Jetson" in self.name

@@ -1,23 +1,26 @@
-"""The GPU table: 64 accelerators as sourced facts, found by key, marketing name or what the driver reports.
+"""The GPU table: 169 accelerators as sourced facts, found by key, marketing name or what the driver reports.
 
 `planner/data/gpus.csv` holds one device per row. A name matches when it is equal to the key, the name, the driver's
-name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix; anything else is an
+name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix, with its memory or
+without. Of a family of which one is by far the usual, that one is taken and it is said (`USUAL`); anything else is an
 error with the closest keys, never a silent guess.
 """
 
 import csv
 import math
 import os
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError
+from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.hardware.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.hardware.gpu import GpuSpec
 from planner.units import GIB, MIB
 
+Names = TypeVar("Names")
 _PATH = Path(__file__).parents[1] / "data" / "gpus.csv"
 LOCAL = "local"
 QUERY_LIMIT_S = 3.0
@@ -48,23 +51,24 @@ Source: recommendedMaxWorkingSetSize of 21,845 of 32,768 MiB (ollama issue 434),
 1870), 73,728 of 98,304 (llama.cpp issue 3213). Beyond it command buffers fail or the system swaps.
 """
 
-# Words that tell nothing apart, dropped before names are compared.
-_PREFIXES = ("nvidia", "amd", "apple", "geforce", "tesla", "instinct", "radeon", "quadro")
 _FAMILIES = {
     "GeForce": ("geforce", "rtx"),
     "Apple": ("apple", "mac", "macbook", "macbookpro", "macstudio", "mps", "metal"),
     "AMD": ("amd", "radeon", "instinct", "rocm"),
+    "Intel": ("intel", "arc"),
 }
 """What people say for any card of a maker or line, by the word that its name or maker begins with."""
-LIKE_ENOUGH = 0.5
-
-
-def normalized(name: str) -> str:
-    """A name without case, spacing, punctuation and vendor words: "NVIDIA GeForce RTX 4090" gives "rtx4090"."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    while len(words) > 1 and words[0] in _PREFIXES:
-        del words[0]
-    return "".join(words)
+USUAL = {
+    "h100": ("h100-sxm", "h100-nvl", "h100-sxm-96gb"),
+    "mi300": ("mi300x",),
+    "rtx3050": ("rtx-3050-8gb", "rtx-3050-6gb", "rtx-3050-4gb"),
+    "agxorin": ("jetson-agx-orin-64gb", "jetson-agx-orin-32gb"),
+    "jetsonagxorin": ("jetson-agx-orin-64gb", "jetson-agx-orin-32gb"),
+}
+"""A name that several rows bear -> those that it stands for, the usual one first; a size in the name decides."""
+SIZE_TOLERANCE_FRACTION = 0.07
+"""How far a memory size in a name may lie from the card's: a B200 is sold as 180 and as 192 GB."""
+LIKE_ENOUGH = 0.55
 
 
 def _number(text: str) -> float | None:
@@ -75,8 +79,8 @@ def _flops(text: str) -> float | None:
     return float(text) * 1e12 if text else None
 
 
-def _memory(row: dict[str, str]) -> tuple[int, str]:
-    """Usable memory in bytes and where the figure comes from, the best evidence first."""
+def _memory(row: dict[str, str], gib: float | None = None) -> tuple[int, str]:
+    """Usable memory in bytes and where the figure comes from, the best evidence first; of the version with `gib`."""
     evidence = f" ({row['memory_source']})" if row["memory_source"] else ""
     if row["torch_mib"]:
         return int(row["torch_mib"]) * MIB, f"torch total_memory, lowest seen{evidence}"
@@ -85,16 +89,30 @@ def _memory(row: dict[str, str]) -> tuple[int, str]:
         reserve = round(RESERVE_MIB + RESERVE_FRACTION * total)
         basis = f"driver total {total} MiB less about {reserve} MiB that torch does not show{evidence}"
         return (total - reserve) * MIB, basis
-    sizes = [float(one) for one in row["marketing_gib"].split("|")]
-    usable = smallest = min(sizes)
-    basis = "marketing memory: no reading by torch or the driver is known"
-    if row["vendor"] == "Apple":
-        share = next(share for limit, share in METAL_SHARES if smallest <= limit)
-        usable = smallest * share
-        basis = f"what Metal recommends of {smallest:g} GiB unified memory ({share:.0%})"
-    if len(sizes) > 1:
-        basis += f"; smallest of {', '.join(f'{size:g}' for size in sizes)} GiB, --memory-gib for the others"
-    return int(usable * GIB), basis
+    sizes = _marketed_gib(row)
+    size = min(sizes) if gib is None else gib
+    usable, basis = int(size * GIB), "marketing memory: no reading by torch or the driver is known"
+    if row["vendor"] == "NVIDIA":
+        usable, basis = _less_reserve(size)
+        basis = f"marketing memory, {basis}: no reading by torch or the driver is known"
+    elif row["vendor"] == "Apple":
+        share = next(share for limit, share in METAL_SHARES if size <= limit)
+        usable = int(size * share * GIB)
+        basis = f"what Metal recommends of {size:g} GiB unified memory ({share:.0%})"
+    if len(sizes) > 1 and gib is None:
+        basis += f"; smallest of {', '.join(f'{one:g}' for one in sizes)} GiB: name another with the card"
+    return usable, basis
+
+
+def _marketed_gib(row: dict[str, str]) -> list[float]:
+    """The sizes that a row is sold with."""
+    return [float(one) for one in row["marketing_gib"].split("|")]
+
+
+def _less_reserve(gib: float) -> tuple[int, str]:
+    """(bytes that torch shows of an NVIDIA card of so many GiB, the sentence that says so)."""
+    reserve = round(RESERVE_MIB + RESERVE_FRACTION * gib * 1024)
+    return int(gib * GIB) - reserve * MIB, f"{gib:g} GiB less about {reserve} MiB that torch does not show"
 
 
 def _left_by_ecc(row: dict[str, str], driver_mib: float) -> float:
@@ -150,14 +168,31 @@ def _keys() -> dict[str, str]:
     Raises:
         ConfigError: a name stands for two rows (a fault of the table).
     """
+    from planner.hardware.card_names import normalized
+
     found: dict[str, str] = {}
     for key, row in _rows().items():
-        aliases = row["aliases"].split("|") if row["aliases"] else []
-        for name in {normalized(one) for one in (key, row["name"], row["driver_name"], *aliases)}:
+        for name in {normalized(one) for one in _names_of(key, row)}:
             if name in found:
                 raise ConfigError(f"gpus.csv: the name {name!r} stands for {found[name]} and {key}")
             found[name] = key
     return found
+
+
+def _names_of(key: str, row: dict[str, str]) -> tuple[str, ...]:
+    return key, row["name"], row["driver_name"], *(one for one in row["aliases"].split("|") if one)
+
+
+@cache
+def _keys_without_size() -> dict[str, tuple[str, ...]]:
+    """The keys of every normalised name without the memory that stands in it."""
+    from planner.hardware.card_names import without_size
+
+    found: dict[str, dict[str, None]] = {}
+    for key, row in _rows().items():
+        for name in {without_size(one) for one in _names_of(key, row)}:
+            found.setdefault(name, {})[key] = None
+    return {name: tuple(keys) for name, keys in found.items()}
 
 
 @cache
@@ -172,54 +207,175 @@ def all_gpus() -> tuple[GpuSpec, ...]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The GPU that a key, a marketing name or a driver's name stands for; "local" asks this machine.
+    """The GPU that a name stands for; "local" asks this machine.
 
     Raises:
         UnknownGpuError: no row or more than one could be meant; the hint lists the closest keys.
+        UsageError: it names several cards, or describes one with figures that cannot be read.
         EnvironmentProblem: "local", and there is no GPU.
     """
-    if name.strip().lower() == LOCAL:
-        return local_gpu()
-    wanted = normalized(name)
-    found = _keys().get(wanted) or _keys().get(f"rtx{wanted}")
-    with_size = re.compile(rf"(rtx)?{re.escape(wanted)}\d+gb")
-    sizes = [key for key, row in _rows().items() if with_size.fullmatch(normalized(row["name"]))]
-    # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size.
-    if found is not None and (len(sizes) < 2 or name == _gpu(found).driver_name):
-        return _gpu(found)
-    could_be = sizes if found is not None else [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
-    if could_be:
+    card, num = find_gpus(name)
+    if num not in (None, 1):
+        raise UsageError(f"{name!r:.60} names {num} cards, this is about one", hint=f"--gpu {card.key}")
+    return card
+
+
+def find_gpus(name: str) -> tuple[GpuSpec, int | None]:
+    """(the GPU that a name stands for, how many it names): "8xH100", "2 x RTX 3090"; None where it does not say.
+
+    A name may hold the card's memory ("RTX 3060 12GB"), which must agree with the table's; a card that the table lacks
+    is described (`described.FORM`).
+
+    Raises:
+        UnknownGpuError, UsageError, EnvironmentProblem: as `find_gpu`.
+    """
+    num, text = split_count(name)
+    if text.lower() == LOCAL:
+        return local_gpu(), num
+    if text in _rows():
+        return _gpu(text), num
+    from planner.hardware.described import described_gpu, is_description  # late: a key needs none of it
+
+    return described_gpu(text, _less_reserve) if is_description(text) else _named(text), num
+
+
+def split_count(name: str) -> tuple[int | None, str]:
+    """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "rtx-4090") of "rtx-4090"."""
+    text = name.strip()
+    if text in _rows() or text.lower() == LOCAL:
+        return None, text
+    from planner.hardware.card_names import counted
+
+    return counted(text)
+
+
+def card_and_count(gpu: str, gpus: int | None) -> tuple[str, int | None]:
+    """(the card's name, how many of them), where the name may hold the number and `gpus` says it apart.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    num, card = split_count(gpu)
+    if num is None:
+        return gpu, gpus
+    if gpus not in (None, num):
+        raise UsageError(f"--gpu {gpu!r:.60} names {num} cards, --gpus {gpus}", hint="leave one of the two numbers out")
+    return card, num
+
+
+def _named(text: str) -> GpuSpec:
+    """The row that a name stands for."""
+    from planner.hardware.card_names import normalized, size_and_words
+
+    gib, words = size_and_words(text)
+    exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
+    if exact is not None:
+        own = normalized(text) == normalized(exact) or text == _rows()[exact]["driver_name"]
+        if own or gib or len(same) < 2 or not _has_size(exact):
+            return _gpu(exact)
+    usual = [key for key in _first(USUAL, words) or () if _agrees(key, gib)]
+    could_be = same or tuple(spec.key for spec in all_gpus() if words and _may_mean(text, words, spec))
+    agreeing = [key for key in could_be if _agrees(key, gib)]
+    if len(agreeing) == 1 and same:
+        return _with_size(agreeing[0], gib)
+    if usual or (len(agreeing) == 1 and gib):
+        key = (usual or agreeing)[0]
+        spec, others = _with_size(key, gib), ", ".join(one for one in could_be if one != key)[:120]
+        return replace(spec, taken_as=f"{text!r}: taken as {spec.name}, {key}" + (f" (not {others})" if others else ""))
+    if could_be and not agreeing:
+        raise _other_size(text, gib, could_be)
+    if agreeing:
         error = UnknownGpuError(
-            f"GPU {name!r} is not one exact device", hint=f"say which: {', '.join(could_be[:8])}; or --gpu local"
+            f"GPU {text!r} is not one exact device", hint=f"say which: {', '.join(agreeing[:8])}; or --gpu local"
         )
-        error.could_be = tuple(could_be)
+        error.could_be = tuple(agreeing)
         raise error
-    shown = name if len(name) <= 60 else name[:57] + "..."
-    close = _closest(wanted)
-    raise UnknownGpuError(
-        f"GPU {shown!r} is not in the table",
-        hint=(f"closest: {', '.join(close)}; " if close else "")
-        + "`plan gpus` lists all, --gpu local asks this machine",
+    raise _unknown(text)
+
+
+def _first(index: Mapping[str, Names], name: str) -> Names | None:
+    """What an index has under a name: "4090" is a GeForce RTX 4090, "7900 xtx" a Radeon RX 7900 XTX, "Quadro RTX A6000"
+    an RTX A6000, "H100s" are H100."""
+    from planner.hardware.card_names import normalized
+
+    wanted = normalized(name)
+    spellings = (wanted, f"rtx{wanted}", f"rx{wanted}", wanted.removeprefix("quadro"), wanted.removesuffix("s"))
+    return next((index[one] for one in spellings if one in index), None)
+
+
+def _has_size(key: str) -> bool:
+    from planner.hardware.card_names import normalized, without_size
+
+    name = _rows()[key]["name"]
+    return normalized(name) != without_size(name)
+
+
+def _agrees(key: str, gib: float | None) -> bool:
+    """Whether a card is sold, or shown, with so much memory."""
+    row = _rows()[key]
+    shown = [int(row[column]) / 1024 for column in ("torch_mib", "driver_mib") if row[column]]
+    return gib is None or any(abs(gib / one - 1) <= SIZE_TOLERANCE_FRACTION for one in (*_marketed_gib(row), *shown))
+
+
+def _with_size(key: str, gib: float | None) -> GpuSpec:
+    """The row, of the version with the memory that was named."""
+    spec, row = _gpu(key), _rows()[key]
+    sizes = _marketed_gib(row)
+    if gib is None or len(sizes) == 1:
+        return spec
+    size = min(sizes, key=lambda one: abs(one - gib))
+    memory_bytes, basis = _memory(row, size)
+    return replace(spec, key=f"{key}-{size:g}gb", memory_bytes=memory_bytes, memory_basis=basis)
+
+
+def _other_size(text: str, gib: float | None, keys: Sequence[str]) -> UnknownGpuError:
+    """That no card of this name has the memory that stands in it."""
+    has = "; ".join(
+        f"{key} has {' or '.join(f'{size:g}' for size in _marketed_gib(_rows()[key]))} GB" for key in keys[:4]
+    )
+    return UnknownGpuError(
+        f"no {text!r:.60}: {has}",
+        hint=f"leave the size out; for a modified card --gpu {keys[0]} --memory-gib {gib or 0:g}",
     )
 
 
-def _may_mean(wanted: str, spec: GpuSpec) -> bool:
-    """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090") or names its family."""
+def _unknown(name: str) -> UnknownGpuError:
+    from planner.hardware.described import FORM, MEANING
+
+    shown = name if len(name) <= 60 else name[:57] + "..."
+    close = _closest(name)
+    return UnknownGpuError(
+        f"GPU {shown!r} is not in the table",
+        hint=(f"closest: {', '.join(close)}; " if close else "")
+        + f"`plan gpus` lists all, --gpu local asks this machine; any card can be described: --gpu {FORM} ({MEANING})",
+    )
+
+
+def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
+    """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090"), has some of its words
+    ("jetson orin") or names its family."""
+    from planner.hardware.card_names import normalized, words_of
+
+    said = words_of(text)
+    if len(said) > 1 and said <= words_of(f"{spec.key} {spec.name}"):
+        return True
+
     if any(wanted in words and family in (spec.vendor, spec.name.split()[0]) for family, words in _FAMILIES.items()):
         return True
     names = [normalized(one) for one in (spec.key, spec.name, spec.driver_name)]
-    return len(wanted) >= 2 and any(one.startswith(wanted) or (wanted.isdigit() and wanted in one) for one in names)
+    inside = wanted.isdigit() or len(wanted) >= 4
+    return len(wanted) >= 2 and any(one.startswith(wanted) or (inside and wanted in one) for one in names)
 
 
-def _closest(wanted: str, num: int = 4) -> list[str]:
-    from difflib import SequenceMatcher  # late: the formula path does not need it
+def _closest(name: str) -> list[str]:
+    """Keys of the rows whose names are most like this one."""
+    from planner.close import close_names
+    from planner.hardware.card_names import normalized
 
-    def likeness(spec: GpuSpec) -> float:
-        return max(
-            SequenceMatcher(None, wanted, normalized(one)).ratio() for one in (spec.key, spec.name, spec.driver_name)
-        )
-
-    return [spec.key for spec in sorted(all_gpus(), key=likeness, reverse=True)[:num] if likeness(spec) > LIKE_ENOUGH]
+    names = {normalized(one): key for key, row in _rows().items() for one in (key, row["name"], row["driver_name"])}
+    return list(dict.fromkeys(names[one] for one in close_names(normalized(name), names, num=8, cutoff=LIKE_ENOUGH)))[
+        :4
+    ]
 
 
 def local_gpu(device: str = "cuda:0") -> GpuSpec:
@@ -239,14 +395,19 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
             hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
         )
     total_mib, held_mib = seen.total_bytes // MIB, -(-seen.held_bytes // MIB)
-    key = _keys().get(normalized(seen.name))
-    if key is None:
+    key = _row_of(seen)
+    if key is None and seen.facts is None:
         raise UnknownGpuError(
             f"this machine's GPU {seen.name!r} ({total_mib} MiB) is not in the table",
-            hint=f"plan for a close one, for example --gpu {(*_closest(normalized(seen.name)), 'rtx-4090')[0]} with "
-            "--memory-gib",
+            hint=f'install nvidia-ml-py, which can ask its driver; or describe it: --gpu "{seen.name}:'
+            f'{total_mib / 1024:.3g}GiB:BANDWIDTHGB/s:RATETFLOPS"',
         )
-    spec = _gpu(key)
+    if key is not None:
+        spec = _with_ecc(_gpu(key), total_mib)
+    else:
+        from planner.hardware.described import unlisted_gpu  # late: most cards have a row
+
+        spec = unlisted_gpu(seen)
     reserve = 0 if spec.vendor == "AMD" else round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
     basis = f"this machine's driver: {total_mib} MiB"
     if reserve:
@@ -254,7 +415,19 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
     if held_mib:
         basis += f" and {held_mib} MiB that others hold now"
     memory_bytes = max(0, total_mib - reserve - held_mib) * MIB
-    return replace(_slice(_with_ecc(spec, total_mib), seen), memory_bytes=memory_bytes, memory_basis=basis)
+    return replace(_slice(spec, seen), memory_bytes=memory_bytes, memory_basis=basis)
+
+
+def _row_of(seen: SeenGpu) -> str | None:
+    """The row of a device that the driver shows: of several that it calls alike, the one with the nearest memory."""
+    from planner.hardware.card_names import normalized, without_size
+
+    key = _keys().get(normalized(seen.name))
+    alike = _keys_without_size().get(without_size(seen.name), ())
+    if key is None or len(alike) < 2 or not any(_rows()[one]["driver_mib"] for one in alike):
+        return key
+    total = seen.total_bytes / GIB / seen.share
+    return min(alike, key=lambda one: min(abs(total - size) for size in _marketed_gib(_rows()[one])))
 
 
 def _with_ecc(spec: GpuSpec, total_mib: int) -> GpuSpec:

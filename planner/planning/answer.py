@@ -417,7 +417,7 @@ def _package_notes(workload: Workload, chosen: Candidate | None, installed: tupl
 
 def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """The stated assumptions of a plan, one sentence each."""
-    notes = [*filter(None, (workload.model.taken_as,)), *target_notes(workload, chosen.setup)]
+    notes = [*filter(None, (workload.model.taken_as, workload.gpu.taken_as)), *target_notes(workload, chosen.setup)]
     if chosen.setup.activation_offload:
         held = checkpointed_inputs_bytes(workload.model, chosen.setup)
         notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU"))

@@ -1,11 +1,15 @@
-"""What people type for a model: taken for the one that it can mean, asked where it can mean several, never guessed."""
+"""What people type for a model and for a card: taken for the one that it can mean, asked where it can mean several."""
 
+import itertools
 import random
 import re
 
 import pytest
 
-from planner.errors import UnknownModelError
+from planner.cli.answer import workload_for
+from planner.cli.wish_options import WishOptions
+from planner.errors import UnknownGpuError, UnknownModelError, UsageError
+from planner.hardware.gpus import all_gpus, card_and_count, find_gpu, find_gpus
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.spoken import understand
@@ -57,6 +61,58 @@ SPOKEN = {
 }
 """What is typed -> the hub id that a launch file names."""
 
+CARDS = {
+    "RTX 3060 12GB": ("rtx-3060", None),
+    "GeForce RTX 3060 Ti": ("rtx-3060-ti", None),
+    "3080 ti": ("rtx-3080-ti", None),
+    "RTX 3080 12 GB": ("rtx-3080-12gb", None),
+    "2 x RTX 3090": ("rtx-3090", 2),
+    "rtx 4060": ("rtx-4060", None),
+    "4060 Ti 16GB": ("rtx-4060-ti-16gb", None),
+    "4070 Ti": ("rtx-4070-ti", None),
+    "RTX 4070 Ti Super": ("rtx-4070-ti-super", None),
+    "RTX 4080 SUPER 16GB": ("rtx-4080-super", None),
+    "4x4090": ("rtx-4090", 4),
+    "RTX 4090 Laptop GPU": ("rtx-4090-laptop", None),
+    "RTX 4070 mobile": ("rtx-4070-laptop", None),
+    "5080 laptop": ("rtx-5080-laptop", None),
+    "NVIDIA GeForce RTX 5090 32GB": ("rtx-5090", None),
+    "Quadro RTX 8000": ("quadro-rtx-8000", None),
+    "Quadro RTX A6000": ("rtx-a6000", None),
+    "RTX A2000 12GB": ("rtx-a2000-12gb", None),
+    "RTX 4000 Ada": ("rtx-4000-ada", None),
+    "RTX PRO 5000 72GB": ("rtx-pro-5000-blackwell-72gb", None),
+    "RTX PRO 6000": ("rtx-pro-6000-blackwell", None),
+    "L40S 48GB": ("l40s", None),
+    "A10": ("a10", None),
+    "a2": ("a2", None),
+    "2xT4": ("t4", 2),
+    "A100 40GB": ("a100-40gb", None),
+    "H100": ("h100-sxm", None),
+    "8xH100": ("h100-sxm", 8),
+    "8 x H100 80GB": ("h100-sxm", 8),
+    "H100:4": ("h100-sxm", 4),
+    "H100 94GB": ("h100-nvl", None),
+    "GH200": ("gh200", None),
+    "B200 192GB": ("b200", None),
+    "MI300": ("mi300x", None),
+    "MI100": ("mi100", None),
+    "7900 XTX": ("rx-7900-xtx", None),
+    "Radeon RX 9070 XT": ("rx-9070-xt", None),
+    "Strix Halo 128GB": ("radeon-8060s-128gb", None),
+    "Intel Arc B580 12GB": ("arc-b580", None),
+    "M4": ("apple-m4", None),
+    "MacBook Pro M4 Max 64GB": ("apple-m4-max-64gb", None),
+    "Jetson AGX Orin": ("jetson-agx-orin-64gb", None),
+    "Jetson Thor": ("jetson-agx-thor", None),
+    "GTX 1660:6GiB:192GB/s:10TFLOPS:sm75": ("GTX 1660:6GiB:192GB/s:10TFLOPS:sm75", None),
+    "2x Some card:12GiB:0.36TB/s:29 TFLOPS": ("Some card:12GiB:360GB/s:29TFLOPS", 2),
+}
+"""What is typed -> the card's key, and how many."""
+FAMILIES = ("H100", "8xH100", "8 x H100 80GB", "H100:4", "H100 94GB", "MI300", "Jetson AGX Orin")
+"""Those of which one is by far the usual: it is taken, and said."""
+PAIRS = list(zip(itertools.cycle(SPOKEN), [*CARDS, *reversed(CARDS)]))
+
 ASKED = {
     "llama3": {"meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B"},
     "llama 7b": {"meta-llama/Llama-2-7b-hf"},  # the first LLaMA is another
@@ -67,6 +123,17 @@ ASKED = {
     "whisper": {"openai/whisper-small", "openai/whisper-large-v3"},
     "unsloth/Llama-3.2": {"unsloth/Llama-3.2-1B", "unsloth/Llama-3.2-3B"},
     "gpt oss": {"openai/gpt-oss-20b", "openai/gpt-oss-120b"},
+}
+
+ASKED_CARDS = {
+    "A100": {"a100-40gb", "a100-80gb"},
+    "V100": {"v100-16gb", "v100-32gb"},
+    "4060 ti": {"rtx-4060-ti-8gb", "rtx-4060-ti-16gb"},
+    "5060 Ti": {"rtx-5060-ti-8gb", "rtx-5060-ti-16gb"},
+    "RTX A2000": {"rtx-a2000-6gb", "rtx-a2000-12gb"},
+    "RTX 6000": {"quadro-rtx-6000", "rtx-6000-ada", "rtx-pro-6000-blackwell"},
+    "jetson orin": {"jetson-agx-orin-64gb", "jetson-orin-nx-16gb"},
+    "RTX 3080 Laptop": {"rtx-3080-laptop-8gb", "rtx-3080-laptop-16gb"},
 }
 
 IDS = [one for ids, _ in catalogue.hub_ids() for one in ids]
@@ -85,6 +152,82 @@ def test_a_spoken_name_is_taken_for_the_one_model_that_it_can_mean_and_it_is_sai
     if not typed.startswith("https:"):
         assert spec.taken_as.startswith(repr(typed))
     assert not resolve_model(spec.model_id).taken_as or "named after" in spec.taken_as
+
+
+@pytest.mark.parametrize("typed", CARDS)
+def test_a_card_is_what_its_box_says_and_a_choice_among_several_is_said(typed: str) -> None:
+    card, num = find_gpus(typed)
+    assert (card.key, num) == CARDS[typed]
+    assert bool(card.taken_as) == (typed in FAMILIES)
+    again = find_gpu(card.key)
+    assert (again, again.taken_as) == (card, "")
+
+
+@pytest.mark.parametrize(("model", "card"), PAIRS)
+def test_what_is_typed_plans_what_its_names_plan(model: str, card: str) -> None:
+    """Spoken model x card as the box says it: the same work as from hub id and key."""
+    name, num = card_and_count(card, None)
+    key, _ = CARDS[card]
+    typed = workload_for(model, name, WishOptions(gpus=num))
+    named = workload_for(SPOKEN[model], key, WishOptions(gpus=num))
+    assert typed == named
+    assert typed.num_gpus == (num or 1)
+
+
+@pytest.mark.parametrize("typed", ASKED_CARDS)
+def test_a_card_that_may_be_several_is_asked(typed: str) -> None:
+    with pytest.raises(UnknownGpuError) as error:
+        find_gpu(typed)
+    assert ASKED_CARDS[typed] <= set(error.value.could_be)
+    assert error.value.hint.startswith("say which: ")
+
+
+def test_every_row_in_any_case_and_separators_is_itself_or_one_of_those_asked() -> None:
+    draw = random.Random(34)
+    for spec in all_gpus():
+        for name in (spec.key, spec.name):
+            typed = re.sub(r"[- ]", lambda _: draw.choice("-_ "), name)
+            typed = "".join(draw.choice((one.lower(), one.upper())) for one in typed)
+            try:
+                meant = {find_gpu(typed).key}
+            except UnknownGpuError as error:
+                meant = set(error.could_be)
+            assert spec.key in meant, (spec.key, typed, meant)
+
+
+def test_a_memory_size_that_no_such_card_has_never_resolves() -> None:
+    for spec in all_gpus():
+        name = re.sub(r"[ -]?\d+ ?gb\b", "", spec.key, flags=re.IGNORECASE).replace("-", " ")
+        with pytest.raises(UnknownGpuError) as error:
+            find_gpu(f"{name} 5.1GB")
+        assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("x:12:360GB/s:29TFLOPS", "'12' is no memory"),
+        ("x:12GiB:360:29TFLOPS", "'360' is no bandwidth"),
+        ("x:12GiB:360GB/s:29", "'29' is no rate"),
+        ("x:12GiB:360GB/s", "three figures, got 2"),
+        ("x:12GiB:360GB/s:29TFLOPS:8.6:9", "three figures, got 5"),
+        ("x:12GiB:360GB/s:29TFLOPS:volta", "is no compute capability"),
+        ("x:12GiB:360GB/s:2900000TFLOPS", "is no card's"),
+        (":12GiB:360GB/s:29TFLOPS", "a name and three figures"),
+        ("8xH100", "names 8 cards"),
+    ],
+)
+def test_a_description_that_cannot_be_read_says_which_field(typed: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        find_gpu(typed)
+    assert said in error.value.message
+    assert error.value.hint
+
+
+def test_a_number_that_is_said_twice_must_be_the_same() -> None:
+    assert card_and_count("8xH100", 8) == ("H100", 8)
+    with pytest.raises(UsageError, match="names 8 cards, --gpus 4"):
+        card_and_count("8xH100", 4)
 
 
 @pytest.mark.parametrize("typed", ASKED)
