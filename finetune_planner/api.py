@@ -164,15 +164,18 @@ def check(
     return Checked(checked(Path(file), gpu, Asked.of(sets=settings, model=model), dry_run=dry_run)[0])
 
 
-def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = False) -> Traced:
+def trace(
+    command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = False, unsafe_writes: bool = False
+) -> Traced:
     """What a training program needs, found by running it on a GPU that computes nothing: `plan trace`.
 
-    It EXECUTES the program, on the CPU alone: trace only what you would run.
+    It EXECUTES the program, on the CPU alone and on private copies of your files: trace only what you would run.
 
     Args:
         command: as on a command line: ["python", "train.py", "--lr", "1e-4"].
         steps: optimizer steps after which it is stopped.
         network: let the program use the network.
+        unsafe_writes: run it also where nothing can keep it from writing and deleting your files.
 
     Raises:
         EnvironmentProblem: it cannot be followed. UsageError: its own error.
@@ -185,7 +188,9 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
         raise UsageError(f"a command is a list of words, got {command!r}", hint='for example ["python", "train.py"]')
     card = find_gpu(gpu)
     memory = memory_and_headroom(card, None, None)
-    order = FollowOptions(steps=steps, network=network).order(command, card, StandIns(), memory[0])
+    order = FollowOptions(steps=steps, network=network, unsafe_writes=unsafe_writes).order(
+        command, card, StandIns(), memory[0]
+    )
     return Traced(answer_of(order, card, memory))
 
 

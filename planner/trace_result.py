@@ -40,6 +40,24 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Protection:
+    """What kept the traced program from the machine, and what it did there instead.
+
+    Attributes:
+        kind: "namespaces": its writes went to a private copy, it had no GPU and no process but its own; or "none".
+        num_written: files that it left behind, of which `num_replaced` had been there before.
+        paths: some of them, by the names that it gave them.
+    """
+
+    kind: str
+    num_written: int = 0
+    num_replaced: int = 0
+    num_deleted: int = 0
+    written_bytes: int = 0
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceResult:
     """One traced process.
 
@@ -53,6 +71,7 @@ class TraceResult:
         questions: values that only a GPU knows and the program asked for: (what, line, how often).
         timeline: (fraction of the run, allocated bytes), thinned.
         kernels: launches of Triton kernels and attention kernels, by name.
+        protection: what whoever ran it says, never the process itself.
     """
 
     status: str
@@ -75,6 +94,7 @@ class TraceResult:
     timeline: tuple[tuple[float, int, str], ...]
     libraries: Mapping[str, str] = field(default_factory=dict)
     elapsed_s: float = 0.0
+    protection: Protection | None = None
 
     @property
     def peak_device_bytes(self) -> int:
@@ -117,5 +137,6 @@ class TraceResult:
                 "notes": tuple(raw["notes"]),
                 "questions": tuple((what, line, times) for what, line, times in raw["questions"]),
                 "timeline": tuple((at, size, phase) for at, size, phase in raw["timeline"]),
+                "protection": None,
             }
         )

@@ -24,6 +24,11 @@ SHRINKERS = {
     "weights and buffers": "4-bit weights (QLoRA) where they have more, or 16-bit where they are fp32",
 }
 """What makes each category smaller."""
+PROTECTIONS = {
+    "namespaces": "what it writes, renames and deletes is a private copy",
+    "none": "UNPROTECTED: it writes and deletes your files as when you run it",
+}
+"""What each kind of protection means for whoever runs the program."""
 _ROWS = 8
 
 
@@ -98,6 +103,7 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
     ]
     if answer["shrinks_by"]:
         lines += ["", f"Largest: {answer['largest']}. Shrunk by: {answer['shrinks_by']}."]
+    lines += ["", *_protection_lines(answer["protection"])]
     if answer["notes"] or answer["questions"]:
         lines += ["", "Notes"]
         lines += [f"  {clean(note)}" for note in answer["notes"]]
@@ -105,6 +111,17 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
         where = f" at {clean(line)}" if line else ""
         lines.append(f"  the program asked for {what}{where} ({times} times), which only a GPU knows")
     return lines
+
+
+def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:
+    """What kept the program from the machine, and what it wrote there instead."""
+    yield f"Protection: {protection['kind']}: {PROTECTIONS[protection['kind']]}."
+    if protection["num_written"] or protection["num_deleted"]:
+        yield (
+            f"It wrote {protection['num_written']} files ({protection['written_bytes']:,} bytes), of which "
+            f"{protection['num_replaced']} had been there before, and deleted {protection['num_deleted']}: redirected."
+        )
+        yield from (f"  {clean(path)}" for path in protection["paths"])
 
 
 def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

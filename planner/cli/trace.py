@@ -29,7 +29,7 @@ from planner.planning.expressed import as_run
 from planner.records import dataclass
 from planner.trace_result import TraceResult
 from planner.units import gib
-from reports.trace import document, svg, text_lines
+from reports.trace import PROTECTIONS, document, svg, text_lines
 
 if TYPE_CHECKING:
     from probes.phantom.runner import Ended, TraceOrder
@@ -56,6 +56,9 @@ class FollowOptions:
 
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 2
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
+    unsafe_writes: Annotated[
+        bool, typer.Option("--unsafe-writes", help="Let it write and delete as when you run it, protected by nothing.")
+    ] = False
     every_micro_batch: Annotated[
         bool, typer.Option("--every-micro-batch", help="Run also those that repeat the one before, byte for byte.")
     ] = False
@@ -82,6 +85,7 @@ class FollowOptions:
                 every_micro_batch=self.every_micro_batch,
             ),
             network=self.network,
+            unsafe_writes=self.unsafe_writes,
             time_limit_s=float(positive("time-limit", self.time_limit) or TIME_LIMIT_S),
         )
 
@@ -104,11 +108,11 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
-    from probes.phantom.runner import program
+    from probes.phantom.runner import program, protection
 
     card = options.said(find_gpu(gpu))
     order = follow.order(command, card, data, memory.of(card)[0])
-    _ask(order, program(command), yes)
+    _ask(order, program(command), protection(order).kind, yes)
     answer = answer_of(order, card, memory.of(card))
     if out is not None:
         write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
@@ -153,7 +157,7 @@ def _pixels(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:
+def _ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> None:
     """Says what will be executed and asks once.
 
     Raises:
@@ -163,7 +167,7 @@ def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:
     print(
         f"plan trace executes this program: {shlex.join(order.command)}\n"
         f"  ({executable}; CPU only, {'with' if order.network else 'no'} network, stopped after "
-        f"{order.options.num_steps} optimizer steps; it can write files as when you run it)",
+        f"{order.options.num_steps} optimizer steps; {PROTECTIONS[protection]})",
         file=sys.stderr,
     )
     if yes:
@@ -195,7 +199,7 @@ def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
 
 
 def traced(order: "TraceOrder") -> TraceResult:
-    """What the one training process of the command found.
+    """What the one training process of the command found, and what kept it from the machine.
 
     Raises:
         EnvironmentProblem: the program cannot be followed.
@@ -220,7 +224,7 @@ def traced(order: "TraceOrder") -> TraceResult:
         raise EnvironmentProblem(
             "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
         )
-    return found
+    return replace(found, protection=ended.protection)
 
 
 def _training(ended: "Ended") -> TraceResult:

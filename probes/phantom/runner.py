@@ -1,7 +1,7 @@
 """Runs a user's command with a phantom GPU in every Python process that it starts, and reads what they found.
 
 The processes find a `sitecustomize` of ours on `PYTHONPATH`, so that the command stays the user's own, whatever starts
-the training program: python, accelerate, torchrun, a shell script. No real GPU is visible to it.
+the training program: python, accelerate, torchrun, a shell script. `isolation` keeps it from the machine.
 """
 
 import contextlib
@@ -14,12 +14,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from planner.children import python_argv
 from planner.errors import EnvironmentProblem, UsageError
 from planner.records import dataclass
-from planner.trace_result import TraceResult
+from planner.trace_result import Protection, TraceResult
+from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions
 
@@ -29,6 +32,7 @@ sys.path.append({root!r})
 from probes.phantom import boot
 boot.begin()
 """
+_KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -47,6 +51,7 @@ class TraceOrder:
     Attributes:
         command: the user's command, program first.
         network: whether it may reach other machines.
+        unsafe_writes: run it even where nothing keeps what it writes and deletes from the user's files.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
@@ -55,6 +60,7 @@ class TraceOrder:
     card: Card
     options: TraceOptions
     network: bool = False
+    unsafe_writes: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
     folder: Path | None = None
@@ -66,6 +72,7 @@ class Ended:
 
     exit_code: int
     results: tuple[TraceResult, ...]
+    protection: Protection = Protection(kind="none")
     error: str = ""
 
 
@@ -87,35 +94,94 @@ def program(command: Sequence[str]) -> str:
     return found
 
 
+def protection(order: TraceOrder) -> Protection:
+    """What will keep the program from the machine, found by running nothing in its place.
+
+    Raises:
+        UsageError: no such program.
+        EnvironmentProblem: nothing can, and `order` does not allow it to run so.
+    """
+    program(order.command)
+    return run_traced(replace(order, command=("true",))).protection
+
+
 def run_traced(order: TraceOrder) -> Ended:
     """Runs the command; its output goes to stderr.
 
     Raises:
         UsageError: no such program.
-        EnvironmentProblem: it cannot be started, or ran longer than the limit.
+        EnvironmentProblem: it cannot be started or protected from, or was stopped: too long, or too much written.
     """
-    with tempfile.TemporaryDirectory(prefix="plan-trace-") as folder:
-        site, results = Path(folder, "site"), Path(folder, "results")
+    with tempfile.TemporaryDirectory(prefix="plan-trace-") as name:
+        folder = Path(name).resolve()
+        site, results = folder / "site", folder / "results"
         site.mkdir()
         results.mkdir()
         (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
-        child = _started(order, _environment(order, site, results))
-        try:
-            with _terminable():
-                code = child.wait(timeout=order.time_limit_s)
-        except subprocess.TimeoutExpired:
-            _kill(child)
-            raise EnvironmentProblem(
-                f"the program ran longer than {order.time_limit_s:.0f} s without {order.options.num_steps} optimizer "
-                "steps",
-                hint="give it less data, or fewer accumulation steps; --time-limit allows more",
-            ) from None
-        except BaseException:
-            _kill(child)
-            raise
+        outcome = _kept(order, folder, _environment(order, site, results))
+        redirected = outcome["redirected"]
         errors = [one.read_text() for one in sorted(results.glob("*.error"))]
-        found = results_in(results)
-    return Ended(exit_code=code, results=found, error=errors[0] if errors else "")
+        return Ended(
+            exit_code=outcome["code"],
+            results=results_in(results),
+            protection=Protection(kind=outcome["kind"], **{**redirected, "paths": tuple(redirected.get("paths", ()))}),
+            error=errors[0] if errors else "",
+        )
+
+
+def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """How it ended, from the process that keeps it.
+
+    Raises:
+        EnvironmentProblem: it did not end by itself.
+    """
+    executable = program(order.command)
+    said = {
+        "command": [executable, *order.command[1:]],
+        "cwd": os.path.realpath(order.folder or os.getcwd()),
+        "folder": str(folder),
+        "network": order.network,
+        "unsafe_writes": order.unsafe_writes,
+        "time_limit_s": order.time_limit_s,
+    }
+    keeper = subprocess.Popen(
+        python_argv("-I", "-S", "-c", _KEEPER.format(root=str(_ROOT))),
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    life_line: Any = keeper.stdin
+    try:
+        with _terminable():
+            life_line.write(f"{json.dumps(said)}\n".encode())
+            life_line.flush()
+            keeper.wait()
+    finally:
+        with contextlib.suppress(OSError):
+            life_line.close()
+        keeper.wait()
+    outcome: dict[str, Any] = json.loads((folder / isolation.OUTCOME).read_text())
+    if "code" in outcome:
+        return outcome
+    if "no_program" in outcome:
+        raise EnvironmentProblem(
+            f"{executable} cannot be started: {outcome['no_program']}", hint="check the program's permissions"
+        )
+    if "unavailable" in outcome:
+        raise EnvironmentProblem(
+            f"nothing here can keep the program from your files ({outcome['unavailable']}): not run",
+            hint="docs/trace.md says what is needed; --unsafe-writes runs it as you would, writing and deleting",
+        )
+    if outcome["stopped"] == "disk":
+        raise EnvironmentProblem(
+            f"the program was stopped: it left less than {isolation.MIN_FREE_BYTES >> 30} GiB free in {folder.parent}",
+            hint="set TMPDIR to a folder with more room",
+        )
+    raise EnvironmentProblem(
+        f"the program ran longer than {order.time_limit_s:.0f} s without {order.options.num_steps} optimizer steps",
+        hint="give it less data, or fewer accumulation steps; --time-limit allows more",
+    )
 
 
 def _environment(order: TraceOrder, site: Path, results: Path) -> dict[str, str]:
@@ -134,23 +200,6 @@ def _environment(order: TraceOrder, site: Path, results: Path) -> dict[str, str]
         "CUDA_VISIBLE_DEVICES": "",
         VARIABLE: json.dumps(said),
     }
-
-
-def _started(order: TraceOrder, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    executable = program(order.command)
-    try:
-        return subprocess.Popen(
-            [executable, *order.command[1:]],
-            env=environment,
-            cwd=order.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{executable} cannot be started: {error.strerror or error}", hint="check the program's permissions"
-        ) from error
 
 
 def results_in(folder: Path) -> tuple[TraceResult, ...]:
@@ -186,9 +235,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _kill(child: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()

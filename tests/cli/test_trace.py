@@ -1,6 +1,7 @@
 """`plan trace`: the child process, its exit codes and its answer.
 
-The first starts as a user starts it; the others are forked from a process that has imported torch.
+The first starts as a user starts it; the others are forked from a process that has imported torch, outside of any
+protection, and therefore without it.
 """
 
 import json
@@ -51,6 +52,8 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def trace(tmp_path: Path, program: str, *options: str, python: str = sys.executable) -> int:
     script = tmp_path / "train.py"
     script.write_text(program)
+    if python != sys.executable:
+        options = (*options, "--unsafe-writes")
     return run(["trace", "--gpu", "rtx-4090", *options, "--", python, str(script)])
 
 
@@ -141,7 +144,7 @@ time.sleep(600)
 def test_a_trace_that_is_terminated_takes_its_program_along(tmp_path: Path, warm_python: str) -> None:
     """As Slurm and `timeout` end it; the program has a session of its own."""
     (tmp_path / "train.py").write_text(WAITS)
-    words = ["trace", "--gpu", "rtx-4090", "--yes", "--", warm_python, "train.py"]
+    words = ["trace", "--gpu", "rtx-4090", "--yes", "--unsafe-writes", "--", warm_python, "train.py"]
     code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     planner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)

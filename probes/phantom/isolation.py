@@ -1,0 +1,293 @@
+"""Keeps a traced program from the machine: what it writes, renames or deletes is a private copy, and goes with it.
+
+A program of its own, of the standard library alone, with the order as one line of its standard input. That pipe is also
+the life line: when its other end is closed, by whatever ended `plan trace`, everything that was started here is killed
+and the private folder removed.
+
+    plan trace -> keeper -> unsharer -> first process of the namespaces (PID 1) -> the program
+
+The program gets namespaces of its own, made without any right that an ordinary user lacks:
+
+    user      no capability outside; files belong to whom they belonged before
+    mount     the whole tree is read-only; over each place that the user may write to lies an overlay whose upper folder
+              is ours: reads see the machine's files and what the program wrote, and nothing below is ever touched
+    devices   /dev has null, zero, full, random, urandom, tty, shm and pts: no GPU and no disk
+    PID, IPC  it sees no process but its own; when the first of them ends the kernel kills the others
+    network   loopback alone, unless it is asked for
+    sockets   files at which a daemon of the machine listens (Docker's, D-Bus') are covered
+
+Source: man 7 user_namespaces, mount_namespaces, pid_namespaces; the kernel's Documentation/filesystems/overlayfs.rst.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from probes.phantom.overlays import Outside, Tree, call, libc, mount_points, places, sockets_in_files
+
+OUTCOME = "outcome.json"
+"""In the private folder: how it ended, written by the keeper."""
+MIN_FREE_BYTES = 1 << 30
+"""On the disk of the private folder: a program that leaves less is stopped."""
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x0002_0000, 0x0800_0000, 0x1000_0000
+_CLONE_NEWPID, _CLONE_NEWNET = 0x2000_0000, 0x4000_0000
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_KEPT_CAPABILITIES = {0, 1, 3, 4, 5, 6, 7}
+"""chown, dac_override, fowner, fsetid, kill, setgid, setuid: what root needs to handle files as root does."""
+_EXEC, _UNSHARED = "exec: ", b"\0"
+
+
+class _Unavailable(Exception):
+    """This machine, or this user, cannot be given that protection."""
+
+
+class _NoProgram(Exception):
+    """The program cannot be executed."""
+
+
+def main() -> NoReturn:
+    """The keeper."""
+    order = json.loads(sys.stdin.buffer.readline())
+    folder = Path(order["folder"])
+    reasons = []
+    if sys.platform == "linux":
+        call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for kind, flags in _attempts(order):
+        try:
+            child, report = _started(order, kind, flags)
+        except _Unavailable as error:
+            reasons.append(f"{kind}: {error}")
+            continue
+        except _NoProgram as error:
+            _end(folder, no_program=str(error))
+        _keep(child, report, kind, order)
+    _end(folder, unavailable="; ".join(reasons) or f"not on {sys.platform}")
+
+
+def _attempts(order: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Kind of protection and the namespaces that it needs, the strongest first."""
+    if order["unsafe_writes"]:
+        yield "none", 0
+    elif sys.platform == "linux":
+        flags = _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if order["network"] else _CLONE_NEWNET)
+        yield "namespaces", flags | _CLONE_NEWUSER
+        if os.geteuid() == 0:  # user namespaces may be forbidden to everybody, and root needs none
+            yield "namespaces", flags
+
+
+def _end(folder: Path, **outcome: Any) -> NoReturn:
+    (folder / OUTCOME).write_text(json.dumps(outcome))
+    os._exit(0)
+
+
+def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn:
+    """Waits until the program ends, whoever ordered it is gone, its time is over or the disk is full."""
+    folder, until = Path(order["folder"]), time.monotonic() + order["time_limit_s"]
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            _kill_all()
+            with open(report, "rb") as file:
+                _end(folder, code=_code(status), kind=kind, redirected=json.loads(file.read() or b"{}"))
+        ready, _, _ = select.select([0, woken], [], [], 0.5)
+        orphaned = 0 in ready and not os.read(0, 1)
+        late = time.monotonic() > until
+        if orphaned or late or shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            _kill_all()
+            if not orphaned:
+                _end(folder, stopped="time" if late else "disk")
+            shutil.rmtree(folder, onerror=_once_more)
+            os._exit(0)
+        if woken in ready:
+            os.read(woken, 512)
+
+
+def _kill_all() -> None:
+    """Ends every process that was started from here; whose parent is gone has become this process's child."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if sys.platform == "linux":
+                for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.wait()
+
+
+def _once_more(function: Any, path: str, error: Any) -> None:
+    """The kernel's work folders let nobody in."""
+    with contextlib.suppress(OSError):
+        os.chmod(path, 0o700)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
+    """The process that waits for the program, which runs by now, and where the report of its writes will come from.
+
+    Raises:
+        _Unavailable: the protection cannot be had.
+        _NoProgram: the program cannot be executed.
+    """
+    mounts = mount_points() if flags else []
+    own_users = bool(flags & _CLONE_NEWUSER)
+    outside = Outside(mounts, places(order, mounts), sockets_in_files(), own_users) if flags else None
+    ours, theirs = socket.socketpair()
+    report, reported = os.pipe()
+    child = os.fork()
+    if not child:
+        ours.close()
+        try:
+            os.setsid()
+            _unshare(order, outside, flags, theirs, reported)
+        except BaseException as error:
+            _fail(theirs, error)
+    theirs.close()
+    os.close(reported)
+    with ours:
+        first = ours.recv(1) if own_users else b""
+        if first == _UNSHARED:
+            with contextlib.suppress(OSError):  # not allowed: it says so itself, for want of rights
+                _map_users(child)
+            ours.send(first)
+            first = b""
+        said = b"".join((first, *iter(lambda: ours.recv(4096), b""))).decode(errors="replace")
+    if not said:
+        return child, report
+    os.waitpid(child, 0)
+    os.close(report)
+    raise (_NoProgram if said.startswith(_EXEC) else _Unavailable)(said.removeprefix(_EXEC))
+
+
+def _fail(channel: socket.socket, error: BaseException) -> NoReturn:
+    with contextlib.suppress(OSError):
+        channel.sendall((str(error) or repr(error)).encode())
+    os._exit(1)
+
+
+def _map_users(child: int) -> None:
+    """Every user and group that this process may map is, to itself: root keeps all of them, others themselves.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    process = Path("/proc", str(child))
+    if os.geteuid():
+        (process / "setgroups").write_text("deny")
+    for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
+        lines = [f"{own} {own} 1"]
+        if not os.geteuid():
+            found = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
+            lines = [f"{inside} {inside} {number}" for inside, _, number in found]
+        (process / name).write_text("\n".join(lines))
+
+
+def _unshare(
+    order: dict[str, Any], outside: Outside | None, flags: int, channel: socket.socket, reported: int
+) -> NoReturn:
+    """Enters the namespaces, starts their first process and ends as it does."""
+    keeper = os.getppid()
+    if flags:
+        call("unshare", flags)
+    if flags & _CLONE_NEWUSER:
+        channel.send(_UNSHARED)
+        channel.recv(1)
+    _die_with_parent()
+    if os.getppid() != keeper:
+        os._exit(1)
+    alive, living = os.pipe()
+    first = os.fork()
+    if not first:
+        os.close(living)
+        try:
+            _die_with_parent()
+            if select.select([alive], [], [], 0)[0]:
+                os._exit(1)
+            _first(order, outside, flags, channel, reported)
+        except BaseException as error:
+            _fail(channel, error)
+    channel.close()
+    os.close(reported)
+    _, status = os.waitpid(first, 0)
+    os._exit(_code(status))
+
+
+def _first(
+    order: dict[str, Any], outside: Outside | None, flags: int, channel: socket.socket, reported: int
+) -> NoReturn:
+    """The first process: builds the tree, runs the program, ends what is left of it and says what was redirected."""
+    if outside is None:
+        _become(order, channel)
+    tree = Tree(Path(order["folder"]), outside)
+    tree.build(order["cwd"])
+    if flags & _CLONE_NEWNET:
+        _loopback()
+    program = os.fork()
+    if not program:
+        try:
+            _give_up_rights()
+            _become(order, channel)
+        except BaseException as error:
+            _fail(channel, error)
+    channel.close()
+    ended, status = os.wait()
+    while ended != program:
+        ended, status = os.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    with open(reported, "w") as file:
+        json.dump(tree.redirected(order["cwd"]), file)
+    os._exit(_code(status))
+
+
+def _become(order: dict[str, Any], channel: socket.socket) -> NoReturn:
+    """Turns into the program."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(order["cwd"])
+    words = order["command"]
+    try:
+        os.execv(words[0], words)
+    except OSError as error:
+        channel.sendall(f"{_EXEC}{error.strerror}".encode())
+        os._exit(127)
+
+
+def _give_up_rights() -> None:
+    """Nothing that is executed from here on gets back what could undo the tree."""
+    for capability in range(64):
+        if capability not in _KEPT_CAPABILITIES:
+            libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that this kernel does not know
+    call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _loopback() -> None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP

@@ -1,0 +1,396 @@
+"""A traced program changes nothing: whatever it and its children write, rename, truncate or delete, every byte, time
+and mode of what was there before is as it was, and nothing is there beside it. As root and as an ordinary user."""
+
+import ast
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+USERS = [None, "nobody"] if os.geteuid() == 0 else [None]
+RUN = """
+import json, sys
+from dataclasses import asdict
+from planner.errors import PlannerError
+from planner.hardware.gpus import find_gpu
+from probes.phantom.card import TraceOptions, card_of
+from probes.phantom.runner import TraceOrder, run_traced
+settings = json.loads(sys.argv[1])
+order = TraceOrder(command=tuple(sys.argv[2:]), card=card_of(find_gpu("t4")), options=TraceOptions(), **settings)
+try:
+    ended = run_traced(order)
+    print(json.dumps({"code": ended.exit_code, **asdict(ended.protection)}))
+except PlannerError as error:
+    print(json.dumps({"refused": str(error)}))
+"""
+FORBIDDEN = """
+import ctypes, os, platform, struct, sys
+number = {"x86_64": 272, "aarch64": 97}[platform.machine()]  # unshare
+code = b"".join(struct.pack("=HBBI", *one) for one in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)))
+buffer = ctypes.create_string_buffer(code)
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0), ctypes.get_errno()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Runs its words where `unshare` is not permitted, as in a container."""
+
+
+NAMES = {
+    "project/best.pt": 200_000,
+    "project/out/checkpoint-1/model.safetensors": 300_000,
+    "project/out/checkpoint-1/optimizer.pt": 100_000,
+    "project/out/checkpoint-1/trainer_state.json": 20,
+    "project/out/checkpoint-2/model.safetensors": 300_000,
+    "project/out/tokenizer.json": 1000,
+    "project/runs/log.txt": 100,
+    "project/readonly.bin": 1000,
+    "elsewhere/data.bin": 1000,
+    "elsewhere/shared/model.bin": 1000,
+    "home/.cache/huggingface/token": 40,
+    "home/.bashrc": 100,
+}
+
+
+class Machine:
+    """Homes with a project and what lies around it, of one user.
+
+    Attributes:
+        folder: with one home for each of `homes`.
+    """
+
+    def __init__(self, folder: Path, user: str | None, homes: Iterable[str]) -> None:
+        self.folder, self.user = folder, user
+        self.temporary = folder.with_name(f"{folder.name}-tmp")
+        for home in homes:
+            self._plant(folder / home)
+        if user is not None:
+            owner = pwd.getpwnam(user)
+            for path in (folder, self.temporary, *folder.rglob("*")):
+                os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        self.before = self.now()
+
+    def _plant(self, home: Path) -> None:
+        for name, size in NAMES.items():
+            path = home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(os.urandom(size))
+        project = home / "project"
+        (project / "readonly.bin").chmod(0o444)
+        (project / "link.bin").symlink_to("../elsewhere/data.bin")
+        (project / "shared").symlink_to(home / "elsewhere" / "shared")
+        (project / "dangling").symlink_to("../elsewhere/not-there")
+        os.link(project / "best.pt", project / "hard.pt")
+        subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+
+    def now(self) -> dict[str, Any]:
+        """Everything that is there; of what was read since, not when."""
+        found: dict[str, Any] = {}
+        for path in (self.folder, *sorted(self.folder.rglob("*"))):
+            status = path.lstat()
+            content = ""
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(self.folder))] = (*status[:7], status.st_mtime_ns, status.st_ctime_ns, content)
+        return found
+
+    def command(self, *words: str, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+        """Of a process that traces `words`, and how it is started."""
+        home = {"HOME": str(self.folder), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
+        how: dict[str, Any] = {"cwd": self.folder, "env": {**os.environ, **home}, "text": True}
+        if self.user is not None:
+            how |= {"user": self.user, "group": pwd.getpwnam(self.user).pw_gid, "extra_groups": []}
+        return [sys.executable, "-c", RUN, json.dumps(settings), *words], how
+
+    def trace(self, *words: str, before: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
+        """What a trace of `words` answers; "said": what it and they printed."""
+        command, how = self.command(*words, **settings)
+        done = subprocess.run([*before, *command], **how, capture_output=True, check=False, timeout=300)
+        assert done.stdout, done.stderr
+        return {**json.loads(done.stdout), "said": done.stderr}
+
+    def check(self) -> None:
+        """Nothing is changed, and nothing left behind."""
+        now = self.now()
+        assert {name: (now.get(name), was) for name, was in self.before.items() if now.get(name) != was} == {}
+        assert sorted(now.keys() - self.before.keys()) == []
+        assert os.listdir(self.temporary) == []
+
+
+@pytest.fixture
+def plant() -> Iterator[Callable[..., Machine]]:
+    """Makes a machine for a user, with the homes of these names."""
+    with ExitStack() as stack:
+
+        def make(user: str | None, homes: Iterable[str] = ("one",)) -> Machine:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="planted-", dir="/var/tmp"))).resolve()
+            temporary = folder.with_name(f"{folder.name}-tmp")
+            temporary.mkdir()
+            stack.callback(shutil.rmtree, temporary)
+            return Machine(folder, user, homes)
+
+        yield make
+
+
+HARM = {
+    "overwrite": "open('best.pt', 'wb').write(b'x')",
+    "append": "open('runs/log.txt', 'a').write('x')",
+    "in place": "f = open('best.pt', 'r+b'); f.write(b'x'); f.flush(); os.fsync(f.fileno())",
+    "map": "import mmap; f = open('best.pt', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[0:3] = b'xxx'; m.flush()",
+    "truncate": "os.truncate('best.pt', 0)",
+    "delete": "os.remove('best.pt'); os.remove('dangling')",
+    "a whole tree": "shutil.rmtree('out'); os.makedirs('out/checkpoint-3')",
+    "its own folder": "shutil.rmtree(os.getcwd(), ignore_errors=True)",
+    "rename": "os.rename('best.pt', 'old.pt'); os.replace('runs/log.txt', 'best.pt')",
+    "move": "shutil.move('out', 'old')",
+    "modes": "os.chmod('readonly.bin', 0o777); open('readonly.bin', 'wb').write(b'x'); os.chmod('out', 0)",
+    "times": "os.utime('best.pt', (1, 1)); os.utime('out', (1, 1))",
+    "attributes": "os.setxattr('best.pt', 'user.a', b'b')",
+    "through links": "open('link.bin', 'wb').write(b'x'); open('shared/new', 'w').write('x'); open('dangling', 'w')",
+    "hard link": "open('hard.pt', 'wb').write(b'x')",
+    "elsewhere": "open('../elsewhere/data.bin', 'wb').write(b'x'); shutil.rmtree(os.path.realpath('shared'))",
+    "home": "open(os.path.expanduser('~/.bashrc'), 'a').write('evil')",
+    "temporary": "import tempfile; open(tempfile.mkdtemp() + '/x', 'w').write('x')",
+    "links": "os.symlink('/etc', 'new'); os.link('best.pt', 'newer'); os.mkfifo('pipe')",
+    "sqlite": "import sqlite3; c = sqlite3.connect('new.db'); c.execute('create table t (a)'); c.commit()",
+    "a shell": "subprocess.run('rm -rf out; mkdir out; cp best.pt out/b; echo x > best.pt; mv runs x', shell=True)",
+    "git": "subprocess.run('git add -A && git -c user.name=a -c user.email=b commit -qm x && git gc -q', shell=True)",
+    "python -I": "subprocess.run([sys.executable, '-I', '-c', 'open(\"best.pt\", \"w\")'])",
+    "no environment": "subprocess.run(['env', '-i', sys.executable, '-c', 'open(\"best.pt\", \"w\")'])",
+    "a daemon": "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(0.3), open('late', 'w').write('x'))",
+}
+
+
+EACH = """
+import os, shutil, subprocess, sys, time
+for name, code in HARM.items():
+    if not os.fork():
+        os.environ["HOME"] = os.path.abspath(name + "/home")
+        os.chdir(name + "/project")
+        try:
+            exec(code)
+        except BaseException as error:
+            print("FAILED", name, repr(error), file=sys.stderr, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+"""Does each harm in its own home."""
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_whatever_a_program_does_nothing_changes_and_it_does_not_notice(
+    plant: Callable[..., Machine], user: str | None
+) -> None:
+    machine = plant(user, HARM)
+    done = machine.trace(sys.executable, "-c", f"HARM = {HARM!r}{EACH}")
+    assert (done["code"], done["kind"]) == (0, "namespaces"), done
+    assert "FAILED" not in done["said"], done["said"]
+    machine.check()
+    assert done["num_written"] > len(HARM)
+
+
+def test_without_protection_the_same_program_does_harm(plant: Callable[..., Machine]) -> None:
+    """What the test above relies on."""
+    machine = plant(None, ["overwrite"])
+    done = machine.trace(sys.executable, "-c", f"HARM = {HARM!r}{EACH}", unsafe_writes=True)
+    assert (done["code"], done["kind"], done["num_written"]) == (0, "none", 0)
+    assert machine.now() != machine.before
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_where_nothing_can_protect_the_program_is_not_run(plant: Callable[..., Machine], user: str | None) -> None:
+    machine = plant(user)
+    done = machine.trace("touch", "one/project/best.pt", before=(sys.executable, "-c", FORBIDDEN))
+    assert "nothing here can keep the program from your files" in done["refused"]
+    assert "[Errno 1] unshare: Operation not permitted" in done["refused"]
+    machine.check()
+
+
+OUTSIDE = """
+import errno, os, socket
+def fails(call, *arguments):
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+    return 0
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+listener = socket.create_server(("127.0.0.1", 0))
+print({
+    "udp": fails(udp.sendto, b"x", ("192.0.2.1", 53)),
+    "tcp": fails(socket.create_connection, ("192.0.2.1", 80), 5),
+    "loopback": fails(socket.create_connection, listener.getsockname(), 5),
+    "daemon": fails(socket.socket(socket.AF_UNIX).connect, DAEMON),
+    "kill": fails(os.kill, KEEPER, 9),
+    "devices": sorted(os.listdir("/dev")),
+    "processes": sum(name.isdecimal() for name in os.listdir("/proc")),
+    "usr": fails(open, "/usr/new", "w"),
+    "sysctl": fails(open, "/proc/sys/vm/swappiness", "w"),
+    "umount": os.system("umount /var/tmp 2>/dev/null") != 0,
+    "own namespace": os.system("unshare -Urm umount /var/tmp 2>/dev/null") != 0,
+    "sudo": open("/proc/self/status").read().split("NoNewPrivs:")[1].split()[0],
+})
+"""
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
+    plant: Callable[..., Machine], user: str | None
+) -> None:
+    machine = plant(user)
+    with socket.socket(socket.AF_UNIX) as daemon:
+        path = f"{machine.temporary}/daemon"
+        daemon.bind(path)
+        os.chmod(path, 0o777)
+        daemon.listen()
+        program = OUTSIDE.replace("DAEMON", repr(path)).replace("KEEPER", str(os.getpid()))
+        done = machine.trace(sys.executable, "-I", "-c", program)
+        os.unlink(path)
+    found = ast.literal_eval(done["said"].strip().splitlines()[-1])
+    assert found.pop("devices") == sorted(
+        ["fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"]
+    )
+    assert found.pop("processes") <= 3
+    assert found.pop("usr") in ((0,) if os.geteuid() == 0 and user is None else (errno.EACCES, errno.EROFS))
+    assert found == {
+        "udp": errno.ENETUNREACH,
+        "tcp": errno.ENETUNREACH,
+        "loopback": 0,
+        "daemon": errno.ECONNREFUSED,
+        "kill": errno.ESRCH,
+        "sysctl": errno.EROFS if user is None and os.geteuid() == 0 else found["sysctl"],
+        "umount": True,
+        "own namespace": True,
+        "sudo": "1",
+    }
+    assert not Path("/usr/new").exists()
+    machine.check()
+
+
+STAYS = """
+import os, sys, time
+for number in range(3):
+    if not os.fork():
+        os.setsid()
+        break
+os.write(1, b"runs\\n")
+time.sleep(600)
+"""
+
+
+def running(mark: str) -> int:
+    """Processes whose command line has `mark`, as the machine sees them."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += mark.encode() in path.read_bytes()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("victim", "number", "unsafe"),
+    [
+        ("planner", signal.SIGKILL, False),
+        ("planner", signal.SIGKILL, True),
+        ("planner", signal.SIGHUP, False),
+        ("planner", signal.SIGTERM, False),
+        ("keeper", signal.SIGKILL, False),
+    ],
+)
+def test_nothing_outlives_the_trace(
+    plant: Callable[..., Machine], victim: str, number: signal.Signals, unsafe: bool
+) -> None:
+    machine = plant(None)
+    mark = f"mark-{machine.folder.name}"
+    command, how = machine.command(sys.executable, "-c", STAYS, mark, unsafe_writes=unsafe)
+    planner = subprocess.Popen(command, **how, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        assert planner.stderr is not None
+        for _ in range(4):
+            assert planner.stderr.readline() == "runs\n"
+        if victim == "planner":
+            planner.send_signal(number)
+        else:
+            (keeper,) = Path(f"/proc/{planner.pid}/task/{planner.pid}/children").read_text().split()
+            os.kill(int(keeper), number)
+        planner.wait(timeout=60)
+        until = time.monotonic() + 60
+        while running(mark) or any(machine.temporary.iterdir()):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    finally:
+        planner.kill()
+        planner.communicate()
+    machine.check()
+
+
+def test_what_runs_too_long_is_stopped(plant: Callable[..., Machine]) -> None:
+    machine = plant(None)
+    done = machine.trace(sys.executable, "-c", STAYS, time_limit_s=0.5)
+    assert "ran longer" in done["refused"]
+    machine.check()
+
+
+TRAINER = """
+import os, sys
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+class Look(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        print("SEES", sorted(os.listdir(args.output_dir)), file=sys.stderr, flush=True)
+
+save_file({"a": torch.arange(4)}, "best.pt")
+assert load_file("best.pt")["a"].tolist() == [0, 1, 2, 3]
+torch.save({"b": torch.arange(3)}, "link.bin")
+assert torch.load("link.bin")["b"].tolist() == [0, 1, 2]
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 64
+settings = TrainingArguments("out", save_steps=1, save_total_limit=1, per_device_train_batch_size=1, report_to=[])
+Trainer(model, settings, train_dataset=rows, callbacks=[Look()]).train()
+"""
+
+
+def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine]) -> None:
+    """PyTorch's and safetensors' own writers, and a Trainer that overwrites a checkpoint and deletes the older."""
+    machine = plant(None)
+    words = ["trace", "--gpu", "t4", "--yes", "--json", "--steps", "4", "--", sys.executable, "-c", TRAINER]
+    code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
+    _, how = machine.command()
+    how["cwd"] = machine.folder / "one" / "project"
+    done = subprocess.run([sys.executable, "-c", code], **how, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    machine.check()
+    answer = json.loads(done.stdout)
+    assert answer["num_steps"] == 4
+    protection = answer["protection"]
+    assert protection["kind"] == "namespaces"
+    assert protection["num_replaced"] >= 2  # best.pt and what link.bin leads to
+    assert protection["num_deleted"] >= 4  # both old checkpoints
+    seen = [ast.literal_eval(line[5:]) for line in done.stderr.splitlines() if line.startswith("SEES ")]
+    assert [[one for one in names if one.startswith("checkpoint")] for names in seen] == [
+        ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]
+    ]  # fmt: skip
