@@ -25,6 +25,10 @@ ROWS = (
     ("peak reserved, PEFT's loop on an L40S", "reserved", "peft_metamathqa"),
     ("device memory by nvidia-smi, IBM fms_acceleration", "device", "fms_acceleration"),
     ("tokens/s, runs that a setup expresses fully", "tokens", "expressed fully"),
+    ("peak allocated, TRL's trainer on an H200", "allocated", "h200"),
+    ("peak reserved, the same", "reserved", "h200"),
+    ("device memory by NVML, the same", "device", "h200"),
+    ("tokens/s, the same", "tokens", "h200"),
 )
 """(what is said of it, word in the section's heading, row of the section's tables)."""
 
@@ -35,7 +39,7 @@ def summary() -> str:
     """The table in Markdown: per group of runs the median and 95th error of both rungs, and the false fits."""
     formula, dry_run = (_tables(FOLDER / f"{name}.md") for name in ("formula", "dry-run"))
     lines = [
-        "| measured runs of others (configurations) | formula: median / 95th | dry run: the same | versions alone |",
+        "| measured runs (configurations) | formula: median / 95th | dry run: the same | versions alone |",
         "|---|---:|---:|---:|",
     ]
     for said, what, row in ROWS:

@@ -19,22 +19,26 @@ from probes.gpu.worker import die_with_parent
 LIBRARIES = (
     "torch",
     "transformers",
-    "bitsandbytes",
-    "peft",
-    "trl",
-    "benchmarks.contact.traces",
     "probes.gpu.microbench",
 )
 Lines = Iterable[Mapping[str, Any]]
 
 
 def warm_up() -> None:
-    """Imports what is here of the libraries that readings use; none of them touches the GPU when it is imported."""
+    """Imports what is here of the libraries that readings use, but bitsandbytes and peft, which imports it: it
+    asks the GPU for its capability when it is imported, and then no fork can use CUDA any more (H200 and H100,
+    November 2026).
+
+    Raises:
+        RuntimeError: an import has initialised CUDA all the same.
+    """
     for name in LIBRARIES:
         try:
             importlib.import_module(name)
         except Exception as error:  # a reading that needs it says so itself
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        if getattr(sys.modules.get("torch"), "cuda", None) and sys.modules["torch"].cuda.is_initialized():
+            raise RuntimeError(f"importing {name} initialised CUDA: every fork would fail")
 
 
 def begin(name: str, lines: Callable[[], Lines]) -> int:

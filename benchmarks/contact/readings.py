@@ -5,6 +5,7 @@ of known size, how long a killed process's memory stays, every library's words f
 backend runs. Recorded once, they can be replayed for ever.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -118,10 +119,12 @@ def teardown() -> Iterator[Reading]:
     child = begin("hold", holding)
     os.close(says)
     try:
-        os.read(told, 1)  # nothing where it has died
+        if not os.read(told, 1):  # nothing where it has died
+            raise RuntimeError("the process that was to hold memory died before it held any")
         full = driver_view()
     finally:
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
         os.close(told)
     killed = time.perf_counter()
     samples = []
@@ -226,11 +229,19 @@ def refusal(name: str) -> Iterator[Reading]:
 
 
 def refusals() -> Iterator[Reading]:
-    """Every library's word for a refused allocation, each in a process of its own; on the CPU only PyTorch's."""
+    """Every library's word for a refused allocation, each in a process of its own; on the CPU only PyTorch's.
+
+    Raises:
+        RuntimeError: a process did not end well: what the reading is about was not read.
+    """
+    failed = []
     for name in REFUSALS if DEVICE != "cpu" else ("torch",):
         status = end(begin(f"refusal:{name}", partial(refusal, name)), REFUSAL_S)
         if status:
+            failed.append(name)
             yield {"step": name, "problem": f"status {status}"}
+    if failed:
+        raise RuntimeError(f"no reading of {', '.join(failed)}")
 
 
 def attention() -> Iterator[Reading]:
@@ -265,7 +276,12 @@ def traces() -> Iterator[Reading]:
     from planner.models.resolve import resolve_model
 
     config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
-    yield from contact_traces.traces(config, DEVICE, base)
+    read = 0
+    for one in contact_traces.traces(config, DEVICE, base):
+        read += "problem" not in one
+        yield one
+    if not read:
+        raise RuntimeError("no setup could be traced")
 
 
 def rates() -> Iterator[Reading]:
@@ -282,17 +298,6 @@ def trainer() -> Iterator[Reading]:
     yield trainer_host_times()
 
 
-def compiled() -> Iterator[Reading]:
-    """One model's steps through torch.compile against eager ones."""
-    from benchmarks.contact import compile as contact_compile
-    from planner.models.resolve import resolve_model
-
-    if DEVICE == "cpu":
-        yield from contact_compile.compared(TINY, DEVICE, seq_len_tokens=64)
-    else:
-        yield from contact_compile.compared(resolve_model(contact_compile.MODEL).config, DEVICE)
-
-
 READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
     "trainer": trainer,
     "known": known,
@@ -301,7 +306,6 @@ READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
     "attention": attention,
     "rates": rates,
     "traces": traces,
-    "compile": compiled,
 }
 LIMITS_S = {
     "trainer": 50.0,
@@ -311,7 +315,6 @@ LIMITS_S = {
     "attention": 12.0,
     "rates": 15.0,
     "traces": 55.0,
-    "compile": 120.0,
 }
 """What each reading may take once the libraries are imported."""
 BESIDE = frozenset({"trainer"})

@@ -20,8 +20,9 @@ from planner.setup import TrainSetup
 Kind = Literal["all", "memory", "allocated", "reserved", "speed", "oom", "multi"]
 Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
 
-SINGLE_GPU = ("measured_single_gpu.jsonl", "measured_published.jsonl")
-"""What `tools/import_measurements.py` writes, and `tools/import_published.py`."""
+OWN = "measured_own.jsonl"
+SINGLE_GPU = ("measured_single_gpu.jsonl", "measured_published.jsonl", OWN)
+"""What `tools/import_measurements.py` writes, `tools/import_published.py`, and `tools/import_own_runs.py`."""
 SEVERAL_GPUS = ("measured_multi_gpu.jsonl",)
 STACK_OF = {
     "fms-acceleration": "fms-acceleration",
@@ -58,6 +59,7 @@ class MeasuredRow:
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
         reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
         tokens_per_s: per GPU. untimed: parts of a step that its time leaves out ("optimizer").
+        between_steps_s: of the trainer between two optimizer steps, which `step_time_s` leaves out, where told apart.
         config_id: rows that share it are the same run under other software versions.
     """
 
@@ -95,6 +97,7 @@ class MeasuredRow:
     tokens_per_s: float | None = None
     untimed: tuple[str, ...] = ()
     step_time_s: float | None = None
+    between_steps_s: float | None = None
     tokens_counted: str | None = None
     speed_confidence: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -140,6 +143,11 @@ def load_rows(kind: Kind = "all") -> tuple[MeasuredRow, ...]:
     return tuple(row for row in rows if any(row.measured(name) is not None for name in figures))
 
 
+def own_rows() -> tuple[MeasuredRow, ...]:
+    """The runs that this project measured itself."""
+    return _read((OWN,))
+
+
 _FIGURES: Mapping[str, tuple[Quantity, ...]] = {
     "memory": ("allocated", "reserved"),
     "allocated": ("allocated",),
@@ -149,7 +157,7 @@ _FIGURES: Mapping[str, tuple[Quantity, ...]] = {
 """Kind of rows -> the figures of which they have one."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _read(names: tuple[str, ...]) -> tuple[MeasuredRow, ...]:
     texts = [(resources.files("planner") / "data" / name).read_text(encoding="utf-8") for name in names]
     return tuple(row for text in texts for row in read_rows(text))

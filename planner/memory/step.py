@@ -34,6 +34,7 @@ _MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
     "backward": BACKWARD,
     "step": ("step",),
 }
+_OF_LAYERS = ("forward", "first", "turn")
 KEPT_OUTPUTS = "logits in the outputs that the loop holds"
 """From one forward's end to the next one's: of the stacks that keep them (`planner.choices.stacks`)."""
 
@@ -55,11 +56,6 @@ def dynamic_bytes(state: RankState, moments: Iterable[Moment], *, in_flight: int
     return [held[one.name] + one.size_bytes + in_flight + (in_loss if one.name == "loss" else 0) for one in moments]
 
 
-def reserved_bytes(dynamic: int) -> int:
-    """What is reserved at the peak for what changes within a step: the largest moment, and the allocator's gap."""
-    return dynamic + allocator_gap_bytes(dynamic)
-
-
 Line = tuple[int, int]
 """(bytes at micro-batch 1, bytes of each further sequence)."""
 
@@ -70,11 +66,13 @@ class MomentLines(NamedTuple):
     Attributes:
         beside: by moment those without the loss that no other of it is always above.
         loss: the loss's, without it; kept: what each micro-batch in flight adds.
+        layer: by which a layer's forward and backward are above what is kept.
     """
 
     beside: tuple[tuple[str, tuple[Line, ...]], ...]
     loss: Line
     kept: Line
+    layer: tuple[Line, ...]
 
     @classmethod
     def through(cls, one: Sequence[Moment], two: Sequence[Moment]) -> "MomentLines":
@@ -83,24 +81,27 @@ class MomentLines(NamedTuple):
         for first, second in zip(one, two, strict=True):
             size = first.size_bytes
             found.setdefault(first.name, []).append((size, second.size_bytes - size))
-        loss = found.pop("loss")[0]
+        loss, kept = found.pop("loss")[0], found["head"][0]
+        layer = _highest([_less(line, kept) for name in _OF_LAYERS for line in found.get(name, ())])
         beside = tuple([(name, _highest(lines)) for name, lines in found.items()])
-        return cls(beside, loss, found["head"][0])
+        return cls(beside, loss, kept, layer)
 
 
 class Lines(NamedTuple):
     """The moments of one rank as straight lines in the micro-batch; `beside` are those without the loss that no other
-    is always above."""
+    is always above; `loss_alone` and `layer` what the loss and a layer hold beyond the activations kept."""
 
     beside: tuple[Line, ...]
     loss: Line
+    loss_alone: Line
+    layer: tuple[Line, ...]
 
     @classmethod
     def through(cls, state: RankState, computed: MomentLines) -> "Lines":
         """What computing holds on top of what the rank's engine does."""
         held, loss = state.moment_bytes, computed.loss
         lines = [(held[name] + one, slope) for name, each in computed.beside for one, slope in each]
-        return cls(_highest(lines), (held["loss"] + loss[0], loss[1]))
+        return cls(_highest(lines), (held["loss"] + loss[0], loss[1]), _less(loss, computed.kept), computed.layer)
 
     def largest(self, micro_batch_seqs: int, in_loss: int) -> int:
         """The largest moment before the step at one micro-batch."""
@@ -111,6 +112,16 @@ class Lines(NamedTuple):
             if here > highest:
                 highest = here
         return highest
+
+    def come_and_gone(self, micro_batch_seqs: int, in_loss: int) -> tuple[int, int]:
+        """What the loss and what a layer make beyond the activations kept, at one micro-batch."""
+        more = micro_batch_seqs - 1
+        alone, slope = self.loss_alone
+        return alone + more * slope + in_loss, max([one + more * slope for one, slope in self.layer], default=0)
+
+
+def _less(line: Line, other: Line) -> Line:
+    return line[0] - other[0], line[1] - other[1]
 
 
 def _highest(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -154,12 +165,20 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         shown.add((phase,), _held_at(state, moments[best].name))
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
-        step = state.moment_bytes["step"] + temporaries
-        gap = allocator_gap_bytes(max(*totals, step, total_bytes(generated)))
+        alone, layer = _come_and_gone(moments)
+        gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=max(layer, total_bytes(generated)))
     else:
         gap = fixed_segments_gap_bytes(kept=total_bytes(stored_terms(parts)) + waiting, **largest)
     outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
     return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside)
+
+
+def _come_and_gone(moments: Sequence[Moment]) -> tuple[int, int]:
+    """What the loss, its chain not counted, and what a layer make beyond the activations kept."""
+    sizes: dict[str, int] = {}
+    for one in moments:
+        sizes[one.name] = max(sizes.get(one.name, 0), one.size_bytes)
+    return sizes["loss"] - sizes["head"], max(sizes.get(name, 0) for name in _OF_LAYERS) - sizes["head"]
 
 
 def _in_loss(

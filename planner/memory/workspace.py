@@ -1,6 +1,9 @@
 """Memory that belongs to no tensor of the model: cuBLAS workspaces, dequantized weights, the CUDA context."""
 
+from functools import lru_cache
+
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LinearSpec
 from planner.setup import TrainSetup
@@ -32,20 +35,49 @@ def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -
 
 
 CONTEXT_BYTES = 512 * MIB
-"""CUDA context, kernels and libraries outside PyTorch's count. An assumption (hundreds of MB are reported; it differs
-by driver, card and loaded libraries); a probe measures it. Source: ../shared/FINDINGS.md, "What decides memory"."""
-
-
+"""The CUDA context with kernels and libraries, of a GPU about which nothing is known (AMD's): an assumption."""
+BARE_PER_SM_BYTES = int(3.1 * MIB)
+"""A process's context before its first kernel, per multiprocessor, up to Ada. Measured: 256 MiB on an RTX 3090 (82;
+invoke-ai/InvokeAI issue 9413), 426 on an RTX 6000 Ada (142; unslothai/unsloth-zoo pull request 1053), both 2026."""
+BARE_PER_SM_HOPPER_BYTES = int(3.94 * MIB)
+"""The same from Hopper on. Measured: 520 MiB on an H200 (132 multiprocessors, driver 580): by what device memory was
+larger where `trl sft` ran, whose launcher keeps a context of its own. That Blackwell is like it is an assumption."""
+LIBRARIES_BYTES = 164 * MIB
+"""cuBLAS and PyTorch's kernels, loaded as they are first called. Measured by vLLM on an H100, 0.16 GiB beyond its
+context (vllm-project/vllm pull request 12126), without cuDNN. Taken for every generation but Turing's."""
+CUDNN_BYTES = 82 * MIB
+"""cuDNN, where attention runs on it. Measured: 764 to 768 MiB beyond PyTorch's segments in 15 of 16 runs of TRL on an
+H200 (torch 2.11, CUDA 13), 520 and 164 of them above. What Liger's Triton kernels and bitsandbytes add is within those
+4 MiB. The sixteenth had 1,024 in a process that had trained four other setups before."""
 MEASURED_CONTEXT_BYTES = {(7, 5): 141 * MIB}
-"""By compute capability, where it was measured after training steps: of a T4. Source: fitcheck-llm 0.3.1
+"""By compute capability, where the whole was measured after training steps: of a T4. Source: fitcheck-llm 0.3.1
 data/measurements, `cuda_context_mib` 140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""
 
 
+def bare_context_bytes(gpu: GpuSpec) -> int | None:
+    """Device memory of a process that has a CUDA context and runs no kernel; None where it is not known."""
+    if gpu.vendor != "NVIDIA" or gpu.sm_count is None:
+        return None
+    later = (gpu.compute_capability or (0, 0))[0] >= 9
+    return gpu.sm_count * (BARE_PER_SM_HOPPER_BYTES if later else BARE_PER_SM_BYTES)
+
+
+@lru_cache(maxsize=128)
 def context_bytes(gpu: GpuSpec) -> int:
-    """Device memory that the driver holds for a training process besides PyTorch's segments."""
+    """Device memory that the driver holds for a training process besides PyTorch's segments: its context, and the
+    libraries whose kernels it calls.
+
+    Source: CONTEXT_BYTES to MEASURED_CONTEXT_BYTES.
+    Not counted: a launcher's own context (the launch files' commands start none), other processes on the card.
+    """
     if gpu.vendor == "Apple":
         return 0
-    return MEASURED_CONTEXT_BYTES.get(gpu.compute_capability or (0, 0), CONTEXT_BYTES)
+    if (whole := MEASURED_CONTEXT_BYTES.get(gpu.compute_capability or (0, 0))) is not None:
+        return whole
+    bare = bare_context_bytes(gpu)
+    if bare is None:
+        return CONTEXT_BYTES
+    return bare + LIBRARIES_BYTES + CUDNN_BYTES * takes_cudnn(gpu, "sdpa")
 
 
 NCCL_NVLINK_BYTES = 688 * MIB

@@ -1,4 +1,4 @@
-"""The device peaks of what a walk visits: what losses, optimizers, micro-batches and cards share is computed once.
+"""The peaks of what a walk visits: what losses, optimizers, micro-batches and cards share is computed once.
 
 Memory is shared by cards that run the same kernels, layers by all losses, optimizers and micro-batches; every
 micro-batch's peak comes from the moments' straight lines. It evaluates the composition of `planner.memory.step` (a test
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from planner.choices.losses import LossChain
 from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
+from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.in_flight import boundary_bytes, in_flight_bytes
 from planner.memory.layer_costs import in_common
 from planner.memory.loss import LossMoment, loss_beside
@@ -22,15 +23,15 @@ from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.state import RankState
-from planner.memory.step import Lines, MomentLines, reserved_bytes, step_parts
+from planner.memory.step import Lines, MomentLines, step_parts
 from planner.memory.types import total_bytes
-from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
 class Peaks(NamedTuple):
-    """The device peaks of a run with one loss.
+    """The peaks of a run with one loss, without the CUDA context: cards that run the same kernels share them.
 
     Attributes:
         by_optimizer: at every (micro-batch, accumulation).
@@ -112,8 +113,8 @@ class SharedLayers:
         return found
 
 
-Stepping = dict[str, tuple[int, int, int]]
-"""By optimizer: bytes of its states, at the step's moment, and what is reserved for that."""
+Stepping = dict[str, tuple[int, int]]
+"""By optimizer: bytes of its states, and at the step's moment."""
 
 
 class _Held(NamedTuple):
@@ -137,7 +138,7 @@ class Rank:
 
     Attributes:
         pairs: (micro-batch, accumulation); flights: micro-batches in flight at each.
-        beside: bytes that are there whatever it holds: workspaces, the context, communicators, vLLM.
+        beside: bytes that are there whatever it holds: workspaces, communicators, vLLM.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Rank:
         self.part, self.gpu, self.pairs, self._known = part, gpu, pairs, known
         self.engine = engine_of(setup)
         self.beside = cublas_workspace_bytes(gpu) + resident_vllm(gpu, setup)
-        self.beside += context_bytes(gpu) + communicator_bytes(gpu, setup)
+        self.beside += communicator_bytes(gpu, setup)
         self.flights = [0] * len(pairs)
         if setup.pipeline_degree > 1:
             self.flights = [micro_batches_in_flight(setup, part.stage, steps) for _, steps in pairs]
@@ -182,14 +183,13 @@ class Rank:
             found = self._held[key] = _Held(state, {})
         return found
 
-    def stepping(self, held: _Held, optimizers: Sequence[str]) -> list[tuple[int, int, int]]:
+    def stepping(self, held: _Held, optimizers: Sequence[str]) -> list[tuple[int, int]]:
         """The `Stepping` of each optimizer."""
         state, known = held.state, held.stepping
         for optimizer in optimizers:
             if optimizer not in known:
                 states, temporaries = state.optimizer_bytes(optimizer)
-                step = state.moment_bytes["step"] + temporaries
-                known[optimizer] = (states, step, reserved_bytes(step))
+                known[optimizer] = (states, state.moment_bytes["step"] + temporaries)
         return [known[optimizer] for optimizer in optimizers]
 
     def in_loss(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> dict[int, _InLoss]:
@@ -219,7 +219,7 @@ class Family:
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
-        """Per optimizer, the device peak at every (micro-batch, accumulation)."""
+        """Per optimizer, the peak at every (micro-batch, accumulation), without the CUDA context."""
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
@@ -231,19 +231,20 @@ class Family:
                 one = losses.get(index) or losses.setdefault(index, rank.find_loss(setup, loss, index, state))
                 in_loss = one.moment.largest(until, asked) + one.others
                 resident += one.kept
-            largest = lines.largest(micro, in_loss)
+            largest, (alone, layer) = lines.largest(micro, in_loss), lines.come_and_gone(micro, in_loss)
             if not self._plain:
-                more, largest = self._beside(state, index, largest)
-                resident += more
-            before = reserved_bytes(largest)
-            for peaks, (states, step, stepped) in zip(found, stepping, strict=True):
-                peaks.append(resident + states + (before if step <= largest else stepped))
+                more, largest, generated = self._beside(state, index, largest)
+                resident, layer = resident + more, max(layer, generated)
+            resident += allocator_gap_bytes(loss=alone, layer=layer)
+            for peaks, (states, step) in zip(found, stepping, strict=True):
+                peaks.append(resident + states + max(largest, step))
         return found
 
-    def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int]:
-        """(bytes that are resident, bytes of the largest moment) with what only some setups have: pictures, further
-        micro-batches in flight, generation."""
+    def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int, int]:
+        """(bytes that are resident, of the largest moment, of generation) with what only some setups have: pictures,
+        further micro-batches in flight, generation."""
         rank, setup, tower = self._rank, self._setup, self._activations.parts.tower
+        generated = 0
         micro, steps = rank.pairs[index]
         resident = micro * steps * tower.inputs
         if rank.flights[index]:
@@ -252,8 +253,8 @@ class Family:
         largest += (micro - 1) * (micro - 2) * tower.mask  # beyond its straight line through 1 and 2
         if setup.aim.rolls_out:
             whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
-            largest = max(largest, rank.generating(whole, state))
-        return resident, largest
+            generated = rank.generating(whole, state)
+        return resident, max(largest, generated), generated
 
     def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
         """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
@@ -265,7 +266,7 @@ class Family:
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int, int]], int, dict[int, _InLoss]]:
+    ) -> tuple[RankState, Lines, list[tuple[int, int]], int, dict[int, _InLoss]]:
         """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
         without."""
         rank = self._rank
@@ -280,7 +281,7 @@ class Family:
 
 
 def worst_peaks(families: Sequence[Family], loss: str, optimizers: Sequence[str]) -> list[list[int]]:
-    """Per optimizer, the device peak of the fullest rank at every (micro-batch, accumulation)."""
+    """Per optimizer, the peak of the fullest rank at every (micro-batch, accumulation), without the CUDA context."""
     every = [family.peaks(loss, optimizers) for family in families]
     if len(every) == 1:
         return every[0]

@@ -10,7 +10,7 @@ from planner.errors import SetupError
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import flow_of
-from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts, worst_peaks
@@ -247,4 +247,4 @@ def _memory_kind(workload: Workload) -> tuple[Any, ...]:
     linked = workload.num_gpus > 1 and gpu.nvlink_bytes_per_s > 0
     shared = gpu.memory_bytes if "rollout" in workload.fixed else 0  # of which vLLM takes its share
     apple = gpu.vendor == "Apple"
-    return attention_generation(gpu), cublas_workspace_bytes(gpu), context_bytes(gpu), apple, linked, shared
+    return attention_generation(gpu), cublas_workspace_bytes(gpu), apple, linked, shared

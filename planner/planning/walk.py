@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.memory.model import predict_memory
+from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Peaks
 from planner.planning.runs import Known, Run
@@ -123,29 +124,32 @@ def _walk(
     limit: Limit | None,
 ) -> Iterator[Point]:
     """The points run by run. A run that its rival outruns is left out: the rival is never larger."""
-    speeds = _Speeds(workload)
+    speeds, context = _Speeds(workload), context_bytes(workload.gpu)
     for run in known.runs(workload, values, spreads):
-        limit_bytes = limit(run.shared) if limit is not None else None
+        limit_bytes = limit(run.shared) - context if limit is not None else None
         if run.rival is not None and (
             not _fits(workload, known, run.rival, limit_bytes) or _outrun(speeds, run, run.rival)
         ):
             continue
         for loss in run.choices:
             peaks = known.peaks(workload, run, loss)
-            yield from _points(run, loss, peaks, speeds, limit_bytes)
+            yield from _points(run, loss, peaks, speeds, limit_bytes, context)
 
 
-def _points(run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None) -> Iterator[Point]:
+def _points(
+    run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int | None, context: int
+) -> Iterator[Point]:
     """The points of a run with one loss; where none fits one for all of them, the smallest, without a speed.
 
-    Attention implementations that run the same kernels in every layer share their figures.
+    Attention implementations that run the same kernels in every layer share their figures. `context` is what the
+    device holds beside the peaks, which the limit has been lowered by.
     """
     shared, pairs = run.shared, run.pairs
     if limit_bytes is not None and peaks.lowest > limit_bytes:
         (micro, steps), at_first = pairs[0], [own[0] for own in peaks.by_optimizer]
         peak, others = min(at_first), len(pairs) * len(at_first) * len(run.attentions) - 1
         optimizer = run.choices[loss][at_first.index(peak)]
-        yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak, 0.0, others)
+        yield Point(shared, run.attentions[0], loss, optimizer, micro, steps, peak + context, 0.0, others)
         return
     speeds_of = speeds.useful(run, loss)
     for optimizer, own in zip(run.choices[loss], peaks.by_optimizer, strict=True):
@@ -156,7 +160,7 @@ def _points(run: Run, loss: str, peaks: Peaks, speeds: _Speeds, limit_bytes: int
             for index in range(listed):
                 micro, steps = pairs[index]
                 more = beyond if index == listed - 1 else 0
-                yield Point(shared, attention, loss, optimizer, micro, steps, own[index], found[index], more)
+                yield Point(shared, attention, loss, optimizer, micro, steps, own[index] + context, found[index], more)
 
 
 def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -> bool:

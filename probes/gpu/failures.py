@@ -8,7 +8,8 @@ import contextlib
 import errno
 import re
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from planner.errors import PlannerError
@@ -29,6 +30,10 @@ _OOM_TEXT = re.compile(
     r"|Error out of memory at line"  # bitsandbytes' own check, which ends the process
     r"|Cannot allocate memory"
 )
+# What cuDNN says of a refused allocation, and of much else: recorded on a full H100, torch 2.11, 27 November 2026
+# (benchmarks/data/gpu_recordings/h100.jsonl). Out of memory where the device is full.
+_SPEECHLESS_TEXT = re.compile(r"CUDNN_STATUS_INTERNAL_ERROR\b")
+FULL_BYTES = 64 << 20
 _DEVICE_FAULT_TEXT = re.compile(
     r"illegal memory access|illegal address|misaligned address|device-side assert|unspecified launch failure"
     r"|launch timed out|CUBLAS_STATUS_EXECUTION_FAILED|illegal instruction was encountered"
@@ -98,7 +103,18 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__
 
 
-def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
+def device_is_full() -> bool:
+    """Whether this process has used a GPU of which nearly nothing is free."""
+    torch = sys.modules.get("torch")
+    try:
+        return bool(torch and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < FULL_BYTES)
+    except RuntimeError:  # a device that failed for another reason
+        return False
+
+
+def classify_exception(
+    error: BaseException, device_is_full: Callable[[], bool] = device_is_full
+) -> tuple[FailureKind, str]:
     """(kind, one line for a person) of an exception that ended a probe's child."""
     message = one_line(error)
     if any(_is_machine_fault(one) for one in exception_chain(error)):
@@ -106,6 +122,8 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
     if any(_DEVICE_FAULT_TEXT.search(str(one)) for one in exception_chain(error)):
         return FailureKind.CRASHED, message
     if any(_is_out_of_memory(one) for one in exception_chain(error)):
+        return FailureKind.OUT_OF_MEMORY, message
+    if any(_SPEECHLESS_TEXT.search(str(one)) for one in exception_chain(error)) and device_is_full():
         return FailureKind.OUT_OF_MEMORY, message
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("planner", "probes"):
         return FailureKind.CRASHED, message  # our own code, changed or broken: no fact about the setup

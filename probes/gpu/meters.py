@@ -140,9 +140,19 @@ def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:
 class CudaMeter(Meter):
     """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
 
-    def __init__(self, device: str, resources: ExitStack, base_used_bytes: int | None, *, paged: bool = False) -> None:
-        """With `paged` the optimizer's states are managed memory, which the driver counts and PyTorch does not."""
+    def __init__(
+        self,
+        device: str,
+        resources: ExitStack,
+        base_used_bytes: int | None,
+        *,
+        paged: bool = False,
+        assumed_context_bytes: int = CONTEXT_BYTES,
+    ) -> None:
+        """With `paged` the optimizer's states are managed memory, which the driver counts and PyTorch does not.
+        `assumed_context_bytes` stands in where the driver does not tell the context."""
         self.device = device
+        self._assumed_context = assumed_context_bytes
         self._paged = paged
         self._context: int | None = None
         self._torch_device = torch.device(device)
@@ -183,7 +193,7 @@ class CudaMeter(Meter):
         """Where the driver does not tell, or tells less than any context has, the formula's figure stands in."""
         if not self._paged:
             self._read_context()
-        return CONTEXT_BYTES if self._context is None else self._context
+        return self._assumed_context if self._context is None else self._context
 
     def _read_context(self) -> None:
         """What the driver shows beyond what was there before us and what PyTorch's allocator holds."""

@@ -12,7 +12,9 @@ import torch
 
 from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
+from planner.hardware.gpus import find_gpu
 from planner.memory.optimizer import paged_bytes
+from planner.memory.workspace import CONTEXT_BYTES, context_bytes
 from planner.records import dataclass
 from planner.units import MIB, gib
 from probes.gpu.child import StatusPipe
@@ -70,6 +72,7 @@ class DepthRunner:
                 self.resources,
                 before.used_bytes if before is not None else None,
                 paged=OPTIMIZERS[self.request.setup.optimizer].paged,
+                assumed_context_bytes=context_bytes(find_gpu(key)) if (key := self.request.gpu_key) else CONTEXT_BYTES,
             )
         found = self._run(depth, meter, timed=timed)
         return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway

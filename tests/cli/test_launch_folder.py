@@ -20,7 +20,7 @@ from planner.units import gib
 from tests.planner.launch_sweep import request, setups
 
 LLAMA = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]
-PURE = [*LLAMA, "--method", "qlora", "--precision", "bf16-pure"]
+PURE = [*LLAMA, "--memory-gib", "20", "--method", "qlora", "--precision", "bf16-pure"]
 """What Axolotl, LLaMA-Factory and Unsloth cannot say: their own variants need more than the card has."""
 HOSTILE = "evil'; touch pwned; `touch pwned` $(touch pwned) \"x"
 

@@ -70,7 +70,7 @@ def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
     answer = next(one for one in plan.tree if "4-bit" in one.question)
     assert "times the speed (--prefer speed" in answer.reason
     faster = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", prefer="speed")
-    assert faster.chosen.setup.quantization == "nf4"
+    assert faster.chosen.setup.quantization in ("nf4", "nf4-double")
     assert faster.chosen.tokens_per_s > plan.chosen.tokens_per_s * 1.05
 
 
@@ -101,9 +101,9 @@ def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
 
 
 def test_a_tight_fit_does_not_win() -> None:
-    """LoRA with half its layers checkpointed has 0.23 GiB of the budget left, less than the formula errs: what surely
-    fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back."""
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090")
+    """At 23 GiB LoRA with half its layers checkpointed has 0.4 GiB of the budget left, less than the formula errs: what
+    surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back."""
+    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert plan.chosen.verdict == "fits"

@@ -37,7 +37,7 @@ def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[P
 
 
 def test_refine_confirms_an_exact_formula_with_one_run() -> None:
-    plan, log = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 0.98)
+    plan, log = refined(wish("meta-llama/Llama-3.1-8B", memory_gib=22), lambda setup: 0.98)
     assert isinstance(plan, Plan)
     assert len(log) == 1
     assert plan.tree[-1].choice == "confirmed"

@@ -57,7 +57,8 @@ def test_a_packed_row_counts_as_the_samples_in_it() -> None:
 
 def test_what_evaluating_and_saving_take() -> None:
     """Evaluation at the micro-batch is below the training peak; at transformers' 8 it would not be on this card."""
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed={"method": ("lora",)})
+    fixed = {"method": ("lora",), "optimizer": ("adamw-fused",)}
+    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     setup = plan.chosen.setup
@@ -66,7 +67,7 @@ def test_what_evaluating_and_saving_take() -> None:
     assert at["evaluation, 1 at once"].device_bytes <= peak
     assert at["saving"].device_bytes < peak
     assert at["saving"].host_bytes == 41_943_040 * 4
-    assert 0 < at["merging"].device_bytes - 2 * asked.model.num_params < 1.2e9  # the base, and little more
+    assert 0 < at["merging"].device_bytes - 2 * asked.model.num_params < 1.3e9  # the base, and little more
     assert evaluation_bytes(asked.model, asked.gpu, setup, 8) < evaluation_bytes(asked.model, asked.gpu, setup, 16)
     assert logits_bytes(asked.model, setup) == 2048 * 128_256 * 4
     weights, states = checkpoint_bytes(asked, setup)

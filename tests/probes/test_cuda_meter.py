@@ -117,8 +117,8 @@ def test_context_that_cannot_be_read_is_the_formulas_and_says_so(cuda: FakeCuda)
         assert meter.context_bytes() == CONTEXT_BYTES
         assert not meter.has_nvml
         assert meter.flags() == {"context-unread"}
-        blind = CudaMeter("cuda:0", resources, None)
-        assert (blind.context_bytes(), blind.has_nvml) == (CONTEXT_BYTES, False)
+        blind = CudaMeter("cuda:0", resources, None, assumed_context_bytes=7)
+        assert (blind.context_bytes(), blind.has_nvml) == (7, False)
 
 
 def test_memory_that_was_given_back_and_asked_for_again_is_told(cuda: FakeCuda) -> None:

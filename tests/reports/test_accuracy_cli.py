@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy_summary
+from benchmarks import accuracy_summary, own_runs
 from planner.cli import main
 
 
@@ -48,9 +48,11 @@ def test_out_writes_markdown_csv_and_charts_and_the_pages_hold_them(
         shutil.copytree(tmp_path, accuracy_summary.FOLDER, dirs_exist_ok=True)
         for page in accuracy_summary.PAGES:
             page.write_text(accuracy_summary.written(page), encoding="utf-8")
+        own_runs.PAGE.write_text(own_runs.page(), encoding="utf-8")
     for name in ("formula.md", "formula-allocated.csv", "formula-device.csv"):
         assert (tmp_path / name).read_text() == (accuracy_summary.FOLDER / name).read_text(), "UPDATE_DOCS=1"
     assert all(accuracy_summary.written(page) == page.read_text("utf-8") for page in accuracy_summary.PAGES)
+    assert own_runs.page() == own_runs.PAGE.read_text("utf-8")
     names = {path.name for path in tmp_path.iterdir()}
     stems = ("allocated", "reserved", "device", "tokens-per-s")
     assert names == {"formula.md", *(f"formula-{stem}.{kind}" for stem in stems for kind in ("csv", "svg"))}

@@ -1,0 +1,100 @@
+"""docs/accuracy/own-runs.md: every run that this project measured on a GPU, case by case, against formula and dry run.
+
+python -m benchmarks.own_runs --write        # after `plan accuracy --out docs/accuracy` of both rungs
+"""
+
+import csv
+import sys
+from collections.abc import Iterable
+from statistics import median
+
+from benchmarks.accuracy_summary import FOLDER
+from planner.evidence.measured import MeasuredRow, own_rows
+from planner.units import GIB
+
+PAGE = FOLDER / "own-runs.md"
+HEAD = """# The project's own runs on a GPU
+
+Written by `python -m benchmarks.own_runs --write`. TRL's own trainer on random weights, every sequence full; device
+memory is the driver's, less what it kept before. Measured tokens/s are of the median optimizer step after the first,
+begin to end: the 3 to 10 ms of the trainer between two are not in it. Of a prediction its error is shown, of device
+memory the difference.
+
+"""
+BOTH = "| formula | dry run "
+COLUMNS = f"| case | allocated {BOTH}| reserved {BOTH}| device {BOTH}| tokens/s | formula |"
+
+
+def page() -> str:
+    """The page, from the tables of both rungs beside it."""
+    text = HEAD
+    for group in sorted({row.group for row in own_rows()}):
+        rows = [row for row in own_rows() if row.group == group]
+        first = rows[0]
+        stack = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
+        text += f"## {group}, {first.date}\n\n{len(rows)} runs on `{first.gpu}`: {stack}.\n\n"
+        text += "\n".join(_table(rows)) + "\n"
+        said = [(row.unmapped, row.config_id) for row in rows if row.unmapped]
+        said += [(one, row.config_id) for row in rows for one in row.assumed]
+        cases: dict[str, list[str]] = {}
+        for words, case in said:
+            cases.setdefault(words, []).append(case)
+        text += "\n" + "".join(f"- {', '.join(of)}: {words}.\n" for words, of in cases.items()) + "\n"
+    return text.rstrip() + "\n"
+
+
+def _table(rows: Iterable[MeasuredRow]) -> list[str]:
+    errors = {
+        (rung, what): _predicted(rung, what)
+        for rung in ("formula", "dry-run")
+        for what in ("allocated", "reserved", "device", "tokens-per-s")
+        if (rung, what) != ("dry-run", "tokens-per-s")
+    }
+    lines, all_errors = [COLUMNS, "|---" + "|---:" * 11 + "|"], dict[tuple[str, str], list[float]]()
+    for row in rows:
+        cells = [row.config_id]
+        for what, measured in (
+            ("allocated", row.allocated_bytes),
+            ("reserved", row.reserved_bytes),
+            ("device", row.device_bytes),
+        ):
+            cells.append(f"{(measured or 0) / GIB:.2f}")
+            for rung in ("formula", "dry-run"):
+                cells.append(
+                    _cell(errors[rung, what].get(row.id), measured, what, all_errors.setdefault((rung, what), []))
+                )
+        cells.append(f"{row.tokens_per_s or 0:,.0f}")
+        speeds = all_errors.setdefault(("formula", "speed"), [])
+        cells.append(_cell(errors["formula", "tokens-per-s"].get(row.id), row.tokens_per_s, "speed", speeds))
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, of in (("median", median), ("worst", max)):
+        found = [name]
+        for what in ("allocated", "reserved", "device"):
+            found += ["", *(_shown(of(all_errors[rung, what]), what, "") for rung in ("formula", "dry-run"))]
+        lines.append(f"| {' | '.join([*found, '', _shown(of(all_errors['formula', 'speed']), 'speed', '')])} |")
+    return lines
+
+
+def _predicted(rung: str, what: str) -> dict[str, float]:
+    with open(FOLDER / f"{rung}-{what}.csv", newline="", encoding="utf-8") as file:
+        return {row["id"]: float(row["predicted"]) for row in csv.DictReader(file)}
+
+
+def _cell(predicted: float | None, measured: float | None, what: str, seen: list[float]) -> str:
+    if predicted is None or not measured:
+        return ""
+    error = (predicted - measured) / GIB if what == "device" else predicted / measured - 1
+    seen.append(abs(error))
+    return _shown(error, what, "+")
+
+
+def _shown(error: float, what: str, sign: str) -> str:
+    if what == "device":
+        return f"{error:{sign}.2f} GiB"
+    return f"{100 * error:{sign}.{1 if what == 'speed' else 2}f} %"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")
