@@ -81,6 +81,7 @@ def plan(
     dry_run: bool = True,
     dataset: str | Path | None = None,
     target: str | Sequence[str] = (),
+    like: str | None = None,
     **wish: Unpack[Options],
 ) -> Planned:
     """The fastest setup that fits: `plan MODEL --gpu GPU`.
@@ -91,12 +92,14 @@ def plan(
         dry_run: prove the choice with a dry run where torch is installed; False: formula only.
         dataset: hub id or local file for the launch files; a file's lengths decide length, packing, batch and epochs.
         target: one launch target or several: what is planned is what the first of them runs, and the others run too.
+        like: "llama" or "mixture": the geometry of a model_type that nobody knows, with a wide band.
 
     Raises:
         PlannerError: a model, GPU or option that cannot be meant, with a hint.
     """
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
+    from planner.cli.options import Lookup
     from planner.cli.wish_options import WishOptions
     from planner.hardware.gpus import card_and_count
 
@@ -109,7 +112,7 @@ def plan(
 
         check_launch_words(names, data, None)
         names = known_targets(names) if names else ()
-    workload = workload_for(str(model), gpu, asked, dataset=data, targets=names)
+    workload = workload_for(str(model), gpu, asked, dataset=data, targets=names, lookup=Lookup(like=like))
     return Planned(answered(workload, dry_run=dry_run), dataset=data, targets=names)
 
 

@@ -43,6 +43,7 @@ class AskedOptions:
     assume: Annotated[
         list[str] | None, typer.Option(metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable.")
     ] = None
+    like: Annotated[str | None, typer.Option(help="llama or mixture: of a model_type that nobody knows.")] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
     def asked(self, model: str | None, gpus: int | None) -> Asked:

@@ -41,6 +41,7 @@ class Asked:
         accelerate: the Accelerate config that the run is launched with.
         sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
         strict: whether unknown settings are errors.
+        like: as `resolve_model` takes it.
     """
 
     model: str | None = None
@@ -50,6 +51,7 @@ class Asked:
     arguments: tuple[str, ...] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
+    like: str | None = None
 
     @classmethod
     def of(
@@ -116,7 +118,7 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
         )
     name = asked.model or first.model_id
     assert name is not None
-    built = resolve_model(name)
+    built = resolve_model(name, like=asked.like or "")
     spec = of_transformers_4(built) if first.older else built
     config = determined(_read(file, spec, card, asked))
     said = [built.taken_as, card.taken_as, *_not_followed(asked, first, config)]

@@ -85,17 +85,25 @@ class Lookup:
 
     revision: Annotated[str | None, typer.Option(help="Hub revision; asks the hub first.")] = None
     hub: Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")] = False
+    like: Annotated[
+        str | None,
+        typer.Option(help="llama or mixture: the geometry of a model_type that nobody knows; wide band, no dry run."),
+    ] = None
 
     @property
     def words(self) -> tuple[str, ...]:
         """As they were typed."""
-        return ("--hub",) * self.hub + (("--revision", self.revision) if self.revision is not None else ())
+        return ("--hub",) * self.hub + self._given("revision") + self._given("like")
+
+    def _given(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        return () if value is None else (f"--{name}", value)
 
     def model(self, name: str) -> "ModelSpec":
         """The model that the word means."""
         from planner.models.resolve import resolve_model
 
-        return resolve_model(name, revision=self.revision, ask_hub=self.hub)
+        return resolve_model(name, revision=self.revision, ask_hub=self.hub, like=self.like or "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,16 @@ TOLERANCE_FRACTION = 0.25
 """What towers, extra prediction layers and a stored tied head may add, or a saved part lack."""
 
 
-def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelSpec:
+def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False, like: str = "") -> ModelSpec:
     """The model that a directory, the path of a config.json, a hub id or what people call it stands for.
 
     A local directory wins over everything of the same name; then the built-in catalogue, offline and at once, under its
     names and under what they are called ("llama 3.1 8b"); then, for a full hub id, the local Hugging Face cache, the
     hub (one attempt of three seconds), and the catalogue's model of which it is a copy by its name. With `revision` or
     `ask_hub` the hub is asked first. `config_source` says which one answered, `taken_as` what a name was taken for.
+
+    Args:
+        like: as `spec_from_config` takes it.
 
     Raises:
         UnknownModelError: nothing answers, several models could be meant (`could_be`), or no adapter knows the
@@ -46,7 +49,7 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
     if local is not None and not ((revision or ask_hub) and hub.is_repo_id(name)):
         if revision:
             raise UsageError(f"--revision has no meaning for the local path {shown(name)}", hint="leave it out")
-        return _from_directory(name, local)
+        return _from_directory(name, local, like)
     page = _HUB_PAGE.fullmatch(name)
     name = name if page is None else page[1]
     if _looks_like_a_path(name):
@@ -54,16 +57,18 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
     if revision is not None and not hub.is_revision(revision):
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")
     if revision is not None or ask_hub:
-        return _hub_first(name, revision)
+        return _hub_first(name, revision, like)
     found = catalogue.load(name)
     if found is None and "/" in name and hub.is_repo_id(name):
-        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)])
+        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
     if found is None:
         found = _spoken(name)
     if found is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
-        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)])
+        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
     if found is None:
         raise UnknownModelError(f"no model of the catalogue is called {shown(name)}", hint=_hint(name))
+    if like:
+        raise UsageError(f"--like {shown(like)}: {found.model_id} is known", hint="leave --like out")
     return found
 
 
@@ -88,25 +93,31 @@ def _spoken(name: str) -> ModelSpec | None:
     return replace(stored, taken_as=f"{words}, in 4 bits")
 
 
-def _hub_first(name: str, revision: str | None) -> ModelSpec:
+def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:
     """Ask the hub; where it gives nothing, the cache, and the catalogue unless a revision was asked for."""
     spoken = None if ("/" in name and hub.is_repo_id(name)) or catalogue.find(name) else _spoken(name)
     said = spoken.taken_as if spoken is not None else ""
     name = spoken.model_id if spoken is not None else name
     answer = hub.from_hub(name, revision)
     if answer.config is not None:
-        return replace(_spec(name, [lambda: answer]), taken_as=said)
+        return replace(_spec(name, [lambda: answer], like=like), taken_as=said)
     cached = hub.from_cache(name, revision)
     if cached.config is not None:
-        return replace(_spec(name, [lambda: cached], note=f" (hub not used: {answer.reason})"), taken_as=said)
+        note = f" (hub not used: {answer.reason})"
+        return replace(_spec(name, [lambda: cached], note=note, like=like), taken_as=said)
     found = (spoken or catalogue.load(name)) if revision is None else None
     if found is not None:
         return replace(found, config_source=f"{found.config_source} (hub not used: {answer.reason})")
-    return _spec(name, [lambda: cached, lambda: answer], revision=revision)
+    return _spec(name, [lambda: cached, lambda: answer], revision=revision, like=like)
 
 
 def _spec(
-    name: str, asked: Sequence[Callable[[], hub.HubAnswer]], *, note: str = "", revision: str | None = None
+    name: str,
+    asked: Sequence[Callable[[], hub.HubAnswer]],
+    *,
+    note: str = "",
+    revision: str | None = None,
+    like: str = "",
 ) -> ModelSpec:
     """The spec of the first answer that holds a configuration, else of what the name is a copy of, else an error with
     every reason."""
@@ -114,7 +125,7 @@ def _spec(
     for ask in asked:
         answer = ask()
         if answer.config is not None:
-            return spec_from_config(answer.config, model_id=name, source=answer.source + note)
+            return spec_from_config(answer.config, model_id=name, source=answer.source + note, like=like)
         reasons.append(answer.reason)
     if "/" in name and revision is None and (copy := _spoken(name)) is not None:
         return copy
@@ -162,14 +173,14 @@ def _local_config(name: str) -> Path | None:
     )
 
 
-def _from_directory(name: str, path: Path) -> ModelSpec:
+def _from_directory(name: str, path: Path, like: str) -> ModelSpec:
     """The spec of a local config.json; the source says when it hides a hub model of the same name."""
     source = f"local file {os.path.abspath(path)}"
     if hub.is_repo_id(name) and catalogue.find(name) is not None:
         source += f" (a directory of this name wins over the hub model {name}; --hub asks the hub)"
     # A trainer loads the directory, so that is the model's name even when its config.json was pointed at.
     model_id = str(path.parent) if path.name == CONFIG_NAME and not os.path.isdir(name) else name
-    spec = spec_from_config(read_config(path), model_id=model_id, source=source)
+    spec = spec_from_config(read_config(path), model_id=model_id, source=source, like=like)
     _check_against_weights(spec, path.parent)
     return spec
 

@@ -262,6 +262,7 @@ class ModelSpec:
         is_encoder_decoder: T5, Whisper.
         front_end: the convolutions before the first layer of what hears; None: it reads text.
         from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
+        like: the kind whose geometry a type that nobody knows was given (`--like`), "" for a known one.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.
         taken_as: which model another name than its own was taken for, one sentence; "" for its own.
@@ -288,6 +289,7 @@ class ModelSpec:
     front_end: FrontEnd | None = None
     attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
     from_tree: bool = False
+    like: str = ""
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
     config_source: str = field(compare=False, default="")
     taken_as: str = field(compare=False, default="")

@@ -22,6 +22,7 @@ VERSION = 18
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 REPORT = "probes.dryrun.api:report_for_config"
+LIKE = "the model's type is unknown to transformers, which cannot build it (--like reads its sizes alone)"
 APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _asked(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
     """The answer from the cache, or a run that is then kept. `options` are `report_for_config`'s keywords."""
-    refusal = APPLE if gpu.vendor == "Apple" else _refusal(setup)
+    refusal = APPLE if gpu.vendor == "Apple" else LIKE if model.like else _refusal(setup)
     if refusal:  # before the cache is asked: an older version may have followed it wrongly
         return _unsupported(refusal)
     capability = gpu.compute_capability or DEFAULT_CAPABILITY

@@ -355,7 +355,7 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
 def test_a_revision_is_asked_for_again_and_named_beside_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("planner.models.resolve._hub_first", lambda name, revision: catalogue.load(name))
+    monkeypatch.setattr("planner.models.resolve._hub_first", lambda name, revision, like: catalogue.load(name))
     monkeypatch.setenv("COLUMNS", "1000")
     asked = ["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--revision", "v1.1", *FAST]
     assert run(asked) == 0

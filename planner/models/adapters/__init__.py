@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from planner.close import close_names
-from planner.errors import UnknownModelError
+from planner.errors import UnknownModelError, UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
@@ -38,25 +38,28 @@ _BUILDERS = {
 }
 """What builds a type -> the types."""
 _OTHERS = {model_type: builder for builder, types in _BUILDERS.items() for model_type in types}
-_CORE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
-def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, like: str = "") -> ModelSpec:
     """The module inventory that transformers 5.23 would build from this configuration.
 
     Args:
         config: the parsed config.json.
         model_id: what the model is called.
         source: where the configuration came from, one line.
+        like: the kind (`alike.KINDS`) whose geometry it has where neither an adapter nor transformers knows its type.
 
     Raises:
+        UsageError: `like` of a type that is known, or of a configuration that tells of another kind.
         UnknownModelError: no adapter knows its `model_type` and no module tree can be read; the hint names close ones.
         ConfigError: a field is missing, of the wrong type or out of bounds.
     """
     fields = Fields(config, "config.json")
-    model_type = fields.text("model_type")
+    model_type = fields.text("model_type", **({"default": "unnamed"} if like else {}))
     build = _adapter(model_type)
-    spec = build(fields) if build is not None else _from_tree(fields, model_type)
+    if build is not None and like:
+        raise UsageError(f"--like {shown(like)}: model_type {model_type} is known", hint="leave --like out")
+    spec = build(fields) if build is not None else _unadapted(fields, model_type, like)
     source += _taken_from_defaults(config, spec)
     return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
 
@@ -77,6 +80,21 @@ def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:
     from planner.models.adapters import llama_like
 
     return llama_like.build if model_type in llama_like.FAMILIES else None
+
+
+def _unadapted(fields: Fields, model_type: str, like: str) -> ModelSpec:
+    """The spec of a type without an adapter: its module tree, else the geometry that it is said to have."""
+    try:
+        spec = _from_tree(fields, model_type)
+    except UnknownModelError:
+        if not like:
+            raise
+    else:
+        words = f"--like {like} is not needed: transformers builds {model_type}'s own layers"
+        return replace(spec, taken_as=words) if like else spec
+    from planner.models.adapters import alike
+
+    return alike.build(fields, like)
 
 
 def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
@@ -114,8 +132,10 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
 def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
     close = close_names(model_type.lower(), model_types())
     hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(model_types())}"
-    if all(fields.has(name) for name in _CORE):
-        hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
+    from planner.models.adapters.alike import kind_of
+
+    if kind := kind_of(fields):
+        hint = f"--like {kind} plans it from its config.json alone, with a wide band"
     message = f"model_type {shown(model_type)} is not known to the formula rung; {why}"
     if fields.has("auto_map"):
         message += "; the code that the model brings along (auto_map) is never run: there is no trust_remote_code"

@@ -1,0 +1,71 @@
+"""`--like` against the truth: the catalogue's models of other types, read as if nobody knew them.
+
+    python -m benchmarks.like_known
+
+Each model whose sizes `--like` can read, with LoRA checkpointed and not and with full fine-tuning: parameters, peak and
+step time by its adapter over those by its sizes alone, less 1. `planner.evidence.bands.LIKE_BANDS` are the worst.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import default_attention
+from planner.models import catalogue
+from planner.models.adapters import alike
+from planner.models.adapters.fields import Fields
+from planner.models.spec import ModelSpec
+from planner.predict import predict
+from planner.setup import TrainSetup
+
+CARD = "h200"
+SETUPS = {
+    "LoRA": TrainSetup(method="lora", lora_rank=16, micro_batch_seqs=2, seq_len_tokens=2048, checkpointing=1),
+    "LoRA, no checkpointing": TrainSetup(
+        method="lora", lora_rank=16, micro_batch_seqs=2, seq_len_tokens=2048, checkpointing=0
+    ),
+    "full": TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=1, seq_len_tokens=2048, checkpointing=1
+    ),
+}
+
+
+def pairs() -> Iterator[tuple[ModelSpec, ModelSpec]]:
+    """(a model by its sizes alone, the same by its adapter)."""
+    for entry in catalogue.entries():
+        fields = Fields(entry.config, "config.json")
+        kind = "" if entry.model_type in ("llama", "t5", "whisper") else alike.kind_of(fields)
+        known = catalogue.load(entry.model_id)
+        if kind and known is not None and not {"vision_config", "audio_config"} & set(entry.config):
+            read = alike.build(fields, kind)
+            yield replace(read, model_id=known.model_id, model_type="unknown", config=known.config), known
+
+
+def errors(read: ModelSpec, known: ModelSpec) -> Iterator[tuple[str, float, float]]:
+    """(setup, error of the peak, error of the step time) of every setup."""
+    card = find_gpu(CARD)
+    for name, setup in SETUPS.items():
+        found, true = (predict(one, card, setup.with_(attention=default_attention(one))) for one in (read, known))
+        assert found.step_time_s
+        assert true.step_time_s
+        yield name, true.peak_device_bytes / found.peak_device_bytes - 1, true.step_time_s / found.step_time_s - 1
+
+
+def main() -> None:
+    """Print the medians and the worst by kind and setup."""
+    for kind in alike.KINDS:
+        of_kind = [(read, known) for read, known in pairs() if read.like == kind]
+        print(f"--like {kind}: {len(of_kind)} models of {len({known.model_type for _, known in of_kind})} types")
+        params = [abs(known.num_params / read.num_params - 1) for read, known in of_kind]
+        print(f"  parameters: median {median(params):.1%}, worst {max(params):.1%}")
+        rows = [row for pair in of_kind for row in errors(*pair)]
+        for name in SETUPS:
+            for what, place in (("peak", 1), ("step time", 2)):
+                found = sorted(float(row[place]) for row in rows if row[0] == name)
+                middle = median(map(abs, found))
+                print(f"  {name}: {what} median {middle:.1%}, from {found[0]:+.1%} to {found[-1]:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
