@@ -1,5 +1,6 @@
 """Whose failure it is: the program's own, or one that it has only on the phantom GPU."""
 
+import errno
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,8 @@ _PACKAGES = {
 
 _OF_ROWS = (KeyError, IndexError, ValueError)
 """What a program raises over rows of another form or length than its own."""
+_OF_COPIES = (errno.EROFS, errno.EXDEV, errno.EOVERFLOW, errno.ENOSPC)
+"""What private copies cannot do that files can: see "What it cannot harm" in docs/trace.md."""
 
 
 def status_of(error: BaseException, trace: TracebackType | None, stand_in_rows: str = "") -> str:
@@ -49,6 +52,8 @@ def status_of(error: BaseException, trace: TracebackType | None, stand_in_rows: 
     if isinstance(error, ImportError) and missing_package(error):
         return "untraceable"
     if stand_in_rows and isinstance(error, _OF_ROWS):
+        return "untraceable"
+    if isinstance(error, OSError) and error.errno in _OF_COPIES:
         return "untraceable"
     cause: BaseException | None = error
     while cause is not None:
@@ -74,6 +79,8 @@ def told(error: BaseException, stand_in_rows: str = "") -> str:
         )
     if any(one in text.lower() for one in _OFFLINE):
         text += " [a file of the hub is not on this machine, and the network is off: --network allows it]"
+    if isinstance(error, OSError) and error.errno in _OF_COPIES:
+        text += " [it works on copies of your files, which cannot do all that files can: docs/trace.md]"
     missing = missing_package(error) if isinstance(error, ImportError) else ""
     hint = "; pip install triton" if "Triton" in missing else ""
     return f"{text} [{missing} is not installed in this environment{hint}]" if missing else text

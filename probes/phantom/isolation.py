@@ -15,6 +15,7 @@ The program gets namespaces of its own, made without any right that an ordinary 
     PID, IPC  it sees no process but its own; when the first of them ends the kernel kills the others
     network   loopback alone, unless it is asked for
     sockets   files at which a daemon of the machine listens (Docker's, D-Bus') are covered
+    Pythons   none imports PyTorch without the phantom GPU (`interpreters`)
 
 Source: man 7 user_namespaces, mount_namespaces, pid_namespaces; the kernel's Documentation/filesystems/overlayfs.rst.
 """
@@ -33,11 +34,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from probes.phantom.interpreters import GUARD, encodings_of
 from probes.phantom.overlays import Outside, Tree, call, libc, mount_points, places, sockets_in_files
 
 OUTCOME = "outcome.json"
 """In the private folder: how it ended, written by the keeper."""
-MIN_FREE_BYTES = 1 << 30
+KEEP_FREE_BYTES = 1 << 30
 """On the disk of the private folder: a program that leaves less is stopped."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x0002_0000, 0x0800_0000, 0x1000_0000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x2000_0000, 0x4000_0000
@@ -106,7 +108,7 @@ def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn
         ready, _, _ = select.select([0, woken], [], [], 0.5)
         orphaned = 0 in ready and not os.read(0, 1)
         late = time.monotonic() > until
-        if orphaned or late or shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+        if orphaned or late or shutil.disk_usage(folder).free < order["keep_free_bytes"]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             _kill_all()
@@ -147,9 +149,8 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
         _Unavailable: the protection cannot be had.
         _NoProgram: the program cannot be executed.
     """
-    mounts = mount_points() if flags else []
     own_users = bool(flags & _CLONE_NEWUSER)
-    outside = Outside(mounts, places(order, mounts), sockets_in_files(), own_users) if flags else None
+    outside = _outside(order, own_users) if flags else None
     ours, theirs = socket.socketpair()
     report, reported = os.pipe()
     child = os.fork()
@@ -175,6 +176,18 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
     os.waitpid(child, 0)
     os.close(report)
     raise (_NoProgram if said.startswith(_EXEC) else _Unavailable)(said.removeprefix(_EXEC))
+
+
+def _outside(order: dict[str, Any], own_users: bool) -> Outside:
+    mounts = mount_points()
+    guard = GUARD.format(**order["guard"])
+    return Outside(
+        mounts=mounts,
+        places=places(order, mounts),
+        sockets=sockets_in_files(),
+        added=dict.fromkeys(encodings_of(order["command"]), guard),
+        own_users=own_users,
+    )
 
 
 def _fail(channel: socket.socket, error: BaseException) -> NoReturn:

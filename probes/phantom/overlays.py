@@ -10,13 +10,14 @@ Source: the kernel's Documentation/filesystems/overlayfs.rst; man 2 mount, mount
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import re
 import shutil
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,14 @@ class Outside:
         mounts: every mount point but the kernel's.
         places: where an overlay is needed.
         sockets: files at which somebody listens.
+        added: file -> what is added to it (`interpreters`).
         own_users: whether there is a user namespace among them.
     """
 
     mounts: Sequence[str]
     places: Sequence[str]
     sockets: Sequence[str]
+    added: Mapping[str, str]
     own_users: bool
 
 
@@ -85,6 +88,7 @@ class Tree:
             raise OSError(errno.EOPNOTSUPP, "no overlay", cwd)
         self._processes()
         self._cover_sockets()
+        self._add()
         self._hide_folder()
         _set_read_only("/", recursive=True)
         for writable in (*self._overlays, str(self._folder / "results")):
@@ -176,6 +180,17 @@ class Tree:
             with _missing_is_fine():
                 if stat.S_ISSOCK(os.stat(path).st_mode):
                     _mount("/dev/null", path, None, _MS_BIND)
+
+    def _add(self) -> None:
+        """To files, for the program alone; their compiled forms are covered."""
+        for number, (path, text) in enumerate(self._outside.added.items()):
+            with _missing_is_fine():
+                own = f"{self._memory}/added-{number}"
+                Path(own).write_bytes(Path(path).read_bytes() + text.encode())
+                _mount(own, path, None, _MS_BIND)
+                folder, name = os.path.split(path)
+                for compiled in glob.glob(f"{glob.escape(folder)}/__pycache__/{name.removesuffix('.py')}.*.pyc"):
+                    _mount("/dev/null", compiled, None, _MS_BIND)
 
     def _hide_folder(self) -> None:
         """Of the private folder the program sees its results and our `sitecustomize`."""

@@ -20,8 +20,9 @@ from typing import Any
 
 from planner.children import python_argv
 from planner.errors import EnvironmentProblem, UsageError
+from planner.inputs import read_text
 from planner.records import dataclass
-from planner.trace_result import Protection, TraceResult
+from planner.trace_result import MAX_BYTES, Protection, TraceResult
 from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions
@@ -33,6 +34,8 @@ from probes.phantom import boot
 boot.begin()
 """
 _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
+GUARDED = (VARIABLE, "CUDA_VISIBLE_DEVICES")
+"""What a Python below must know even where it was started without its environment."""
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -120,7 +123,7 @@ def run_traced(order: TraceOrder) -> Ended:
         (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
         outcome = _kept(order, folder, _environment(order, site, results))
         redirected = outcome["redirected"]
-        errors = [one.read_text() for one in sorted(results.glob("*.error"))]
+        errors = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.error"))]
         return Ended(
             exit_code=outcome["code"],
             results=results_in(results),
@@ -143,6 +146,8 @@ def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> di
         "network": order.network,
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,
+        "keep_free_bytes": isolation.KEEP_FREE_BYTES,
+        "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(_ROOT)},
     }
     keeper = subprocess.Popen(
         python_argv("-I", "-S", "-c", _KEEPER.format(root=str(_ROOT))),
@@ -175,7 +180,7 @@ def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> di
         )
     if outcome["stopped"] == "disk":
         raise EnvironmentProblem(
-            f"the program was stopped: it left less than {isolation.MIN_FREE_BYTES >> 30} GiB free in {folder.parent}",
+            f"the program was stopped: it left less than {isolation.KEEP_FREE_BYTES >> 30} GiB free in {folder.parent}",
             hint="set TMPDIR to a folder with more room",
         )
     raise EnvironmentProblem(

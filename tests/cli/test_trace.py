@@ -58,7 +58,10 @@ def trace(tmp_path: Path, program: str, *options: str, python: str = sys.executa
 
 
 def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = trace(tmp_path, LOOP.format(rows=1024), "--yes", "--json", "--out", str(tmp_path / "out"))
+    (tmp_path / "train.py").write_text(LOOP.format(rows=1024))
+    # a Python that ignores all that it is told, whose program would have a GPU
+    words = ["sh", "-c", f"env -i CUDA_VISIBLE_DEVICES=0 {sys.executable} -I {tmp_path}/train.py"]
+    code = run(["trace", "--gpu", "rtx-4090", "--yes", "--json", "--out", str(tmp_path / "out"), "--", *words])
     answer = json.loads(capsys.readouterr().out)
     assert (code, answer["verdict"], answer["status"], answer["num_steps"]) == (0, "fits", "done", 2)
     weights = 2 * 1024 * 4096 * 4 + (4096 + 1024) * 4

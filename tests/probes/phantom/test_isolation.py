@@ -31,8 +31,10 @@ from dataclasses import asdict
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from probes.phantom.card import TraceOptions, card_of
+from probes.phantom import isolation
 from probes.phantom.runner import TraceOrder, run_traced
 settings = json.loads(sys.argv[1])
+isolation.KEEP_FREE_BYTES = settings.pop("keep_free_bytes", isolation.KEEP_FREE_BYTES)
 order = TraceOrder(command=tuple(sys.argv[2:]), card=card_of(find_gpu("t4")), options=TraceOptions(), **settings)
 try:
     ended = run_traced(order)
@@ -345,10 +347,38 @@ def test_nothing_outlives_the_trace(
     machine.check()
 
 
-def test_what_runs_too_long_is_stopped(plant: Callable[..., Machine]) -> None:
+def test_what_runs_too_long_or_fills_the_disk_is_stopped(plant: Callable[..., Machine]) -> None:
     machine = plant(None)
     done = machine.trace(sys.executable, "-c", STAYS, time_limit_s=0.5)
     assert "ran longer" in done["refused"]
+    done = machine.trace(sys.executable, "-c", STAYS, keep_free_bytes=1 << 62)
+    assert "GiB free" in done["refused"]
+    machine.check()
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_no_python_imports_torch_without_the_phantom(plant: Callable[..., Machine], user: str | None) -> None:
+    """However it is started. This torch is none, on which the phantom GPU cannot be: the process ends at once."""
+    machine = plant(user)
+    importing = "import sys; sys.path.insert(0, 'one'); import torch; open('one/ran', 'w').write('x')"
+    package = machine.folder / "one" / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    machine.before = machine.now()
+    real = os.path.realpath(sys.executable)
+    starts = [
+        f"{sys.executable} -I -c",
+        f"env -i {sys.executable} -c",
+        f"env -u PYTHONPATH {real} -E -c",
+        "PYTHONPATH=. python3 -c",
+        f"{sys.executable} -I -S -X frozen_modules=off -c",
+        f"env -i {real} -S -c",
+    ]
+    commands = [f'{start} "{importing}"' for start in starts]
+    script = "; ".join(f"{command} 2>/dev/null; echo CODE $? >&2" for command in commands)
+    done = machine.trace("sh", "-c", f"{script}; ls one/ran")
+    codes = [line for line in done["said"].splitlines() if line.startswith("CODE")]
+    assert codes == ["CODE 97"] * len(commands)
     machine.check()
 
 
