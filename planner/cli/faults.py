@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from planner import __version__
 from planner.app.progress import printable
 from planner.errors import EXIT_INTERNAL
+from planner.redaction import LEFT_OUT, without_secrets, without_secrets_in_words
 
-_SECRETS = ((r"(://[^/@:\s]*):[^@\s]*@", r"\1:...@"), (r"((?:token|password|secret|key)\w*[=:]\s*)\S+", r"\1..."))
-"""What a command line or a message may hold that is nobody else's business."""
+_BEHIND_A_KEY = re.compile(r"((?:token|password|secret|key)\w*[=:]\s*)\S+", re.IGNORECASE)
+"""More than reports leave out: nobody reads a fault's figures."""
 
 
 def fail_internal(error: BaseException, arguments: Sequence[str]) -> int:
     """Writes the report and tells where; returns the exit code."""
     text = report(error, arguments)
     kind = printable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")[:300]
-    print(f"internal error: {without_secrets(kind)}", file=sys.stderr)
+    print(f"internal error: {_without_secrets(kind)}", file=sys.stderr)
     try:
         descriptor, path = tempfile.mkstemp(prefix="finetune-planner-fault-", suffix=".txt")  # this user's alone
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -39,14 +40,11 @@ def fail_internal(error: BaseException, arguments: Sequence[str]) -> int:
 def report(error: BaseException, arguments: Sequence[str]) -> str:
     """Version, machine, command and traceback; no environment variables, no passwords."""
     trace = "".join(traceback.format_exception(error))
-    return without_secrets(
+    return _without_secrets(
         f"finetune-planner {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
-        f"command: plan {' '.join(map(ascii, arguments))}\n\n{trace}"
+        f"command: plan {' '.join(map(ascii, without_secrets_in_words(arguments)))}\n\n{trace}"
     )
 
 
-def without_secrets(text: str) -> str:
-    """The text with passwords and tokens left out."""
-    for pattern, instead in _SECRETS:
-        text = re.sub(pattern, instead, text, flags=re.IGNORECASE)
-    return text
+def _without_secrets(text: str) -> str:
+    return _BEHIND_A_KEY.sub(rf"\1{LEFT_OUT}", without_secrets(text))

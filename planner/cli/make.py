@@ -216,6 +216,6 @@ def _answer_each(cards: Sequence[str], workload: Callable[[str], Workload]) -> N
 
 
 def _command(model: str, gpu: str) -> list[str]:
-    """The command for the report: the words after `plan`, secrets never (there are none among the options)."""
+    """The command for the report: the words after `plan`."""
     words = sys.argv[1:]
     return words if model in words else [model, "--gpu", gpu]

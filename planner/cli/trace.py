@@ -27,6 +27,7 @@ from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, 
 from planner.plan import Plan
 from planner.planning.expressed import as_run
 from planner.records import dataclass
+from planner.redaction import secrets_known, without_secrets_in, without_secrets_in_words
 from planner.trace_result import TraceResult
 from planner.units import gib
 from reports.trace import PROTECTIONS, document, svg, text_lines
@@ -133,16 +134,18 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
     """
     memory, reserve = memory_and_reserve
     found, needs = _run(order)
-    return document(
+    answer = document(
         found,
         needs,
-        command=list(order.command),
+        command=without_secrets_in_words(order.command),
         gpu_key=card.key,
         gpu_name=card.name,
         memory_bytes=memory,
         budget_bytes=memory - reserve,
         num_steps=order.options.num_steps or found.num_steps,
     )
+    shown: dict[str, Any] = without_secrets_in(answer, secrets_known(order.command))
+    return shown
 
 
 def _pixels(text: str) -> tuple[int, int]:
@@ -165,7 +168,7 @@ def _ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> No
         typer.Abort: the answer is no.
     """
     print(
-        f"plan trace executes this program: {shlex.join(order.command)}\n"
+        f"plan trace executes this program: {shlex.join(without_secrets_in_words(order.command))}\n"
         f"  ({executable}; CPU only, {'with' if order.network else 'no'} network, stopped after "
         f"{order.options.num_steps} optimizer steps; {PROTECTIONS[protection]})",
         file=sys.stderr,
@@ -337,7 +340,7 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
 
     environment, command = _taken_apart(launch.command)
     setup, gpu = plan.chosen.setup, plan.workload.gpu
-    say(f"tracing launch/{launch.target}: {shlex.join(command)}")
+    say(f"tracing launch/{launch.target}: {shlex.join(without_secrets_in_words(command))}")
     try:
         seen = traced(
             TraceOrder(

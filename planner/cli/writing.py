@@ -25,6 +25,7 @@ from planner.notes import Note, Place, risk
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.planning.expressed import as_run
+from planner.redaction import without_secrets, without_secrets_in_words
 from planner.samples.dataset import sample_columns
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -294,13 +295,15 @@ def _extras(
     return Extras(
         planner_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["plan", *command]),
+        command=shlex.join(["plan", *without_secrets_in_words(command)]),
         environment=_environment(),
         launch=tuple(
             LaunchTarget(
                 target=launch.target,
                 command=launch.command,
-                files=tuple(LaunchFile(path=f"launch/{file.path}", text=file.text) for file in launch.files),
+                files=tuple(
+                    LaunchFile(path=f"launch/{file.path}", text=without_secrets(file.text)) for file in launch.files
+                ),
                 notes=(*launch.about, *launch.unsupported, *launch.notes),
                 peak_device_bytes=launch.peak_device_bytes,
                 rung=launch.rung,

@@ -57,12 +57,17 @@ def trace(tmp_path: Path, program: str, *options: str, python: str = sys.executa
     return run(["trace", "--gpu", "rtx-4090", *options, "--", python, str(script)])
 
 
-def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(rows=1024))
     # a Python that ignores all that it is told, whose program would have a GPU
-    words = ["sh", "-c", f"env -i CUDA_VISIBLE_DEVICES=0 {sys.executable} -I {tmp_path}/train.py"]
+    words = ["sh", "-c", f"env -i CUDA_VISIBLE_DEVICES=0 {sys.executable} -I {tmp_path}/train.py --hub_token s3cr3t-a"]
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-b")
+    words += ["--password", "s3cr3t-c", "postgresql://me:s3cr3t-d@host/", "s3cr3t-b"]
     code = run(["trace", "--gpu", "rtx-4090", "--yes", "--json", "--out", str(tmp_path / "out"), "--", *words])
-    answer = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    answer = json.loads(told.out)
+    written = (path.read_text() for path in (tmp_path / "out").iterdir())
+    assert not any("s3cr3t" in text for text in (told.out, told.err, *written))
     assert (code, answer["verdict"], answer["status"], answer["num_steps"]) == (0, "fits", "done", 2)
     weights = 2 * 1024 * 4096 * 4 + (4096 + 1024) * 4
     assert answer["peak_allocated_bytes"] > 4 * weights

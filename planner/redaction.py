@@ -1,0 +1,85 @@
+"""Passwords and tokens, left out of whatever is written down or shown: by the key that they stand behind, and by form.
+
+What a program needs in order to run (a launch file's own data set) keeps them; reports, plan.json, traces and fault
+reports do not.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+LEFT_OUT = "..."
+_SHORT = 8
+_KEY = r"(?:token|passw(?:or)?d|pwd|secret|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|bearer)"
+_SECRET_NAME = re.compile(rf"(?:^|[\W_]){_KEY}(?:[_-]?id)?$", re.IGNORECASE)
+_SPECIAL = re.compile(r"(?:^|[\W_])(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|special)[_-]token$")
+"""Tokens of a vocabulary."""
+_FORMS = (
+    (re.compile(r"(://)[^/@\s'\"]{1,500}@"), rf"\1{LEFT_OUT}@"),  # user:password@host
+    (re.compile(rf"([?&][\w.-]*(?:{_KEY}|sig|signature|key)=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+    (re.compile(r"\b(?:hf|api_org|ghp|gho|ghs|github_pat)_(?=\w{0,99}\d)\w{16,500}"), LEFT_OUT),
+    (re.compile(r"\b(?:sk|pk|rk|xox[abps]|glpat|nvapi)-(?=[\w-]{0,99}\d)[\w-]{20,500}"), LEFT_OUT),
+    (
+        re.compile(
+            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,2000}\.[\w-]{2,2000}\.[\w-]{2,2000}|\bAIza[\w-]{30,99}"
+        ),
+        LEFT_OUT,
+    ),
+    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+)
+
+_SAID = re.compile(r"((?<!\S)(?:--?([\w-]{1,60})(?:=|\s+)|([A-Z][A-Z0-9_]{1,60})=))[^\s'\"-][^\s'\"]*")
+"""--hub_token X and HF_TOKEN=X in a line for a shell."""
+
+
+def without_secrets(text: str) -> str:
+    """The text without what looks like a secret wherever it stands."""
+    for pattern, instead in _FORMS:
+        text = pattern.sub(instead, text)
+    return _SAID.sub(lambda said: f"{said[1]}{LEFT_OUT}" if is_secret_name(said[2] or said[3]) else said[0], text)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option or a variable of that name holds a secret: --hub_token, HF_TOKEN, not --max_tokens."""
+    return bool(_SECRET_NAME.search(name)) and not _SPECIAL.search(name.lower())
+
+
+def without_secrets_in_words(words: Sequence[str]) -> list[str]:
+    """A command line: also the value of an option whose name tells (`--hub_token X`, `--password=X`, `HF_TOKEN=X`)."""
+    said = list(words)
+    for index, secret in _told_by_name(words):
+        said[index] = words[index].removesuffix(secret) + LEFT_OUT
+    found: list[str] = without_secrets_in(said, secrets_known(words))
+    return found
+
+
+def secrets_known(words: Sequence[str]) -> list[str]:
+    """Values of this process's variables and of options whose names tell; short ones may stand anywhere: none."""
+    of_words = (secret for _, secret in _told_by_name(words))
+    of_variables = (text for name, text in os.environ.items() if is_secret_name(name))
+    return sorted((one for one in (*of_words, *of_variables) if len(one) >= _SHORT), key=len, reverse=True)
+
+
+def _told_by_name(words: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Index of a word, and the secret that it ends in."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        before = words[index - 1] if index else ""
+        if before.startswith("-") and is_secret_name(before) and not word.startswith("-"):
+            yield index, word
+        elif value and (name.startswith("-") or not re.search(r"\s", word)) and is_secret_name(name):
+            yield index, value
+
+
+def without_secrets_in(value: Any, known: Sequence[str] = ()) -> Any:
+    """Plain data with every text in it so; `known`: secrets themselves."""
+    if isinstance(value, str):
+        for one in known:
+            value = value.replace(one, LEFT_OUT)
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {name: without_secrets_in(one, known) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets_in(one, known) for one in value]
+    return value
