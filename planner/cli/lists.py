@@ -30,7 +30,7 @@ def models(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
-    specs = (catalogue.load(name) for name in catalogue.names() if match.lower() in name.lower())
+    specs = map(catalogue.load, catalogue.names_with(match))
     columns = [one.name for one in fields(ModelRow)]
     rows = [ModelRow(**{name: getattr(spec, name) for name in columns}) for spec in specs if spec is not None]
     if as_json:

@@ -172,7 +172,7 @@ def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Wo
     Raises:
         UsageError: there is none.
     """
-    names = [name for name in catalogue.names() if match.lower() in name.lower()]
+    names = catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     rows, wishes = [], []

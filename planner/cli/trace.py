@@ -74,6 +74,10 @@ class FollowOptions:
         from probes.phantom.card import TraceOptions, card_of
         from probes.phantom.runner import TraceOrder
 
+        if card.compute_capability is None and card.vendor == "NVIDIA":
+            raise UsageError(
+                f"plan trace needs the compute capability of {card.name}", hint=f'for example --gpu "{card.key}:sm86"'
+            )
         if card.compute_capability is None:
             raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
         return TraceOrder(

@@ -19,6 +19,7 @@ from planner.records import dataclass
 
 _PATH = Path(__file__).parent.parent / "data" / "models.jsonl"
 _NAMES = b'{"names":['
+_SEPARATORS = re.compile(r"[\s_:-]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +145,12 @@ def names(*, model_type: str | None = None) -> tuple[str, ...]:
     if model_type is not None:
         lines = [line for line in lines if json.loads(line)["config"]["model_type"] == model_type]
     return tuple(json.loads(b"[" + _list_of_names(line) + b"]")[0] for line in lines)
+
+
+def names_with(text: str) -> tuple[str, ...]:
+    """The names of the models that have this in theirs, whatever its case and separators."""
+    wanted = _SEPARATORS.sub("", text.lower())
+    return tuple(name for name in names() if wanted in _SEPARATORS.sub("", name))
 
 
 def hub_ids() -> tuple[tuple[tuple[str, ...], int], ...]:

@@ -289,3 +289,9 @@ def test_the_nearest_size_is_the_first_that_is_offered(typed: str, first: str) -
     with pytest.raises(UnknownModelError) as error:
         resolve_model(typed)
     assert error.value.hint.removeprefix("close names: ").split(", ")[0] == first
+
+
+def test_a_part_of_a_name_finds_the_models_that_have_it_whatever_its_separators() -> None:
+    assert catalogue.names_with("Llama 3.1") == catalogue.names_with("llama-3.1")
+    assert "qwen/qwen3-8b" in catalogue.names_with("qwen3:8b")
+    assert catalogue.names_with("") == catalogue.names()
