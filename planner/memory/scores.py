@@ -25,11 +25,13 @@ def eager_scores(
     The softmax is fp32 where the class asks for it or autocast does, and kept; so is what meets the values: a cast copy
     of it, or with dropout the dropped copy beside a mask of one byte. A soft cap keeps its tanh. The backward's largest
     moment is the gradient of the values' product beside all that, the dropout's, the cast's, or the softmax's with its
-    output, gradient and result. BLOOM, GPT-J and GPT-Neo cast their probabilities back and hand them on: in fp32 where
+    output, gradient, the product of both, and result.
+
+    BLOOM, GPT-J and GPT-Neo cast their probabilities back and hand them on: in fp32 where
     LayerNorm's queries are that of a quantized base.
 
     Source: transformers 5.23 `eager_attention_forward` of each class, `GPTJAttention._attn`, `BloomAttention`,
-    `T5Attention`; PyTorch autocast's fp32 list.
+    `T5Attention`; PyTorch autocast's fp32 list; SoftMax.cu `softmax_backward_cuda_out`.
     """
     value = SIZE_BYTES[flow.autocast or qkv_dtype]
     if sinks:
@@ -39,7 +41,7 @@ def eager_scores(
     dropout = traits.attention_dropout
     copy = value if softmax != value or dropout else 0
     kept = softmax + copy + int(dropout)
-    moments = [kept + value, 3 * softmax]
+    moments = [kept + value, 4 * softmax]
     if dropout:
         moments.append(softmax + 1 + 2 * value)
     if softmax != value:
@@ -62,11 +64,11 @@ def eager_scores(
 def _with_sinks(value: int, flow: Flow, qkv_dtype: str) -> ScoreBytes:
     """Over one column more, in the type of scores and mask (autocast leaves a softmax that names its type alone): their
     sum, the same less its maximum, the softmax, and that cast to the values' type; in the backward the softmax's
-    output, gradient and result weigh no more."""
+    output, gradient, the product of both, and result."""
     wide = max(value, SIZE_BYTES[flow.table])
     kept = value if wide == value else wide + value
     cast = SIZE_BYTES[qkv_dtype] if SIZE_BYTES[qkv_dtype] < wide else 0
-    return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=3 * wide + cast - kept)
+    return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=max(3 * wide + cast, 4 * wide) - kept)
 
 
 def mask_bytes(kernel: str, flow: Flow, *, masked: bool, adds: bool = False) -> int:
@@ -87,5 +89,5 @@ def math_scores(traits: Traits) -> ScoreBytes:
     Source: PyTorch 2.13 `_scaled_dot_product_attention_math` (`attention.cpp`).
     """
     kept = 9 if traits.attention_dropout else 4
-    moments = [kept + 4, 12, 13 if traits.attention_dropout else 0]
+    moments = [kept + 4, 16, 17 if traits.attention_dropout else 0]
     return ScoreBytes(kept=kept, forward=8, backward=max(moments) - kept)

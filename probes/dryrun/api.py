@@ -18,7 +18,7 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
 
-VERSION = 18
+VERSION = 19
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 REPORT = "probes.dryrun.api:report_for_config"

@@ -61,6 +61,16 @@ def embedding_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> 
         yield tokens * 8
 
 
+def softmax_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
+    """The product of gradient and output, before it is summed up.
+
+    Source: PyTorch 2.11 SoftMax.cu `softmax_backward_cuda_out` (`grad * output`); its log form has none.
+    Measured: eager attention of Llama-3.2-1B, 2 x 2,048, on an H100: -2.78 % without it, 0.00 % with it
+    (benchmarks/data/h100, l1-lora-eager-attention).
+    """
+    yield args[0].numel() * args[0].element_size()
+
+
 def gemm_4bit(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
     """The weight dequantized to the input's type, and with double quantization its fp32 statistics.
 
@@ -91,6 +101,7 @@ def foreach_norm(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterab
 
 TEMPORARIES = {
     torch.ops.aten._foreach_norm.Scalar: foreach_norm,
+    torch.ops.aten._softmax_backward_data.default: softmax_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     torch.ops.aten.embedding_dense_backward.default: embedding_backward,
