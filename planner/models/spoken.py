@@ -22,7 +22,7 @@ MAX_NAME = 100
 MAX_LISTED = 8
 MAX_JOINED = 6
 _TOKEN = re.compile(r"\d+x\d+(?:\.\d+)?b|[ae]\d+(?:\.\d+)?b|v\d+(?:\.\d+)*|\d+(?:\.\d+)*[a-z]*|[a-z]+")
-_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]")
+_SIZE = re.compile(r"(?:\d++x)?\d++(?:\.\d++)?[bm]")
 _PART_SIZE = re.compile(r"[ae]\d+(?:\.\d+)?b|\d+e")
 """Active parameters ("a3b"), number of experts ("16e")."""
 _REVISION = re.compile(r"v\d+(?:\.\d+)+|\d{4}")

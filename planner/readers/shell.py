@@ -20,14 +20,14 @@ from planner.readers.shell_branches import Branches, with_ifs
 from planner.records import dataclass
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-_SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
-_EXPORTED = re.compile(r"(?:^|;|&&)\s*(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
-_PAIR = re.compile(r"([A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|()])*)(?=\s|$)")
+_SET = re.compile(r"^\s*(?:export\s+|declare\s++(?:-\S++\s++)*+|local\s+)?([A-Za-z_]\w*+)\s*+[:?+]?=\s*+(.*)$", re.DOTALL)
+_EXPORTED = re.compile(r"(?:^|;|&&)\s*+(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
+_PAIR = re.compile(r"(?<!\w)([A-Za-z_]\w*+=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|()])*+)(?=\s|$)")
 _EXPORTS = re.compile(rf"\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
 _DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
-_SUM = re.compile(r"\$\(expr\s+([^()]*)\)|\$\(\(([^()]*)\)\)")
+_SUM = re.compile(r"\$\(expr\s++([^()]*+)\)|\$\(\(([^()]*+)\)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _OPEN = re.compile(r"\$[\w{(@*]|`")
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
@@ -184,12 +184,12 @@ class _Held:
 def _lines(text: str) -> Iterator[str]:
     """Logical lines: continued ones, quotes and arrays that go over several lines in one piece."""
     held = ""
-    for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", _without_comments(text).rstrip("\\ \n")).splitlines():
+    for line in re.sub(r"(?<![ \t])[ \t]*+\\\n[ \t]*+", " ", _without_comments(text).rstrip("\\ \n")).splitlines():
         line = line if held else line.strip().removeprefix("@")
         if not held and (not line or line.startswith("#")):
             continue
         held = f"{held}\n{line}" if held else line
-        starts = re.match(r"(?:export\s+|local\s+|declare\s+\S*\s*)?[A-Za-z_]\w*\+?=([\"'(])", held)
+        starts = re.match(r"(?:export\s+|local\s+|declare\s++(?:-\S++\s++)*+)?[A-Za-z_]\w*+\+?=([\"'(])", held)
         starts = starts or re.search(r"\b(?:bash|sh)\s+-l?c\s+([\"'])", held)
         if starts and _is_open(held[starts.start(1) :], starts[1]) and held.count("\n") < MAX_CONTINUED:
             continue

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from planner.records import dataclass
 
 _WORD = re.compile(r"^(if|elif|else|fi)\b\s*(.*)$", re.DOTALL)
-_EQUAL = re.compile(r"^\[{1,2}\s+\"?([^\"\s]*)\"?\s+(==?|!=)\s+[\"']?([^\"'\s*]*)[\"']?\s+\]{1,2}$")
-_NUMBERS = re.compile(r"^\[{1,2}\s+\"?([^\"\s]*)\"?\s+-(eq|ne|gt|ge|lt|le)\s+\"?([^\"\s]*)\"?\s+\]{1,2}$")
+_EQUAL = re.compile(r"^\[{1,2}\s{1,80}\"?([^\"\s]*+)\"?\s{1,80}(==?|!=)\s+[\"']?([^\"'\s*]*)[\"']?\s+\]{1,2}$")
+_NUMBERS = re.compile(r"^\[{1,2}\s{1,80}\"?([^\"\s]*+)\"?\s{1,80}-(eq|ne|gt|ge|lt|le)\s+\"?([^\"\s]*)\"?\s+\]{1,2}$")
 _EMPTY = re.compile(r"^\[{1,2}\s+(-z|-n)\s+\"?\$\{?(\w+)(?::-)?\}?\"?\s+\]{1,2}$")
 _CASE = re.compile(r"^case\s+\"?([^\"\s]+)\"?\s+in\b\s*(.*)$", re.DOTALL)
 _PATTERN = re.compile(r"^\(?\s*([^()\s;|]+(?:\s*\|\s*[^()\s;|]+)*)\s*\)\s*(.*)$", re.DOTALL)

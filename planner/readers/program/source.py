@@ -10,7 +10,7 @@ from planner.errors import ConfigError
 from planner.records import dataclass
 
 _SHELL = re.compile(r"^(\s*)(?:!(?!=)|[%?]).*$")
-_PIN = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)\s*==\s*([0-9][0-9A-Za-z.+-]*)")
+_PIN = re.compile(r"(?<![A-Za-z0-9_.-])([A-Za-z][A-Za-z0-9_.-]*+)\s*+==\s*+([0-9][0-9A-Za-z.+-]*)")
 _INSTALL = re.compile(r"pip3?['\"]?,?\s+install\b(.*)")
 MAX_REPAIRS = 200
 
@@ -112,7 +112,7 @@ def of_requirements(text: str) -> tuple[tuple[str, str], ...]:
 
 def _without_magics(text: str) -> str:
     """Lines for the shell or the notebook as `pass`, so that blocks stay whole."""
-    if not re.search(r"^\s*[!%?]", text, re.MULTILINE):
+    if not re.search(r"^[^\S\n]*+[!%?]", text, re.MULTILINE):
         return text
     lines = []
     continued = False

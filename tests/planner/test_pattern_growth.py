@@ -1,0 +1,91 @@
+"""No regular expression that meets strangers' text takes time that grows with its square.
+
+Every pattern of the readers is searched in runs of 5,000 characters of what patterns are made of. A linear one takes a
+fraction of a millisecond of CPU, a quadratic one more than 50: the bound lies two orders of magnitude from either.
+"""
+
+import ast
+import importlib
+import re
+import time
+from collections.abc import Iterator
+
+from planner.children import ROOT
+
+LENGTH = 5_000
+LIMIT_S = 0.05
+RUNS = (
+    " ",
+    "\t",
+    "\n",
+    " \n",
+    "a",
+    "_",
+    "1",
+    '"',
+    "$",
+    "{",
+    "-",
+    "\\\n",
+    ",",
+    "a,",
+    "a|",
+    "$(",
+    ".",
+    "[a",
+    "!a\n",
+    "b=c ",
+)
+STARTS = ("", "declare ", "[ ", "case ", "pip install ", "$(expr ", '"')
+FLAGS = ("MULTILINE", "DOTALL", "IGNORECASE", "VERBOSE")
+
+
+def patterns() -> Iterator[tuple[str, "re.Pattern[str]", str]]:
+    """Every pattern written in the readers, with how it is used: those compiled once, and the literals given to `re`'s
+    functions."""
+    for path in sorted((ROOT / "planner" / "readers").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for key, value in vars(importlib.import_module(name)).items():
+            if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+                yield f"{name}.{key}", value, "search"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and ast.unparse(node.func.value) == "re"
+                and node.args
+                and isinstance(node.args[0], ast.Constant)
+                and isinstance(node.args[0].value, str)
+                and node.func.attr != "escape"
+            ):
+                rest = " ".join(ast.unparse(one) for one in [*node.args[1:], *(one.value for one in node.keywords)])
+                flags = sum(getattr(re, flag) for flag in FLAGS if f"re.{flag}" in rest)
+                yield f"{name}:{node.lineno}", re.compile(node.args[0].value, flags), node.func.attr
+
+
+def slow_texts(pattern: "re.Pattern[str]", used: str = "search") -> Iterator[tuple[str, str, float]]:
+    """(start, what is repeated, CPU seconds) where searching takes longer than it may."""
+    for start in STARTS:
+        for run in RUNS:
+            text = start + run * (LENGTH // len(run)) + "\x00"
+            for _ in range(2):  # a second time: the first may have met a collection of garbage
+                began = time.process_time()
+                if used in ("match", "fullmatch"):
+                    getattr(pattern, used)(text)
+                else:
+                    sum(1 for _ in pattern.finditer(text))
+                took_s = time.process_time() - began
+                if took_s < LIMIT_S:
+                    break
+            else:
+                yield start, run, took_s
+                return
+
+
+def test_a_quadratic_pattern_is_noticed() -> None:
+    assert list(slow_texts(re.compile(r"^\[\s+(\S*)\s+x|declare\s+\S*\s*(\w+)=")))
+    assert not list(slow_texts(re.compile(r"^\[\s++(\S*+)\s++x")))
+
+
+def test_no_pattern_of_the_readers_is_quadratic() -> None:
+    assert {name: found for name, one, used in patterns() if (found := list(slow_texts(one, used)))} == {}
