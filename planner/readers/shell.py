@@ -20,7 +20,9 @@ from planner.readers.shell_branches import Branches, with_ifs
 from planner.records import dataclass
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-_SET = re.compile(r"^\s*(?:export\s+|declare\s++(?:-\S++\s++)*+|local\s+)?([A-Za-z_]\w*+)\s*+[:?+]?=\s*+(.*)$", re.DOTALL)
+_SET = re.compile(
+    r"^\s*(?:export\s+|declare\s++(?:-\S++\s++)*+|local\s+)?([A-Za-z_]\w*+)\s*+[:?+]?=\s*+(.*)$", re.DOTALL
+)
 _EXPORTED = re.compile(r"(?:^|;|&&)\s*+(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
 _PAIR = re.compile(r"(?<!\w)([A-Za-z_]\w*+=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|()])*+)(?=\s|$)")
 _EXPORTS = re.compile(rf"\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
