@@ -13,17 +13,17 @@ LEFT_OUT = "..."
 _SHORT = 8
 _KEY = r"(?:token|passw(?:or)?d|pwd|secret|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|bearer)"
 _SECRET_NAME = re.compile(rf"(?:^|[\W_]){_KEY}(?:[_-]?id)?$", re.IGNORECASE)
-_SPECIAL = re.compile(r"(?:^|[\W_])(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|special)[_-]token$")
-"""Tokens of a vocabulary."""
+_SPECIAL = re.compile(
+    r"^(?:old)?pwd$|(?:^|[\W_])(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|special)[_-]token$"
+)
+"""Tokens of a vocabulary, and the shell's working folder."""
 _FORMS = (
     (re.compile(r"(://)[^/@\s'\"]{1,500}@"), rf"\1{LEFT_OUT}@"),  # user:password@host
     (re.compile(rf"([?&][\w.-]*(?:{_KEY}|sig|signature|key)=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
     (re.compile(r"\b(?:hf|api_org|ghp|gho|ghs|github_pat)_(?=\w{0,99}\d)\w{16,500}"), LEFT_OUT),
     (re.compile(r"\b(?:sk|pk|rk|xox[abps]|glpat|nvapi)-(?=[\w-]{0,99}\d)[\w-]{20,500}"), LEFT_OUT),
     (
-        re.compile(
-            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,2000}\.[\w-]{2,2000}\.[\w-]{2,2000}|\bAIza[\w-]{30,99}"
-        ),
+        re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,400}\.[\w-]{2,2000}\.[\w-]{2,2000}|\bAIza[\w-]{30,99}"),
         LEFT_OUT,
     ),
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),

@@ -44,7 +44,8 @@ class Protection:
     """What kept the traced program from the machine, and what it did there instead.
 
     Attributes:
-        kind: "namespaces": its writes went to a private copy, it had no GPU and no process but its own; or "none".
+        kind: "namespaces": its writes went to a private copy, it had no network, GPU or process but its own;
+            "landlock": it could write in a private folder alone; or "none".
         num_written: files that it left behind, of which `num_replaced` had been there before.
         paths: some of them, by the names that it gave them.
     """
@@ -108,13 +109,14 @@ class TraceResult:
         beside.rename(path)
 
     @classmethod
-    def read(cls, path: Path) -> "TraceResult":
-        """The inverse of `write`.
+    def read(cls, path: Path, *, without: str = "") -> "TraceResult":
+        """The inverse of `write`; `without` something that its texts may hold.
 
         Raises:
             ConfigError: something else lies there: the traced program could write to it too.
         """
-        values = parse_object(read_text(path, max_bytes=MAX_BYTES), "the trace's result")
+        text = read_text(path, max_bytes=MAX_BYTES)
+        values = parse_object(text.replace(json.dumps(without)[1:-1], "") if without else text, "the trace's result")
         try:
             for name in _COUNTS:
                 whole(values[name], f"the trace's result: {name}")

@@ -26,6 +26,7 @@ SHRINKERS = {
 """What makes each category smaller."""
 PROTECTIONS = {
     "namespaces": "what it writes, renames and deletes is a private copy",
+    "landlock": "it can write in a private folder alone, which has copies; its network is cut off in Python only",
     "none": "UNPROTECTED: it writes and deletes your files as when you run it",
 }
 """What each kind of protection means for whoever runs the program."""

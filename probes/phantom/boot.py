@@ -5,6 +5,7 @@ If anything goes wrong here the process ends at once: the program must never run
 """
 
 import atexit
+import errno
 import importlib
 import ipaddress
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from probes.phantom import copies
 from probes.phantom.imports import Watcher, is_another_rank
 
 VARIABLE = "FINETUNE_PLANNER_TRACE"
@@ -36,6 +38,8 @@ def begin() -> None:
         order = json.loads(text)
         if not order["network"]:
             _cut_network()
+        if order.get("tree"):
+            copies.redirect(copies.Tree(order["tree"]))
         watcher = Watcher()
         watcher.add({"torch": [lambda module: _guarded(order, watcher)]}, {})
         # what a library is told must be there before the program binds the library's functions
@@ -63,7 +67,8 @@ def _give_up(text: str) -> None:
 class _Report:
     """How the program ends, and the result that is written then, once and by this process alone."""
 
-    def __init__(self, results: str) -> None:
+    def __init__(self, results: str, in_copies: bool) -> None:
+        self._in_copies = in_copies
         self._path = Path(results, f"{os.getpid()}.json")
         self._began = time.monotonic()
         self._owner: int | None = os.getpid()
@@ -91,8 +96,10 @@ class _Report:
         """The program ends with an exception."""
         import torch
 
-        from probes.phantom.failures import status_of, told
+        from probes.phantom.failures import of_copies, status_of, told
 
+        if self._in_copies:
+            of_copies.update((errno.EACCES, errno.EPERM))
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         self._status = "out of memory" if out_of_memory else status_of(error, trace, phantom.stand_in_rows)
         if not isinstance(error, SystemExit):
@@ -105,7 +112,7 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done
 
-    report = _Report(order["results"])
+    report = _Report(order["results"], in_copies=bool(order.get("tree")))
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     phantom = _keep.enter_context(
         phantom_gpu(

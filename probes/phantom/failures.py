@@ -41,7 +41,7 @@ _PACKAGES = {
 
 _OF_ROWS = (KeyError, IndexError, ValueError)
 """What a program raises over rows of another form or length than its own."""
-_OF_COPIES = (errno.EROFS, errno.EXDEV, errno.EOVERFLOW, errno.ENOSPC)
+of_copies = {errno.EROFS, errno.EXDEV, errno.EOVERFLOW, errno.ENOSPC}
 """What private copies cannot do that files can: see "What it cannot harm" in docs/trace.md."""
 
 
@@ -53,7 +53,7 @@ def status_of(error: BaseException, trace: TracebackType | None, stand_in_rows: 
         return "untraceable"
     if stand_in_rows and isinstance(error, _OF_ROWS):
         return "untraceable"
-    if isinstance(error, OSError) and error.errno in _OF_COPIES:
+    if isinstance(error, OSError) and error.errno in of_copies:
         return "untraceable"
     cause: BaseException | None = error
     while cause is not None:
@@ -79,7 +79,7 @@ def told(error: BaseException, stand_in_rows: str = "") -> str:
         )
     if any(one in text.lower() for one in _OFFLINE):
         text += " [a file of the hub is not on this machine, and the network is off: --network allows it]"
-    if isinstance(error, OSError) and error.errno in _OF_COPIES:
+    if isinstance(error, OSError) and error.errno in of_copies:
         text += " [it works on copies of your files, which cannot do all that files can: docs/trace.md]"
     missing = missing_package(error) if isinstance(error, ImportError) else ""
     hint = "; pip install triton" if "Triton" in missing else ""

@@ -6,7 +6,8 @@ and the private folder removed.
 
     plan trace -> keeper -> unsharer -> first process of the namespaces (PID 1) -> the program
 
-The program gets namespaces of its own, made without any right that an ordinary user lacks:
+Where they are not to be had, it can write in a private folder alone (`landlock`), in which it finds copies (`copies`).
+Else it gets namespaces of its own, made without any right that an ordinary user lacks:
 
     user      no capability outside; files belong to whom they belonged before
     mount     the whole tree is read-only; over each place that the user may write to lies an overlay whose upper folder
@@ -21,6 +22,7 @@ Source: man 7 user_namespaces, mount_namespaces, pid_namespaces; the kernel's Do
 """
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -29,14 +31,18 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from probes.phantom import copies, landlock
 from probes.phantom.interpreters import GUARD, encodings_of
-from probes.phantom.overlays import Outside, Tree, call, libc, mount_points, places, sockets_in_files
+from probes.phantom.overlays import Outside, Tree, call, is_foreign, libc, mount_points, places, sockets_in_files
 
+NAMESPACES, LANDLOCK, NONE = "namespaces", "landlock", "none"
+"""Kinds of protection."""
 OUTCOME = "outcome.json"
 """In the private folder: how it ended, written by the keeper."""
 KEEP_FREE_BYTES = 1 << 30
@@ -46,6 +52,8 @@ _CLONE_NEWPID, _CLONE_NEWNET = 0x2000_0000, 0x4000_0000
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 _KEPT_CAPABILITIES = {0, 1, 3, 4, 5, 6, 7}
 """chown, dac_override, fowner, fsetid, kill, setgid, setuid: what root needs to handle files as root does."""
+_TREE = "tree"
+_WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _EXEC, _UNSHARED = "exec: ", b"\0"
 
 
@@ -79,12 +87,13 @@ def main() -> NoReturn:
 def _attempts(order: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Kind of protection and the namespaces that it needs, the strongest first."""
     if order["unsafe_writes"]:
-        yield "none", 0
+        yield NONE, 0
     elif sys.platform == "linux":
         flags = _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if order["network"] else _CLONE_NEWNET)
-        yield "namespaces", flags | _CLONE_NEWUSER
+        yield NAMESPACES, flags | _CLONE_NEWUSER
         if os.geteuid() == 0:  # user namespaces may be forbidden to everybody, and root needs none
-            yield "namespaces", flags
+            yield NAMESPACES, flags
+        yield LANDLOCK, 0
 
 
 def _end(folder: Path, **outcome: Any) -> NoReturn:
@@ -94,7 +103,7 @@ def _end(folder: Path, **outcome: Any) -> NoReturn:
 
 def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn:
     """Waits until the program ends, whoever ordered it is gone, its time is over or the disk is full."""
-    folder, until = Path(order["folder"]), time.monotonic() + order["time_limit_s"]
+    folder, until, began_s = Path(order["folder"]), time.monotonic() + order["time_limit_s"], time.time()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -104,7 +113,10 @@ def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn
         if ended:
             _kill_all()
             with open(report, "rb") as file:
-                _end(folder, code=_code(status), kind=kind, redirected=json.loads(file.read() or b"{}"))
+                redirected = json.loads(file.read() or b"{}")
+            if kind == LANDLOCK:
+                redirected = copies.Tree(f"{folder}/{_TREE}").changed(order["cwd"], began_s)
+            _end(folder, code=_code(status), kind=kind, redirected=redirected)
         ready, _, _ = select.select([0, woken], [], [], 0.5)
         orphaned = 0 in ready and not os.read(0, 1)
         late = time.monotonic() > until
@@ -150,7 +162,11 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
         _NoProgram: the program cannot be executed.
     """
     own_users = bool(flags & _CLONE_NEWUSER)
-    outside = _outside(order, own_users) if flags else None
+    try:
+        outside = _outside(order, own_users) if flags else None
+        started = _in_copies(order) if kind == LANDLOCK else order
+    except OSError as error:
+        raise _Unavailable(str(error)) from error
     ours, theirs = socket.socketpair()
     report, reported = os.pipe()
     child = os.fork()
@@ -158,7 +174,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
         ours.close()
         try:
             os.setsid()
-            _unshare(order, outside, flags, theirs, reported)
+            _unshare(started, outside, flags, theirs, reported)
         except BaseException as error:
             _fail(theirs, error)
     theirs.close()
@@ -179,6 +195,13 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
 
 
 def _outside(order: dict[str, Any], own_users: bool) -> Outside:
+    """What the namespaces need to know.
+
+    Raises:
+        OSError: no overlay can be made of the program's folder.
+    """
+    if is_foreign(order["cwd"]) and os.access(order["cwd"], os.W_OK):
+        raise OSError(errno.EOVERFLOW, "an ordinary user's overlay copies no folder of another owner or group")
     mounts = mount_points()
     guard = GUARD.format(**order["guard"])
     return Outside(
@@ -188,6 +211,36 @@ def _outside(order: dict[str, Any], own_users: bool) -> Outside:
         added=dict.fromkeys(encodings_of(order["command"]), guard),
         own_users=own_users,
     )
+
+
+def _in_copies(order: dict[str, Any]) -> dict[str, Any]:
+    """The order for a program that can write in a private folder alone, with copies there.
+
+    Raises:
+        OSError: this kernel has no Landlock.
+    """
+    landlock.version()
+    tree = copies.Tree(f"{order['folder']}/{_TREE}")
+    cwd = tree.plant_all(order["cwd"])
+    home, temporary = os.path.expanduser("~"), tempfile.gettempdir()
+    said = json.loads(os.environ[order["variable"]])
+    environment = {
+        "HOME": tree.word(home),
+        "TMPDIR": tree.word(temporary),
+        "PWD": cwd,
+        order["variable"]: json.dumps({**said, "tree": tree.top}),
+    }
+    program, *words = order["command"]
+    writable = [tree.top, f"{order['folder']}/results"]
+    with contextlib.suppress(OSError):
+        writable += ["/dev/shm"] * (not os.listdir("/dev/shm"))  # where something is, it may not be changed
+    return {
+        **order,
+        "cwd": cwd,
+        "command": [program, *map(tree.word, words)],
+        "environment": environment,
+        "writable": writable,
+    }
 
 
 def _fail(channel: socket.socket, error: BaseException) -> NoReturn:
@@ -276,6 +329,9 @@ def _first(
 
 def _become(order: dict[str, Any], channel: socket.socket) -> NoReturn:
     """Turns into the program."""
+    os.environ.update(order.get("environment", {}))
+    if "writable" in order:
+        landlock.restrict(order["writable"], [one for one in _WRITABLE_DEVICES if os.path.exists(one)])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["cwd"])
     words = order["command"]

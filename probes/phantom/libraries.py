@@ -12,6 +12,7 @@ import torch
 from probes.dryrun.metaops import grouped_mm, in_place_updates, int8_matmul
 from probes.dryrun.workspaces import temporaries
 from probes.patching import nothing
+from probes.phantom.copies import ready
 from probes.phantom.generation import shortened
 from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
@@ -126,7 +127,7 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
         if not without_values(tensors):
-            true_file(tensors, filename, metadata, *args, **kwargs)
+            true_file(tensors, ready(filename), metadata, *args, **kwargs)
             return
         phantom.note("what the program saved has no weights in it: the files are empty")
         Path(filename).write_bytes(b"")

@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from probes.patching import Replacement, replaced
 from probes.phantom.claims import CPU, CUDA, META, pinned, says_pinned
+from probes.phantom.copies import ready
 from probes.phantom.mode import Phantom
 
 _is_meta = torch._C.TensorBase.is_meta.__get__
@@ -245,10 +246,10 @@ def _saving(phantom: Phantom) -> Callable[..., None]:
     """`torch.save` of meta tensors as such: they have no bytes to write."""
     true = torch.save
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         phantom.claims.depth += 1
         try:
-            true(*args, **kwargs)
+            true(obj, ready(f), *args, **kwargs)
         finally:
             phantom.claims.depth -= 1
 

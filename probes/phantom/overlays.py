@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from probes.phantom.copies import NUM_SHOWN, files_in
+
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x4_0000
 _MNT_DETACH = 2
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY = 442, -100, 0x8000, 1
 _KERNELS = ("/proc", "/sys", "/dev")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _SHM = "/dev/shm"
-_NUM_SHOWN = 5
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -104,11 +105,11 @@ class Tree:
                 inside = os.path.relpath(folder, upper)
                 before = f"/proc/self/fd/{lower}/{inside}"
                 if _is_opaque(folder):
-                    num_deleted += sum(not os.path.lexists(f"{folder}/{one}") for one in _files_in(before))
+                    num_deleted += sum(not os.path.lexists(f"{folder}/{one}") for one in files_in(before))
                 for name in names:
                     status = os.lstat(f"{folder}/{name}")
                     if stat.S_ISCHR(status.st_mode) and not status.st_rdev:  # a whiteout
-                        num_deleted += len(_files_in(f"{before}/{name}"))
+                        num_deleted += len(files_in(f"{before}/{name}"))
                         continue
                     num_replaced += os.path.lexists(f"{before}/{name}")
                     path = os.path.normpath(os.path.join(place, inside, name))
@@ -118,7 +119,7 @@ class Tree:
             "num_replaced": num_replaced,
             "num_deleted": num_deleted,
             "written_bytes": -sum(size for _, size, _ in files),
-            "paths": [path for _, _, path in sorted(files)[:_NUM_SHOWN]],
+            "paths": [path for _, _, path in sorted(files)[:NUM_SHOWN]],
         }
 
     def _covered(self, path: str) -> bool:
@@ -220,7 +221,7 @@ def places(order: dict[str, Any], mounts: Sequence[str]) -> list[str]:
                 continue
             if not os.path.isdir(folder):
                 break
-            needed = above is None or folder in mounts or _is_foreign(folder)
+            needed = above is None or folder in mounts or is_foreign(folder)
             if needed and os.access(folder, os.W_OK | os.X_OK):
                 places.add(folder)
                 above = folder
@@ -234,7 +235,8 @@ def _folders(path: str) -> Iterator[str]:
         yield "/".join(parts[:end])
 
 
-def _is_foreign(folder: str) -> bool:
+def is_foreign(folder: str) -> bool:
+    """Whether a folder is of another owner or group than an ordinary user's."""
     status = os.stat(folder)
     return bool(os.geteuid()) and (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid())
 
@@ -249,13 +251,6 @@ def _is_opaque(folder: str) -> bool:
         return os.getxattr(folder, "user.overlay.opaque") == b"y"
     except OSError:
         return False
-
-
-def _files_in(path: str) -> list[str]:
-    """Names of all files below a folder, seen from it; of a file one, its own."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        return [""]
-    return [os.path.relpath(f"{folder}/{name}", path) for folder, _, names in os.walk(path) for name in names]
 
 
 def mount_points() -> list[str]:

@@ -126,7 +126,7 @@ def run_traced(order: TraceOrder) -> Ended:
         errors = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.error"))]
         return Ended(
             exit_code=outcome["code"],
-            results=results_in(results),
+            results=results_in(results, str(folder / "tree")),
             protection=Protection(kind=outcome["kind"], **{**redirected, "paths": tuple(redirected.get("paths", ()))}),
             error=errors[0] if errors else "",
         )
@@ -147,6 +147,7 @@ def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> di
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,
         "keep_free_bytes": isolation.KEEP_FREE_BYTES,
+        "variable": VARIABLE,
         "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(_ROOT)},
     }
     keeper = subprocess.Popen(
@@ -207,13 +208,16 @@ def _environment(order: TraceOrder, site: Path, results: Path) -> dict[str, str]
     }
 
 
-def results_in(folder: Path) -> tuple[TraceResult, ...]:
+def results_in(folder: Path, tree: str = "") -> tuple[TraceResult, ...]:
     """What the traced processes left, the one that trained most first.
+
+    Args:
+        tree: what stands before the names of files that are copies.
 
     Raises:
         ConfigError: something that is no trace's result.
     """
-    found = (TraceResult.read(one) for one in folder.glob("*.json"))
+    found = (TraceResult.read(one, without=tree) for one in folder.glob("*.json"))
     return tuple(sorted(found, key=lambda one: (-one.num_steps, -one.peak_allocated_bytes)))
 
 

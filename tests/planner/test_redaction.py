@@ -76,7 +76,8 @@ def test_words_of_a_command_line() -> None:
         "env", "HF_TOKEN=...", "python", "--hub_token", "...", "--token", "--lr", "1", "--password=..."
     ]  # fmt: skip
     assert without_secrets_in({"a": [f"x {SECRET}", 1, None]}, [SECRET]) == {"a": ["x ...", 1, None]}
-    assert not is_secret_name("--bos_token")
+    assert not any(is_secret_name(name) for name in ("--bos_token", "PWD", "OLDPWD", "SSH_AUTH_SOCK", "TOKENIZERS"))
+    assert all(is_secret_name(name) for name in ("DB_PWD", "--hub-token", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"))
 
 
 def test_a_data_sets_password_is_in_its_launch_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

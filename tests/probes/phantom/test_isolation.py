@@ -25,6 +25,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 USERS = [None, "nobody"] if os.geteuid() == 0 else [None]
+FOREIGN_GROUP = 54_321
+"""One that an ordinary user here is in, besides their own."""
 RUN = """
 import json, sys
 from dataclasses import asdict
@@ -44,20 +46,28 @@ except PlannerError as error:
 """
 FORBIDDEN = """
 import ctypes, os, platform, struct, sys
-number = {"x86_64": 272, "aarch64": 97}[platform.machine()]  # unshare
-code = b"".join(struct.pack("=HBBI", *one) for one in (
-    (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)))
+numbers = {"unshare": {"x86_64": 272, "aarch64": 97}[platform.machine()], "landlock_create_ruleset": 444}
+steps = [(0x20, 0, 0, 0)]
+while sys.argv[1] in numbers:
+    steps += [(0x15, 0, 1, numbers[sys.argv.pop(1)]), (0x06, 0, 0, 0x50001)]
+code = b"".join(struct.pack("=HBBI", *one) for one in (*steps, (0x06, 0, 0, 0x7FFF0000)))
 buffer = ctypes.create_string_buffer(code)
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
 libc = ctypes.CDLL(None, use_errno=True)
 assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0), ctypes.get_errno()
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Runs its words where `unshare` is not permitted, as in a container."""
+"""Runs its words where some system calls are not permitted, as in a container."""
+WITHOUT = {
+    "namespaces": (),
+    "landlock": (sys.executable, "-c", FORBIDDEN, "unshare"),
+    "none": (sys.executable, "-c", FORBIDDEN, "unshare", "landlock_create_ruleset"),
+}
+"""Kind of protection -> what stands before a command where no better one is to be had."""
 
 
 NAMES = {
-    "project/best.pt": 200_000,
+    "project/best.pt": 1_100_000,
     "project/out/checkpoint-1/model.safetensors": 300_000,
     "project/out/checkpoint-1/optimizer.pt": 100_000,
     "project/out/checkpoint-1/trainer_state.json": 20,
@@ -121,7 +131,7 @@ class Machine:
         home = {"HOME": str(self.folder), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
         how: dict[str, Any] = {"cwd": self.folder, "env": {**os.environ, **home}, "text": True}
         if self.user is not None:
-            how |= {"user": self.user, "group": pwd.getpwnam(self.user).pw_gid, "extra_groups": []}
+            how |= {"user": self.user, "group": pwd.getpwnam(self.user).pw_gid, "extra_groups": [FOREIGN_GROUP]}
         return [sys.executable, "-c", RUN, json.dumps(settings), *words], how
 
     def trace(self, *words: str, before: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
@@ -200,15 +210,31 @@ for name, code in HARM.items():
 
 
 @pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
 def test_whatever_a_program_does_nothing_changes_and_it_does_not_notice(
-    plant: Callable[..., Machine], user: str | None
+    plant: Callable[..., Machine], user: str | None, kind: str
 ) -> None:
     machine = plant(user, HARM)
-    done = machine.trace(sys.executable, "-c", f"HARM = {HARM!r}{EACH}")
-    assert (done["code"], done["kind"]) == (0, "namespaces"), done
-    assert "FAILED" not in done["said"], done["said"]
+    done = machine.trace(sys.executable, "-c", f"HARM = {HARM!r}{EACH}", before=WITHOUT[kind])
+    assert (done["code"], done["kind"]) == (0, kind), done
     machine.check()
+    failed = {line.split()[1] for line in done["said"].splitlines() if line.startswith("FAILED")}
+    # there the mode of a file cannot be changed, which root need not
+    assert failed == ({"modes"} if kind == "landlock" and (user or os.geteuid()) else set()), done["said"]
     assert done["num_written"] > len(HARM)
+
+
+@pytest.mark.skipif(len(USERS) < 2, reason="only root can give a folder to another group")
+def test_a_folder_of_another_group_that_an_overlay_cannot_copy_is_protected_otherwise(
+    plant: Callable[..., Machine],
+) -> None:
+    machine = plant("nobody", ["a shell"])
+    for path in (machine.folder, *machine.folder.rglob("*")):
+        os.chown(path, -1, FOREIGN_GROUP, follow_symlinks=False)
+    machine.before = machine.now()
+    done = machine.trace(sys.executable, "-c", f"HARM = { {'a shell': HARM['a shell']}!r}{EACH}")
+    assert done["kind"] == "landlock"
+    machine.check()
 
 
 def test_without_protection_the_same_program_does_harm(plant: Callable[..., Machine]) -> None:
@@ -222,7 +248,7 @@ def test_without_protection_the_same_program_does_harm(plant: Callable[..., Mach
 @pytest.mark.parametrize("user", USERS)
 def test_where_nothing_can_protect_the_program_is_not_run(plant: Callable[..., Machine], user: str | None) -> None:
     machine = plant(user)
-    done = machine.trace("touch", "one/project/best.pt", before=(sys.executable, "-c", FORBIDDEN))
+    done = machine.trace("touch", "one/project/best.pt", before=WITHOUT["none"])
     assert "nothing here can keep the program from your files" in done["refused"]
     assert "[Errno 1] unshare: Operation not permitted" in done["refused"]
     machine.check()
@@ -243,7 +269,8 @@ print({
     "tcp": fails(socket.create_connection, ("192.0.2.1", 80), 5),
     "loopback": fails(socket.create_connection, listener.getsockname(), 5),
     "daemon": fails(socket.socket(socket.AF_UNIX).connect, DAEMON),
-    "kill": fails(os.kill, KEEPER, 9),
+    "kill": fails(os.kill, KEEPER, 0),
+    "device": fails(open, "/dev/ptmx", "r+b", 0),
     "devices": sorted(os.listdir("/dev")),
     "processes": sum(name.isdecimal() for name in os.listdir("/proc")),
     "usr": fails(open, "/usr/new", "w"),
@@ -273,6 +300,7 @@ def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
         ["fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"]
     )
     assert found.pop("processes") <= 3
+    assert found.pop("device") == 0
     assert found.pop("usr") in ((0,) if os.geteuid() == 0 and user is None else (errno.EACCES, errno.EROFS))
     assert found == {
         "udp": errno.ENETUNREACH,
@@ -286,6 +314,22 @@ def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
         "sudo": "1",
     }
     assert not Path("/usr/new").exists()
+    machine.check()
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_where_one_folder_is_writable_devices_processes_and_the_kernel_are_not(
+    plant: Callable[..., Machine], user: str | None
+) -> None:
+    machine = plant(user)
+    program = OUTSIDE.replace("DAEMON", "''").replace("KEEPER", str(os.getpid()))
+    done = machine.trace(sys.executable, "-I", "-c", program, before=WITHOUT["landlock"])
+    found = ast.literal_eval(done["said"].strip().splitlines()[-1])
+    assert {name: found[name] for name in ("usr", "sysctl", "umount", "own namespace", "sudo", "device")} == {
+        "usr": errno.EACCES, "sysctl": errno.EACCES, "umount": True, "own namespace": True, "sudo": "1",
+        "device": errno.EACCES,
+    }  # fmt: skip
+    assert found["kill"] in (errno.EPERM, 0)  # 0 before Linux 6.12, and signal 0 alone is sent
     machine.check()
 
 
@@ -404,20 +448,21 @@ Trainer(model, settings, train_dataset=rows, callbacks=[Look()]).train()
 """
 
 
-def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine]) -> None:
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine], kind: str) -> None:
     """PyTorch's and safetensors' own writers, and a Trainer that overwrites a checkpoint and deletes the older."""
     machine = plant(None)
     words = ["trace", "--gpu", "t4", "--yes", "--json", "--steps", "4", "--", sys.executable, "-c", TRAINER]
     code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
     _, how = machine.command()
     how["cwd"] = machine.folder / "one" / "project"
-    done = subprocess.run([sys.executable, "-c", code], **how, capture_output=True, check=False)
+    done = subprocess.run([*WITHOUT[kind], sys.executable, "-c", code], **how, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     machine.check()
     answer = json.loads(done.stdout)
     assert answer["num_steps"] == 4
     protection = answer["protection"]
-    assert protection["kind"] == "namespaces"
+    assert protection["kind"] == kind
     assert protection["num_replaced"] >= 2  # best.pt and what link.bin leads to
     assert protection["num_deleted"] >= 4  # both old checkpoints
     seen = [ast.literal_eval(line[5:]) for line in done.stderr.splitlines() if line.startswith("SEES ")]
