@@ -35,7 +35,7 @@ def page() -> str:
         text += f"## {group}, {first.date}\n\n{len(rows)} runs on `{first.gpu}`: {stack}.\n\n"
         text += "\n".join(_table(rows)) + "\n"
         said = [(row.unmapped, row.config_id) for row in rows if row.unmapped]
-        said += [(one, row.config_id) for row in rows for one in row.assumed]
+        said += [(one, row.config_id) for row in rows for one in (*row.assumed, *row.differs)]
         cases: dict[str, list[str]] = {}
         for words, case in said:
             cases.setdefault(words, []).append(case)
@@ -58,7 +58,7 @@ def _table(rows: Iterable[MeasuredRow]) -> list[str]:
             ("reserved", row.reserved_bytes),
             ("device", row.device_bytes),
         ):
-            cells.append(f"{(measured or 0) / GIB:.2f}")
+            cells.append(f"{measured / GIB:.2f}" if measured else "")
             for rung in ("formula", "dry-run"):
                 cells.append(
                     _cell(errors[rung, what].get(row.id), measured, what, all_errors.setdefault((rung, what), []))

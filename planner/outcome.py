@@ -18,6 +18,7 @@ class Rung(StrEnum):
     TRACE = "trace"
     PROBE = "probe"
     CONFIRM = "confirm"
+    RUN = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +75,27 @@ class Environment:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-SPEED_SPOILING_FLAGS = frozenset({"unstable", "loss-emulated", "device-shared", "allocator-retries"})
-"""Step times that did not settle, a stand-in for the loss's own kernels, somebody else on the GPU, memory so short that
-the allocator waited for the driver: such step times are not the setup's."""
+SPEED_SPOILING_FLAGS = frozenset({"noise", "loss-emulated", "device-shared", "allocator-retries"})
+"""More layers that took no longer than fewer, a stand-in for the loss's own kernels, somebody else on the GPU, memory
+so short that the allocator waited for the driver: such step times are not the setup's. Times that only wander
+("unstable") are: their median counts, and how far they went is its band."""
+SETTLED_FRACTION = 0.01
+"""Steps have settled when the medians of two windows differ by no more: what they say of the speed is no better."""
+WINDOW_STEPS = 3
+"""A wander is seen in medians of so many steps: one slow step moves none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a probe or a confirmation measured, raw.
+    """What a probe, a confirmation or a run of the launch file measured, raw.
 
     Attributes:
         step_times_s: every optimizer step after warm-up, in order (extended to full depth where truncated).
+        between_steps_s: what the trainer takes from one step's end to the next one's begin (median), where it was
+            there; 0 where these are no trainer's steps.
+        trainer_fraction: by how much longer the target's trainer takes for such a step, and `trainer_band_fraction` how
+            far that is known to differ (`planner.evidence.trainers`); 0 where the steps are the trainer's own.
+        program: whose steps these are: the launch target of a run, "" of our own step.
         layers_measured: depths that were really run, (full,) for full depth.
         extrapolation_error_fraction: how far the linear extension missed a third depth or the known parameter bytes.
         flags: what disturbed the measurement (docs/probes.md); with one of SPEED_SPOILING_FLAGS there is no speed.
@@ -114,13 +125,29 @@ class Measurement:
     copy_bandwidth_bytes_per_s: float | None = None
     rank_peaks: tuple[tuple[str, int, int], ...] = ()
     kernels: tuple[str, ...] = ()
+    between_steps_s: float = 0.0
+    trainer_fraction: float = 0.0
+    trainer_band_fraction: float = 0.0
+    program: str = ""
 
     @property
     def step_time_s(self) -> float:
-        """Median optimizer-step time."""
+        """Seconds of an optimizer step as the target's trainer takes it: the median, with what the trainer adds."""
         from statistics import median  # late: it costs a formula-only plan several milliseconds
 
-        return median(self.step_times_s)
+        return median(self.step_times_s) * (1 + self.trainer_fraction) + self.between_steps_s
+
+    @property
+    def time_band_fraction(self) -> float:
+        """Half-width of the speed's band: how far the steps wandered (at least by what settled steps may), and how well
+        the trainer's share is known."""
+        from statistics import median
+
+        times, middle = self.step_times_s, median(self.step_times_s)
+        windows = [median(times[end - WINDOW_STEPS : end]) for end in range(WINDOW_STEPS, len(times) + 1)]
+        wander = max((abs(one - middle) for one in windows), default=max(times) - min(times))
+        seen = wander / middle if middle else 0.0
+        return max(seen, SETTLED_FRACTION, abs(self.extrapolation_error_fraction or 0.0)) + self.trainer_band_fraction
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -172,11 +199,17 @@ class Candidate:
     dry_run: Prediction | ProbeFailure | None = None
     trace: Prediction | ProbeFailure | None = None
     probe: Measurement | ProbeFailure | None = None
+    run: Measurement | ProbeFailure | None = None
 
     @property
     def rungs(self) -> tuple[tuple[Rung, Evidence], ...]:
         """What was asked, the lowest first."""
-        asked = ((Rung.DRY_RUN, self.dry_run), (Rung.TRACE, self.trace), (Rung.PROBE, self.probe))
+        asked = (
+            (Rung.DRY_RUN, self.dry_run),
+            (Rung.TRACE, self.trace),
+            (Rung.PROBE, self.probe),
+            (Rung.RUN, self.run),
+        )
         return ((Rung.FORMULA, self.formula), *((rung, one) for rung, one in asked if one is not None))
 
     @property
@@ -194,15 +227,16 @@ class Candidate:
     @property
     def speed_evidence(self) -> Prediction | Measurement:
         """The highest rung that gave a step time."""
-        for evidence in (self.probe, self.dry_run):
+        for evidence in (self.run, self.probe, self.dry_run):
             if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s is not None:
                 return evidence
         return self.formula
 
     @property
     def fits(self) -> bool:
-        """Device peak within the budget on the highest rung, and no probe ran out of memory."""
-        if isinstance(self.probe, ProbeFailure) and self.probe.kind is FailureKind.OUT_OF_MEMORY:
+        """Device peak within the budget on the highest rung, and neither probe nor run ran out of memory."""
+        failed = (one for one in (self.probe, self.run) if isinstance(one, ProbeFailure))
+        if any(one.kind is FailureKind.OUT_OF_MEMORY for one in failed):
             return False
         return self.memory_evidence.peak_device_bytes <= self.budget_bytes
 

@@ -75,6 +75,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     values["mfu_fraction"] = evidence.mfu_fraction
     values["notes"], values["note_places"] = list(evidence.notes), places(evidence.notes)
     if isinstance(evidence, Measurement):
+        values["time_band_fraction"] = evidence.time_band_fraction
         values["measured"] = {name: one for name, one in to_jsonable(evidence).items() if name not in RUNG_KEYS}
         return values
     for term in evidence.terms:
@@ -95,7 +96,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
 
 def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
     """One candidate in the interchange form: setup, fits, budget and the rungs."""
-    rungs = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe")}
+    rungs = {name: getattr(candidate, name) for name in ("formula", "dry_run", "trace", "probe", "run")}
     return {
         "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
         "fits": candidate.fits,
@@ -263,10 +264,11 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     formula = rung_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula rung of a candidate must hold a prediction")
-    said = (values["dry_run"], values.get("trace"), values["probe"])  # no trace in older files
-    dry_run, trace, probe = (None if one is None else rung_from_dict(one) for one in said)
-    if isinstance(dry_run, Measurement) or isinstance(trace, Measurement) or isinstance(probe, Prediction):
-        raise ConfigError("dry run and trace predict and a probe measures; this candidate says otherwise")
+    said = (values["dry_run"], values.get("trace"), values["probe"], values.get("run"))  # two are not in older files
+    dry_run, trace, probe, run = (None if one is None else rung_from_dict(one) for one in said)
+    predicted, measured = (dry_run, trace), (probe, run)
+    if any(isinstance(one, Measurement) for one in predicted) or any(isinstance(one, Prediction) for one in measured):
+        raise ConfigError("dry run and trace predict, a probe and a run measure; this candidate says otherwise")
     return Candidate(
         setup=setup_from_dict(setup),
         budget_bytes=decode(int, values["budget_bytes"], "budget_bytes"),
@@ -274,6 +276,7 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
         dry_run=dry_run,
         trace=trace,
         probe=probe,
+        run=run,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from planner.notes import Place, place_of
-from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
+from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.samples.useful import useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
@@ -24,6 +24,7 @@ RUNG_WORDS = {
     Rung.TRACE: "trace",
     Rung.PROBE: "probe",
     Rung.CONFIRM: "confirmed",
+    Rung.RUN: "run",
 }
 SHARE_SHOWN = 0.005
 """Difference between tokens/s and those that are no padding from which it is worth a word."""
@@ -72,18 +73,21 @@ def _two_digits(number: float) -> str:
 
 def memory_band(evidence: Evidence) -> str:
     """The error band of a memory figure: "±8 %", "measured", or nothing where none is known."""
-    return band_words(evidence.memory_band_fraction) if isinstance(evidence, Prediction) else _measured_band(evidence)
+    if isinstance(evidence, ProbeFailure):
+        return ""
+    if isinstance(evidence, Prediction):
+        return band_words(evidence.memory_band_fraction)
+    missed = abs(evidence.extrapolation_error_fraction or 0.0)
+    return band_words(missed) if missed >= SHOWN_MISS else "measured"
+
+
+SHOWN_MISS = 0.0005
+"""An extension to full depth that missed by less says nothing of how a trainer's run may differ."""
 
 
 def speed_band(evidence: Evidence) -> str:
-    """The same of a speed figure."""
-    return band_words(evidence.time_band_fraction) if isinstance(evidence, Prediction) else _measured_band(evidence)
-
-
-def _measured_band(evidence: Measurement | ProbeFailure) -> str:
-    if isinstance(evidence, ProbeFailure):
-        return ""
-    return band_words(evidence.extrapolation_error_fraction) or "measured"
+    """The same of a speed figure; of a measurement how far its steps wandered, and how well its trainer is known."""
+    return "" if isinstance(evidence, ProbeFailure) else band_words(evidence.time_band_fraction)
 
 
 def memory_mark(evidence: Evidence) -> str:
@@ -107,7 +111,7 @@ def memory_marks(found: Iterable[Evidence]) -> str:
 
 def speed_marks(found: Iterable[Evidence]) -> str:
     """The same of speed figures."""
-    return _marks((one.rung, one.time_band_fraction if isinstance(one, Prediction) else None) for one in found)
+    return _marks((one.rung, None if isinstance(one, ProbeFailure) else one.time_band_fraction) for one in found)
 
 
 def _marks(figures: Iterable[tuple[Rung, float | None]]) -> str:

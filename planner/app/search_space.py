@@ -7,7 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.decision.candidates import candidate
+from planner.decision.facts import PREFERENCE_FRACTION
+from planner.decision.node import Node, node_of_setup
+from planner.decision.simplicity import simplicity
 from planner.decision.spreads import spread_name
+from planner.decision.tree import preferred_nodes
 from planner.interchange import setup_to_dict
 from planner.notes import found
 from planner.outcome import Candidate, Measurement
@@ -15,6 +19,7 @@ from planner.plan import Plan, with_trades
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
 from planner.units import gib
+from planner.workload import Workload
 from reports.extras import search_values
 from reports.setup_text import trial_words
 
@@ -42,17 +47,19 @@ links are used is what the formula knows least."""
 def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tuple[Candidate, ...]:
     """What the search may choose from: the walked space where it may fit and is not hopelessly slow, fastest first.
 
-    The tree's first answer stands: a plan for full fine-tuning is tuned among full fine-tuning setups, one for
-    adapters among adapters (quantized or not). With several GPUs every way of spreading the job keeps its best, however
-    fast the others are; of a way that no probe can run only the fastest that fits stays, told with its prediction.
+    The class of the plan stands, as it does without a search (docs/choices.md): full fine-tuning is tuned among its
+    own setups, a 16-bit adapter among those, a quantized base beside the 16-bit one that may fit after all. Where speed
+    is preferred, or what the plan took may not fit, quantized bases are searched too. With several GPUs every way of
+    spreading the job keeps its best, however fast the others are; of a way that no probe can run only the fastest that
+    fits stays, told with its prediction.
     """
     wish = plan.workload
-    full = plan.chosen.setup.method == "full"
+    nodes = _nodes(plan)
     limit_bytes = wish.budget_bytes * (1 + NEAR_MISS_FRACTION)
     points = [
         point
         for point in _walked(plan)
-        if (point.family.method == "full") == full and point.peak_device_bytes <= limit_bytes
+        if node_of_setup(point.family) in nodes and point.peak_device_bytes <= limit_bytes
     ]
     if wish.objective == "memory":
         points.sort(key=lambda point: point.peak_device_bytes)
@@ -70,6 +77,15 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
         kept += _best_of_each(points, MIN_PER_SPREAD)
     setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*kept, *told))])
     return tuple(candidate(wish, setup) for setup in setups)
+
+
+def _nodes(plan: Plan) -> frozenset[Node]:
+    """The classes that are searched."""
+    mine = node_of_setup(plan.chosen.setup)
+    if mine is Node.FULL:
+        return frozenset({mine})
+    spare = plan.workload.prefer == "speed" or plan.chosen.verdict != "fits"
+    return frozenset({mine, Node.LORA, *([Node.FOUR_BIT] if spare else [])})
 
 
 def _walked(plan: Plan) -> Iterable[Point]:
@@ -116,10 +132,6 @@ def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
             yield point
 
 
-MEASURED_GAIN_FRACTION = 0.05
-"""A quantized base replaces a LoRA that fits where it was measured faster by more than this."""
-
-
 def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "") -> Plan:
     """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
 
@@ -142,9 +154,7 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
     if result.best is None:
         note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, found(note)))
-    chosen = result.best
-    if plan.workload.objective == "tokens" and chosen.setup.method == "qlora":
-        chosen = _unquantized(chosen, result.candidates, MEASURED_GAIN_FRACTION)
+    chosen = _preferred(plan.workload, result.best, result.candidates)
     rivals = [one for one in result.candidates if one.fits and one.setup != chosen.setup]
     known = {chosen.setup, *(one.setup for one in result.candidates)}
     ranked = (chosen, *rivals, *(one for one in plan.ranked if one.setup not in known))
@@ -183,14 +193,19 @@ def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()]
 
 
-def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction: float) -> Candidate:
-    """A measured 16-bit LoRA nearly as fast goes before QLoRA: quantize to fit, or where the whole is faster."""
-    for one in candidates:
-        near = one.tokens_per_s * (1 + gain_fraction) >= best.tokens_per_s
-        timed = isinstance(one.probe, Measurement) and one.probe.tokens_per_s is not None
-        if one.setup.method == "lora" and timed and one.fits and near:
-            return one
-    return best
+def _preferred(wish: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+    """The search's answer by the rules of a plan: the least approximate class that was measured to fit, in it the
+    simplest of what is as fast; the fastest where speed is preferred."""
+    timed = [one for one in candidates if one.fits and isinstance(one.probe, Measurement) and one.probe.tokens_per_s]
+    if wish.objective != "tokens" or wish.prefer == "speed" or not timed:
+        return best
+    found = {node_of_setup(one.setup) for one in timed}
+    node = next((node for node in preferred_nodes(wish) if node in found), None)
+    own = [one for one in timed if node_of_setup(one.setup) is node]
+    floor = (1 - PREFERENCE_FRACTION) * max(one.tokens_per_s for one in own)
+    return min(
+        (one for one in own if one.tokens_per_s >= floor), key=lambda one: (simplicity(one.setup), -one.tokens_per_s)
+    )
 
 
 def _pareto_point(candidate: Candidate) -> dict[str, Any]:

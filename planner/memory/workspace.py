@@ -42,13 +42,14 @@ invoke-ai/InvokeAI issue 9413), 426 on an RTX 6000 Ada (142; unslothai/unsloth-z
 BARE_PER_SM_HOPPER_BYTES = int(3.94 * MIB)
 """The same from Hopper on. Measured: 520 MiB on an H200 (132 multiprocessors, driver 580): by what device memory was
 larger where `trl sft` ran, whose launcher keeps a context of its own. That Blackwell is like it is an assumption."""
-LIBRARIES_BYTES = 164 * MIB
-"""cuBLAS and PyTorch's kernels, loaded as they are first called. Measured by vLLM on an H100, 0.16 GiB beyond its
-context (vllm-project/vllm pull request 12126), without cuDNN. Taken for every generation but Turing's."""
-CUDNN_BYTES = 82 * MIB
-"""cuDNN, where attention runs on it. Measured: 764 to 768 MiB beyond PyTorch's segments in 15 of 16 runs of TRL on an
-H200 (torch 2.11, CUDA 13), 520 and 164 of them above. What Liger's Triton kernels and bitsandbytes add is within those
-4 MiB. The sixteenth had 1,024 in a process that had trained four other setups before."""
+LIBRARIES_BYTES, LIBRARIES_HOPPER_BYTES = 164 * MIB, 234 * MIB
+"""PyTorch's kernels and cuBLAS, loaded as they are first called, before Hopper and from it on. Measured on an H100 by
+step (torch 2.11, CUDA 13): 90 MiB with PyTorch's first kernel, 66 with cuBLAS's, 78 in training (Liger's Triton kernels
+and bitsandbytes within them: 4 MiB). Before Hopper: an assumption between those and the 17 MiB of a T4, what vLLM says
+of an H100 (0.16 GiB beyond PyTorch's first kernels; vllm-project/vllm pull request 12126)."""
+CUDNN_BYTES = 16 * MIB
+"""cuDNN, where attention runs on it. Measured on the H100: 770 MiB in four of TRL's runs, 754 in one with eager
+attention; 764 to 768 in 15 of 16 on an H200, 1,024 in a process that had trained four setups before."""
 MEASURED_CONTEXT_BYTES = {(7, 5): 141 * MIB}
 """By compute capability, where the whole was measured after training steps: of a T4. Source: fitcheck-llm 0.3.1
 data/measurements, `cuda_context_mib` 140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""
@@ -58,8 +59,11 @@ def bare_context_bytes(gpu: GpuSpec) -> int | None:
     """Device memory of a process that has a CUDA context and runs no kernel; None where it is not known."""
     if gpu.vendor != "NVIDIA" or gpu.sm_count is None:
         return None
-    later = (gpu.compute_capability or (0, 0))[0] >= 9
-    return gpu.sm_count * (BARE_PER_SM_HOPPER_BYTES if later else BARE_PER_SM_BYTES)
+    return gpu.sm_count * (BARE_PER_SM_HOPPER_BYTES if _from_hopper(gpu) else BARE_PER_SM_BYTES)
+
+
+def _from_hopper(gpu: GpuSpec) -> bool:
+    return (gpu.compute_capability or (0, 0))[0] >= 9
 
 
 @lru_cache(maxsize=128)
@@ -77,7 +81,8 @@ def context_bytes(gpu: GpuSpec) -> int:
     bare = bare_context_bytes(gpu)
     if bare is None:
         return CONTEXT_BYTES
-    return bare + LIBRARIES_BYTES + CUDNN_BYTES * takes_cudnn(gpu, "sdpa")
+    libraries = LIBRARIES_HOPPER_BYTES if _from_hopper(gpu) else LIBRARIES_BYTES
+    return bare + libraries + CUDNN_BYTES * takes_cudnn(gpu, "sdpa")
 
 
 NCCL_NVLINK_BYTES = 688 * MIB

@@ -117,9 +117,9 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
         raise _Unusable("a stored measurement without GPU, step times or tokens")
     if str(environment.get("device", "cuda")).startswith("cpu"):
         raise _Unusable("measured on a CPU")
-    spoiled = sorted(SPEED_SPOILING_FLAGS.intersection(map(str, outcome.get("flags") or ())))
+    spoiled = sorted((SPEED_SPOILING_FLAGS | {"unstable"}).intersection(map(str, outcome.get("flags") or ())))
     if spoiled:
-        raise _Unusable(f"a stored measurement without a speed of its own ({', '.join(spoiled)})")
+        raise _Unusable(f"a stored measurement without a speed to fit ({', '.join(spoiled)})")
     card = environment.get("gpu_key") or environment.get("gpu_name")
     times, tokens = outcome.get("step_times_s"), outcome.get("tokens_per_step")
     if not isinstance(card, str) or not isinstance(times, list) or not times or not isinstance(tokens, int):

@@ -15,9 +15,10 @@ from dataclasses import field, replace
 
 import torch
 
+from planner.evidence.trainers import NO_SHARE, trainer_share
 from planner.outcome import Measurement
 from planner.records import dataclass
-from planner.units import MIB, gib
+from planner.units import MIB, gib, percent
 from probes.gpu.child import StatusPipe, limit_cpu_memory
 from probes.gpu.crew import crew_of
 from probes.gpu.depth import Depths, choose_depths
@@ -159,6 +160,12 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
             found.flags.add("unstable")
     kernels = next((run.kernels for run in found.runs if run.kernels), ())
     _step_notes(request, runner, kernels, found)
+    share = trainer_share(request.setup) if request.device != "cpu" else NO_SHARE
+    if share.fraction:
+        found.notes.append(
+            f"timed is our own step; {request.setup.by.title} took {percent(share.fraction)} longer "
+            f"(±{percent(share.band_fraction)}) where both were measured, which is counted"
+        )
     return Measurement(
         rung=request.rung,
         peak_allocated_bytes=max(found.phases.values()),
@@ -177,6 +184,8 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: DepthRunner, bandwi
         device_peak_is_nvml=all(run.nvml for run in found.runs),
         copy_bandwidth_bytes_per_s=bandwidth or None,
         kernels=kernels,
+        trainer_fraction=share.fraction,
+        trainer_band_fraction=share.band_fraction,
     )
 
 
@@ -208,7 +217,7 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
         times_s=full.step_times_s,
     )
     if full.layer_s <= 0:
-        found.flags.add("unstable")
+        found.flags.add("noise")
         found.notes.append("the longer model was not slower than the shorter one: step times are noise")
     if whole is not None:
         found.runs.append(whole)

@@ -13,7 +13,7 @@ from planner.codec import decode
 from planner.errors import ConfigError, UsageError
 from planner.interchange import to_jsonable
 from planner.memory.workspace import CONTEXT_BYTES
-from planner.outcome import Rung
+from planner.outcome import SETTLED_FRACTION, Rung
 from planner.outputs import write_whole
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -50,7 +50,7 @@ class Limits:
     warmup_steps: int = 2
     window_steps: int = 3
     max_steps: int = 40
-    stable_fraction: float = 0.01
+    stable_fraction: float = SETTLED_FRACTION
     max_accumulation: int = 4
     memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None

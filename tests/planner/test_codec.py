@@ -50,6 +50,10 @@ MEASUREMENT = Measurement(
     copy_bandwidth_bytes_per_s=1e12,
     rank_peaks=(("stage 1", 2, 5),),
     kernels=("flash_fwd_kernel",),
+    between_steps_s=0.01,
+    trainer_fraction=0.049,
+    trainer_band_fraction=0.019,
+    program="trl",
 )
 FAILURE = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from planner.evidence.trainers import trainer_share
 from planner.outcome import SPEED_SPOILING_FLAGS, Prediction
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
@@ -111,7 +112,8 @@ def test_memory_is_measured_at_full_depth_where_that_fits(monkeypatch: pytest.Mo
     assert found.peak_reserved_bytes == truth.peak_reserved_bytes
     assert found.peak_device_bytes == truth.peak_reserved_bytes + CONTEXT
     assert found.phase_peaks_bytes == dict(truth.phase_peaks_bytes)
-    assert found.step_time_s == pytest.approx(0.01 * LAYERS)
+    assert found.step_time_s == pytest.approx(0.01 * LAYERS * (1 + trainer_share(FULL).fraction))
+    assert any(note.startswith("timed is our own step; ") for note in found.notes)
     assert found.layers_measured == (2, 4, LAYERS)
     assert "memory of all 16 layers measured" in found.notes[0]
 
@@ -164,7 +166,7 @@ def test_a_run_that_is_not_the_setups_own_gives_memory_and_no_speed(monkeypatch:
     of_the_run = (flag,) if flag in ("allocator-retries", "power-capped") else ()
 
     def answer(depth: int) -> DepthRun:
-        times = (0.01 * depth,)
+        times = (0.01 if flag == "noise" else 0.01 * depth,)
         return replace(run, depth=depth, step_times_s=times, settled=flag != "unstable", flags=of_the_run)
 
     monkeypatch.setitem(globals(), "run_at", answer)
@@ -173,8 +175,25 @@ def test_a_run_that_is_not_the_setups_own_gives_memory_and_no_speed(monkeypatch:
     assert found.flags == ((flag,) if flag else ())
     assert found.peak_device_bytes == 2 * GIB + CONTEXT
     assert found.speed_spoiled_by == ((flag,) if flag in SPEED_SPOILING_FLAGS else ())
-    speed = None if flag in SPEED_SPOILING_FLAGS else setup.tokens_per_step / (0.01 * LAYERS)
-    assert found.tokens_per_s == (speed if speed is None else pytest.approx(speed))
+    step_s = 0.01 * LAYERS * (1 + trainer_share(setup).fraction)
+    speed = None if flag in SPEED_SPOILING_FLAGS else pytest.approx(setup.tokens_per_step / step_s)
+    assert found.tokens_per_s == speed
+
+
+def test_steps_that_wander_give_their_median_and_the_band_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200's steps of a 0.5B went from 354 to 393 ms over tens of steps: before, there was no speed at all."""
+    waves = (0.354, 0.355, 0.354, 0.37, 0.371, 0.37, 0.393, 0.392, 0.393)
+    before = run_at
+
+    def answer(depth: int) -> DepthRun:
+        return replace(before(depth), step_times_s=waves if depth > 2 else (0.1,) * 9, settled=depth == 2)
+
+    monkeypatch.setitem(globals(), "run_at", answer)
+    found, _ = on_a_gpu(monkeypatch, 79 * GIB)()
+    assert found.flags == ("unstable",)
+    share, middle = trainer_share(FULL), sorted(found.step_times_s)[4]
+    assert found.tokens_per_s == pytest.approx(FULL.tokens_per_step / (middle * (1 + share.fraction)))
+    assert found.time_band_fraction == pytest.approx((0.393 - 0.37) / middle + share.band_fraction)
 
 
 def test_growth_is_read_off_the_allocators_segments() -> None:

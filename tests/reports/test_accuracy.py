@@ -154,7 +154,14 @@ def test_textbook_memory_baseline_runs_over_every_comparable_row() -> None:
     table = accuracy_table(load_rows(), states_and_checkpoints, what="allocated", lookup=lookup, rung="textbook")
     assert table.overall is not None
     assert table.overall.num_configs >= 60
-    assert {one.name for one in table.groups} == {"canifinetune", "fitcheck", "fms_acceleration", "h200", "litgpt"}
+    assert {one.name for one in table.groups} == {
+        "canifinetune",
+        "fitcheck",
+        "fms_acceleration",
+        "h100",
+        "h200",
+        "litgpt",
+    }
     # The textbook has no loss chain and no optimizer temporary: it must be too low, and far worse than the aim.
     assert table.overall.bias < -0.05
     assert table.overall.p95_error > 0.2

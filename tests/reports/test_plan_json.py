@@ -87,8 +87,8 @@ def test_plan_json_same_keys_on_every_rung_and_for_failures() -> None:
     )
     for candidate in (known, failed):
         values = candidate_to_dict(candidate, "m", "g")
-        assert set(values) == {"setup", "fits", "budget_bytes", "formula", "dry_run", "trace", "probe"}
-        for rung in ("formula", "dry_run", "trace", "probe"):
+        assert set(values) == {"setup", "fits", "budget_bytes", "formula", "dry_run", "trace", "probe", "run"}
+        for rung in ("formula", "dry_run", "trace", "probe", "run"):
             assert values[rung] is None or tuple(values[rung]) == RUNG_KEYS
         assert candidate_to_dict(candidate_from_dict(through_json(values)), "m", "g") == values
 
