@@ -8,6 +8,7 @@ from types import ModuleType
 from planner.choices.images import IMAGE_TARGETS
 from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import rollouts
+from planner.exporters.install import versions
 from planner.exporters.text import comments, header
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
@@ -84,14 +85,14 @@ class Target:
             reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
         if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):
             return Launch(target=self.name, refused=reason)
-        found, versions = self.differences(setup), room.VALIDATED_WITH
+        found, tested = self.differences(setup), versions(room.VALIDATED_WITH, setup)
         draft: Draft = room.export(request, found)
         files, main = draft.files, draft.main
         if main is not None:
-            head = header(request, draft.title, draft.command, versions, differences=found, notes=draft.notes)
+            head = header(request, draft.title, draft.command, tested, differences=found, notes=draft.notes)
             files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
         parts = {**vars(draft), "files": files, "main": None, "title": ""}
-        return Launch(target=self.name, differences=found, validated_with=versions, **parts)
+        return Launch(target=self.name, differences=found, validated_with=tested, **parts)
 
 
 @cache

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.choices.precisions import PRECISIONS
 from planner.choices.stacks import TARGET_ROWS
+from planner.exporters.install import HUB_FLASH, from_hub
 from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
@@ -29,6 +30,9 @@ def attention_line(request: ExportRequest) -> Line | None:
     """`attn_implementation`, None where transformers has to choose for each part of the model."""
     if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
         return None
+    amd = request.gpu is not None and request.gpu.vendor == "AMD"
+    if from_hub(request.setup) and not amd:  # for AMD's cards transformers takes another of the hub's by itself
+        return Line("attn_implementation", HUB_FLASH, "fetched from the hub, no compiler needed")
     return Line("attn_implementation", ATTENTIONS[request.setup.attention])
 
 

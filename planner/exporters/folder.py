@@ -11,10 +11,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from planner.choices.kernels import LIGER
-from planner.choices.optimizers import OPTIMIZERS
-from planner.choices.packages import requirement
 from planner.exporters import chat, slurm
+from planner.exporters.install import install_calls
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 from planner.records import dataclass
@@ -73,22 +71,6 @@ def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[La
     return tuple(found)
 
 
-def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
-    """Arguments of `pip install`, one list per call: versions that accepted such files, then what builds on torch."""
-    runs = launch.runs_as(request.setup)
-    packages = [f"{name}=={version}" for name, version in launch.validated_with.items()]
-    extra = {
-        "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
-        LIGER: "liger" in (runs.loss, runs.kernels) and launch.target != "axolotl",  # which pins one of its own
-        "deepspeed": runs.zero,
-    }
-    packages += [requirement(name) for name, needed in extra.items() if needed and name not in launch.validated_with]
-    calls = [packages]
-    if runs.attention == "flash-attention-2":
-        calls.append(["flash-attn", "--no-build-isolation"])
-    return calls
-
-
 def login_words(request: ExportRequest) -> str:
     """Whether the hub wants a login for the model; "" for a directory."""
     name = shown_path(request.model_id)
@@ -124,7 +106,7 @@ def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: Expo
     for launch in launches:
         if not launch.files:
             continue
-        pip = [f"pip install {shlex.join(call)}" for call in requirements(launch, request)]
+        pip = [f"pip install {shlex.join(call)}" for call in install_calls(launch, request)]
         lines += [f"## {launch.target}", "", *(f"{_plain(words)}." for words in launch.about), ""]
         if launch.complete:
             lines += ["```bash", *pip, launch.command, "```", ""]
@@ -194,7 +176,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         f"    tool={shlex.quote(tool)} oldest={launch.python}",
         f"    files=({shlex.join(f'launch/{path}' for path in placed)})",
         "    install() {",
-        *(f"      pip install {shlex.join(call)}" for call in requirements(launch, request)),
+        *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),
         "    }",
         "    run() {",
         *(f'      : "${{{name}:?set it on every node}}"' for name in needed),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from planner.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
+from planner.exporters.install import checkpointing_key, versions
 from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.text import Code, Line, call, constant, said, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -66,9 +67,9 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
-        files.append(slurm.job_file(request, TARGET, _node_command(request), VALIDATED_WITH))
+        files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
     notes = _spread_notes(request)
-    notes += ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
+    notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
@@ -321,11 +322,11 @@ def arguments(
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             Line(
-                "activation_checkpointing",
+                checkpointing_key(setup),
                 setup.checkpointing > 0 and not sharded,
                 "fsdp_activation_checkpointing does it" if sharded else "",
             ),
-            Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
+            Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
             said(SCRIPT, setup, "optimizer"),
             *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             *common.kernels_lines(setup, request.model),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
+from planner.exporters.install import checkpointing_key, versions
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
@@ -28,8 +29,7 @@ TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
 OLDER_NAMES = (
-    "With transformers < 5.23 write gradient_checkpointing for activation_checkpointing "
-    "(every_n_layers needs >= 5.17); "
+    "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
     "with trl < 1.16 check loss_type: only this version never materialises the logits."
 )
 
@@ -133,7 +133,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
-        files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
+        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
     else:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
     runs = setup.with_(**{one.field: one.runs_as for one in found})
@@ -341,12 +341,12 @@ def _dataset(request: ExportRequest) -> Section:
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:
-    """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
+    """Checkpointing by the names of transformers' version; under FSDP it moves into the Accelerate config."""
+    key = checkpointing_key(setup)
     if accelerate.checkpoints(setup):
-        return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
+        return [Line(key, False, "fsdp_activation_checkpointing does it")]
     if setup.checkpointing == 0:
-        return [Line("activation_checkpointing", False)]
+        return [Line(key, False)]
     comment = f"every {setup.checkpointing} layers" if setup.checkpointing > 1 else "every layer"
     comment += ", attention kept" * setup.selective_checkpointing + ", inputs in host memory" * setup.activation_offload
-    kwargs = Line("activation_checkpointing_kwargs", checkpointing_kwargs(setup))
-    return [Line("activation_checkpointing", True, comment), kwargs]
+    return [Line(key, True, comment), Line(f"{key}_kwargs", checkpointing_kwargs(setup))]

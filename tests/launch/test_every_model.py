@@ -46,7 +46,7 @@ from tests.launch.tiny_models import (  # noqa: E402
 from tests.whole import these  # noqa: E402
 
 RANK = 4
-ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash-attention-2"}
+ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "kernels-community/flash-attn2": "flash-attention-2"}
 NO_FILE = {"t5": "encoder-decoder", "internlm3": "trust_remote_code"}
 """Types that no target trains, and a word of the reason."""
 REFUSED = {
@@ -78,7 +78,7 @@ def settings(target: str, launch: Launch) -> tuple[str | None, Any]:
     """(attn_implementation, None where none is named; target_modules as PEFT gets them) of an emitted file."""
     text = launch.files[0].text
     if target == "hf":
-        attention = re.search(r'attn_implementation="(\w+)"', text)
+        attention = re.search(r'attn_implementation="([^"]+)"', text)
         modules = re.search(r"target_modules=(.*),\n", text)
         assert modules is not None
         return attention[1] if attention else None, ast.literal_eval(modules[1])
