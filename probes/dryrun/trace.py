@@ -138,6 +138,7 @@ def trace_run(
     workspaces: bool = True,
     num_layers: int = 0,
     world: World | None = None,
+    tracker_class: type[Tracker] = Tracker,
 ) -> Trace:
     """Runs loading and `steps` optimizer steps of `setup` on the model of `config` and records every allocation.
 
@@ -146,6 +147,7 @@ def trace_run(
         device: "meta", or "cpu" for the comparison with real tensors.
         workspaces: whether kernels' own memory is counted (off for the comparison).
         world: the job that this process is a rank of, None for one GPU.
+        tracker_class: what follows one GPU (a job brings its own).
     """
     log = KernelLog(capability=capability, ring=ring_group(setup) if setup.rings else None)
     attention, notes = resolve_attention(config, setup)
@@ -153,7 +155,7 @@ def trace_run(
         stack.enter_context(_emulated(log, config, device))
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
-        tracker = (Tracker if world is None else world.tracker)(
+        tracker = (tracker_class if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
         spread, owners = stack.enter_context(_loaded(tracker, model, reference, world))
