@@ -9,7 +9,7 @@ from planner.exporters.text import Line, Section, said, section, shown_path, yam
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.hardware.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
-from planner.models.targets import adapts_expert_stacks, attention_target_names, chooses, peft_target_modules
+from planner.models.targets import adapts_expert_stacks, attention_target_names, peft_target_modules, unadaptable
 from planner.setup import TrainSetup
 from planner.setup_fields import TARGET_SETS
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
@@ -149,7 +149,7 @@ def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
         return list(attention_target_names(model))
     of_layers = [one for layer in model.layer_kinds for one in layer.linears]
     linears = [one for one in (*of_layers, *model.outer_linears) if one.module != "parameter"]
-    return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
+    return list(dict.fromkeys(one.leaf for one in linears if not unadaptable(one)))
 
 
 def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
