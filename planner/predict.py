@@ -77,10 +77,10 @@ def _step_time(
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
     if "paging" not in speed.parts_s or of_a_plan(setup):
         return speed
-    return speed if _paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
+    return speed if paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
 
 
-def _paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
+def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
     """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in
     every step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
 

@@ -16,6 +16,7 @@ from probes.allocator import replay
 from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
+from probes.dryrun.operators import full_program
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.startup import load_libraries
@@ -132,6 +133,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         parameter_bytes=trace.parameter_bytes,
         num_events=len(curve.totals),
         elapsed_s=0.0,
+        program=None if trace.operators is None else full_program(trace.operators, trace.trainables),
     )
 
 
