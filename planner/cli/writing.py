@@ -21,6 +21,7 @@ from planner.exporters import EXPORTERS, DatasetChoice, Difference, ExportReques
 from planner.exporters.chat import lacks_template
 from planner.exporters.folder import folder_files
 from planner.hyperparameters import choose
+from planner.locks import folder_lock
 from planner.notes import Note, Place, risk
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
@@ -60,23 +61,32 @@ def write_out(
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
         launches = launch_files(plan, targets, dataset, folder, force=force, traces=traces)
-    for launch in launches:
-        for file in launch.files:
-            write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
-    written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
-    earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
-    if earlier and not traces:
-        where = ", ".join(f"launch/{name}" for name in earlier)
-        say(f"not of this plan, and left as it was: {where} in {folder}")
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
     except EnvironmentProblem as error:
         say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
+    with folder_lock(folder):
+        _put(folder, launches, texts, again=bool(traces))
+    return tuple(launch for launch in launches if launch.target != FOLDER)
+
+
+def _put(folder: Path, launches: Sequence[Launch], texts: Mapping[str, str], *, again: bool) -> None:
+    """Writes the files; `again`: the second time for one plan."""
+    if not (folder / "plan.json").exists():
+        for name in sorted(one for one in texts if (folder / one).exists()):
+            say(f"replaces {folder / name}, which no plan wrote")
+    for launch in launches:
+        for file in launch.files:
+            write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
+    written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
+    earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
+    if earlier and not again:
+        where = ", ".join(f"launch/{name}" for name in earlier)
+        say(f"not of this plan, and left as it was: {where} in {folder}")
     for name, text in texts.items():
         write_text(folder / name, text)
-    return tuple(launch for launch in launches if launch.target != FOLDER)
 
 
 def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, ...]:

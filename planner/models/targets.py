@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from planner.errors import SetupError
+from planner.models.matching import full_matches
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup_fields import TARGET_SETS
 
@@ -274,17 +275,19 @@ def _is_pattern(targets: tuple[str, ...]) -> bool:
 
 def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
     """Matches by PEFT's rule for a string: the whole module name, every layer alike."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise SetupError(f"LoRA targets {_listed((pattern,))} are no valid pattern: {error}") from error
     groups = []
-    for layer, num, linears in _modules(model, with_head=True):
-        places = [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
-        hits = [
-            [one for one in linears if compiled.fullmatch((place + _module_name(one)).lstrip("."))] for place in places
-        ]
-        inner = [[one for one in linears if compiled.fullmatch((place + one.name).lstrip("."))] for place in places]
+    modules = [(*group, _places(group[0])) for group in _modules(model, with_head=True)]
+    named = (
+        (place + name).lstrip(".")
+        for _, _, linears, places in modules
+        for place in places
+        for one in linears
+        for name in (one.name, _module_name(one))
+    )
+    matching = full_matches(pattern, tuple(dict.fromkeys(named)))
+    for layer, num, linears, places in modules:
+        hits = [[one for one in linears if (place + _module_name(one)).lstrip(".") in matching] for place in places]
+        inner = [[one for one in linears if (place + one.name).lstrip(".") in matching] for place in places]
         if hits[0] != hits[-1] or inner[0] != inner[-1]:
             raise SetupError(
                 f"LoRA targets {_listed((pattern,))} pick single layers, which is not supported",
@@ -299,6 +302,11 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
         chosen = tuple(inner[0])
         groups.append((layer if layer.path else _outer(chosen), num, chosen))
     return groups
+
+
+def _places(layer: LayerSpec) -> list[str]:
+    """Where the modules of a layer's first two copies stand."""
+    return [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
 
 
 def _convert(model: ModelSpec, names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left, insort_left
 from collections.abc import Callable, Iterator
 from dataclasses import field
+from importlib.util import find_spec
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.errors import ConfigError, EnvironmentProblem
 from planner.inputs import open_regular, parse_json, read_lines
 from planner.install import packages_command
 from planner.records import dataclass
+from planner.samples.counting import TokenizerChild
 from planner.samples.steps import PADDING_LIMIT
 
 T = TypeVar("T")
@@ -217,15 +219,11 @@ def token_counter(tokenizer: Path | None) -> tuple[CountTokens, str]:
     file = tokenizer / "tokenizer.json" if tokenizer is not None and tokenizer.is_dir() else tokenizer
     if file is not None and file.is_file():
         try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            pass
-        else:
-            try:
-                loaded = Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises bare Exception for any broken file
-                raise ConfigError(f"{file.name} is no tokenizer that can be read: {str(error)[:200]}") from error
-            return lambda text: len(loaded.encode(text, add_special_tokens=False).ids), "counted by the tokenizer"
+            found = find_spec("tokenizers")
+        except ValueError:  # no module at all, but something of that name
+            found = None
+        if found is not None:
+            return TokenizerChild(file), "counted by the tokenizer"
     return lambda text: round(len(text.encode()) / BYTES_PER_TOKEN), f"estimated at {BYTES_PER_TOKEN:g} bytes a token"
 
 

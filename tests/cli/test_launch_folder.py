@@ -14,6 +14,7 @@ from planner.choices.stacks import written_by
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
 from planner.exporters.folder import README, folder_files, gate_of, gates
+from planner.locks import folder_lock, try_lock
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -243,3 +244,12 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
         jobs = [file.path for export in EXPORTERS.values() for file in export(asked).files if slurm.is_job(file)]
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
+
+
+def test_two_writers_of_one_folder_take_turns(tmp_path: Path) -> None:
+    with folder_lock(tmp_path / "out"):
+        descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+        assert not try_lock(descriptor)
+    assert try_lock(descriptor)
+    os.close(descriptor)
+    assert not os.listdir(tmp_path / "out")

@@ -1,6 +1,7 @@
 """Token lengths of local data sets: hand-counted cases, packing and padding against brute force, broken files."""
 
 import json
+import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner.errors import ConfigError
+from planner.samples import counting
 from planner.samples.dataset import DatasetStats, choose_length, measure, sample_columns, token_counter
 
 
@@ -204,3 +206,27 @@ def test_other_kinds_of_file_are_refused_by_their_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"only \.jsonl") as caught:
         measure(file)
     assert "to_json" in caught.value.hint
+
+
+def test_a_tokenizer_that_panics_or_hangs_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    monkeypatch.setattr(counting, "TEXT_LIMIT_S", 1)
+    panics = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}
+    panics |= dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
+    panics["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    for name, content in (("empty", ""), ("panics", json.dumps(panics))):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match="no tokenizer that can be read"):
+            token_counter(tmp_path / name)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}))  # has no word for what it does not know
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "hangs"))
+    count, _ = token_counter(tmp_path / "hangs")
+    with pytest.raises(ConfigError, match="cannot count a text"):
+        count("b")
+    count, _ = token_counter(tmp_path / "hangs")
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot count a text"):
+        count("a" * 40 + "b")
+    assert time.monotonic() - start < 60
