@@ -64,15 +64,12 @@ class Remembered:
     """What functional operators gave, by the operator and the layouts of its arguments."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        """Which operator with which layouts the last call was; None: one that is not known by them."""
-        self._kept: dict[Any, tuple[Any, int]] = {}
+        self._kept: dict[Any, Any] = {}
         self._makes_new: dict[int, bool] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on meta tensors: by its short cut, new tensors where it was called with such arguments
         before, else by calling it."""
-        self.number = None
         number = id(func)
         new = self._makes_new.get(number)
         if new is None:
@@ -87,13 +84,11 @@ class Remembered:
             key = (number, _key(args), *((name, _key((one,))) for name, one in kwargs.items()))
         except TypeError:  # an argument of a kind that no layout says
             return func(*args, **kwargs)
-        found = self._kept.get(key)
-        if found is None:
+        kept = self._kept.get(key)
+        if kept is None:
             out = func(*args, **kwargs)
-            self.number = len(self._kept)
-            self._kept[key] = _kept(out, args), self.number
+            self._kept[key] = _kept(out, args)
             return out
-        kept, self.number = found
         if kept is _NOT_KEPT:
             return func(*args, **kwargs)
         if type(kept) is tuple:

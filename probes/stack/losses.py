@@ -12,9 +12,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
-from probes.stack.launches import launched
-
-Kernel = Callable[..., None]
 
 TOKENS_PER_TILE = 4096
 """Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
@@ -22,27 +19,17 @@ VOCAB_PER_TILE = 32768
 """Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
-def _unseen(name: str, reads: int = 1, *, writes: bool = True) -> Callable[[Kernel], Kernel]:
+def _unseen(kernel: Callable[..., None]) -> Callable[..., None]:
     """Marks a stand-in for a GPU kernel that allocates nothing: it does nothing on meta, and what it allocates on a CPU
-    is hidden from a tracker.
+    is hidden from a tracker."""
 
-    Args:
-        name: the kernel's row in `planner.speed.prices`; `reads`: how many arguments it reads that are as large as what
-            it computes; `writes`: whether it writes the first.
-    """
-
-    def marked(kernel: Kernel) -> Kernel:
-        @wraps(kernel)
-        def run(tile: torch.Tensor, *args: Any) -> None:
-            if tile.device.type == "meta":
-                launched(name, [tile, *args[: reads - 1]], [tile] * writes)
-                return
+    @wraps(kernel)
+    def run(tile: torch.Tensor, *args: Any) -> None:
+        if tile.device.type != "meta":
             with torch.no_grad(), _disable_current_modes():
                 kernel(tile, *args)
 
-        return run
-
-    return marked
+    return run
 
 
 class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
@@ -126,7 +113,7 @@ class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-@_unseen("aten.addmm", 3)
+@_unseen
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """`total += left @ right` in fp32 without fp32 copies of the factors, as cuBLAS does for 16-bit input."""
     if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
@@ -135,7 +122,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     total.addmm_(left.float(), right.float())
 
 
-@_unseen("trl.logprob_tile", writes=False)
+@_unseen
 def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, target_logit: Any) -> None:
     """One tile into the running log-sum-exp. The GPU's kernel does this without memory; on meta nothing happens, and
     elsewhere it runs row block by row block so that memory stays small."""
@@ -150,7 +137,7 @@ def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, tar
         target_logit[rows] = torch.where(here, picked, target_logit[rows])
 
 
-@_unseen("trl.logprob_tile_backward")
+@_unseen
 def _unfold(tile: torch.Tensor, local: torch.Tensor, log_z: Any, grad: Any) -> None:
     """The tile of logits becomes the tile of their gradients, in place."""
     columns = torch.arange(tile.shape[1], device=tile.device)
@@ -236,16 +223,16 @@ def _accumulate(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor
     if logits.dtype is torch.float32 or gradient.dtype not in (torch.float32, logits.dtype):
         gradient += torch.mm(logits.t(), part).to(gradient.dtype)
     else:
-        _add_share(gradient, logits.t(), part.to(logits.dtype))
+        _add_share(gradient, logits, part.to(logits.dtype))
 
 
-@_unseen("aten.addmm", 3)
+@_unseen
 def _add_share(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
     """cuBLAS adds the product into the gradient, of 16-bit factors into fp32 too."""
-    gradient += torch.mm(logits, part).to(gradient.dtype)
+    gradient += torch.mm(logits.t(), part).to(gradient.dtype)
 
 
-@_unseen("liger.cross_entropy")
+@_unseen
 def _liger_kernel(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, rows: int) -> None:
     """Loss and gradient of one chunk in place of its logits; the GPU's kernel needs no memory for it."""
     for row in range(0, logits.shape[0], 64):
@@ -282,7 +269,7 @@ class InPlaceCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return logits.detach(), None
 
 
-@_unseen("unsloth.cross_entropy", writes=False)
+@_unseen
 def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, normalizers: torch.Tensor) -> None:
     """Loss and log-sum-exp of every row; the GPU's kernel needs no memory for it."""
     for row in range(0, logits.shape[0], 64):
@@ -293,7 +280,7 @@ def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tenso
         losses[part] = torch.where(wanted >= 0, normalizers[part] - picked, 0.0)
 
 
-@_unseen("unsloth.cross_entropy_backward")
+@_unseen
 def _row_gradients(logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, outer: torch.Tensor) -> None:
     """The gradient of every row in place of its logits; the GPU's kernel needs no memory for it."""
     scale = outer / targets.ne(-100).sum()
