@@ -5,7 +5,7 @@ check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
-	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/mutation.py
+	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/mutation.py tools/trace_kills.py
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest
@@ -22,6 +22,7 @@ mutants: # 200 planted faults, each against its room's tests (docs/faults.md)
 	$(PY) tools/mutation.py
 faults: # kills, full disks, read-only homes and restarted databases under real searches (docs/faults.md)
 	$(PY) tools/faults.py
+	$(PY) tools/trace_kills.py 60
 audit: # known vulnerabilities of the tested set; a venv of its own; --strict: what could not be asked about is no pass
 	test -x .audit/bin/pip-audit || { $(PY) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
 	.audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --strict

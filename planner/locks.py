@@ -8,6 +8,8 @@ import errno
 import importlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -37,6 +39,24 @@ def open_lock(path: Path, *, make: bool = True) -> BinaryIO:
     """
     flags = (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | NO_LINK | OPEN_FLAGS
     return open(os.open(path, flags, 0o666), "rb+" if make else "rb")
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """One process at a time writes into a folder, made where it is missing; others wait. No file is left in it.
+
+    Where a folder cannot be locked (native Windows, some network file systems) nobody waits.
+    """
+    descriptor = None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | OPEN_FLAGS)
+        lock(descriptor)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:

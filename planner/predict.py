@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.evidence.bands import LIKE_TIME_BANDS, memory_band, of_a_plan, with_evidence
+from planner.evidence.bands import memory_band, of_a_plan, time_band, unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
 from planner.memory.dtypes import flow_of
@@ -57,7 +57,7 @@ def predict(
         memory_band_fraction=memory_band(model, setup),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
-        time_band_fraction=max(speed.band_fraction, LIKE_TIME_BANDS.get(model.like, 0.0)),
+        time_band_fraction=max(speed.band_fraction, time_band(model)),
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
         notes=(*memory_notes(model, gpu, setup), *_rank_notes(model, gpu, setup, ranks, cluster), *speed.notes),
@@ -77,10 +77,10 @@ def _step_time(
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
     if "paging" not in speed.parts_s or of_a_plan(setup):
         return speed
-    return speed if _paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
+    return speed if paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
 
 
-def _paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
+def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
     """Whether a paged optimizer's states do not all find room beside the peak on one GPU. Then all of them move in
     every step: it goes through them in one order, and the driver evicts what was used longest ago, which is next.
 
@@ -154,6 +154,15 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append(
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
+        )
+    if "encoder" in model.lacks:
+        notes.append(risk(f"{model.built_class} is the decoder alone: the encoder is neither loaded nor trained"))
+    if unknown_mixers(model):
+        notes.append(
+            risk(
+                f"{model.model_type} mixes tokens in plain PyTorch unless its packages are installed (mamba-ssm, "
+                "causal-conv1d, flash-linear-attention), some token by token: the speed is an upper bound"
+            )
         )
     if model.like:
         words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"

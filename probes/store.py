@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from planner.codec import BadOutcome
-from planner.errors import ConfigError, EnvironmentProblem
+from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.locks import NO_LINK, OPEN_FLAGS, lock, unlock
 from planner.outcome import FailureKind, Measurement
 from planner.outputs import private_directory, write_whole
@@ -155,7 +155,10 @@ class Store:
 
         Raises:
             EnvironmentProblem: the target cannot be written.
+            UsageError: it is this store, whose earlier outcomes an export leaves out.
         """
+        if target.resolve() == self.path.resolve():
+            raise UsageError(f"{target} is the store itself", hint="export into another file")
         records = [record for record in self.latest() if keep(record)]
         try:
             write_whole(target, b"".join(encode_line(record) for record in records))

@@ -9,8 +9,16 @@ from planner.choices.losses import LOSSES
 from planner.setup import TrainSetup
 
 FLASH = "flash-attn"
-TESTED = {LIGER: "0.8.5"}
-"""The version whose own code was run here (tools/liger_parts.py, benchmarks/trace_liger.py)."""
+DELTA, CONV = "flash-linear-attention", "causal-conv1d"
+TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0"}
+"""The version that is installed: of Liger that whose own code was run here (tools/liger_parts.py,
+benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds)."""
+DELTA_TYPES = frozenset({
+    "bailing_hybrid", "glm5_next", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "qwen4_exp",
+})  # fmt: skip
+"""Model types whose gated delta rule transformers 5.23 hands to flash-linear-attention where that is installed
+(`use_kernel_func_from_hub_with_fallback("chunk_...", "fla")`); without it a loop in PyTorch runs, in fp32."""
 PACKAGED: Mapping[str, Mapping[object, str]] = {
     "loss": {name: LIGER for name, row in LOSSES.items() if row.triton},
     "attention": {"flash-attention-2": FLASH},

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.app.progress import say
 from planner.check import CheckResult, improve, summary
 from planner.cli import check_folder, options
 from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
@@ -107,6 +108,9 @@ def check(
     determined by the file.
     """
     wish = asked.asked(model, cluster.gpus)
+    target = fix.target(file)
+    if target is not None and target.resolve() == file.resolve():
+        raise UsageError(f"--out names {file} itself", hint="give another name")
     if file.is_dir() or answer.annotations is not None:
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
@@ -120,7 +124,6 @@ def check(
         cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
         dry_run=not answer.no_dry_run,
     )
-    target = fix.target(file)
     fixed = _fixed(file, target, result, spec, predict, wish) if target else None
     tell(as_document(result, fixed), text_lines(result, fixed), as_json=answer.as_json)
     return result.exit_code
@@ -138,6 +141,8 @@ def _fixed(
     except ConfigError as error:
         refused = error.message
     if text is not None:
+        if target.exists():
+            say(f"replaces {target}, which was there")
         write_text(target, text)
     return {
         "changes": list(found.labels),

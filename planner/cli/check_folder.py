@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from planner.check import summary
 from planner.cli.checking import Asked, as_document, checked
@@ -143,7 +144,7 @@ def sarif(found: Sequence[Finding]) -> dict[str, Any]:
                         "locations": [
                             {
                                 "physicalLocation": {
-                                    "artifactLocation": {"uri": one.path.as_posix()},
+                                    "artifactLocation": {"uri": quote(one.path.as_posix())},
                                     "region": {"startLine": one.line},
                                 }
                             }

@@ -11,7 +11,15 @@ from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import dry_run_band, memory_band
 from planner.models.spec import ModelSpec
-from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
+from planner.planning.refine import (
+    ANY_SETUP,
+    CANNOT_RUN,
+    CorrectionKey,
+    correction_key,
+    exact_bytes,
+    spread_correction_key,
+    stopped,
+)
 from planner.planning.runs import Known
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches, planned_values
@@ -124,6 +132,8 @@ class Limits:
         """By how much dry runs of a setup's family, or of its spread, correct the formula's peak; None: nothing did."""
         if not self.corrections:
             return None
+        if stopped(self.corrections, setup):
+            return CANNOT_RUN
         rest = self.corrections.get(ANY_SETUP)
         if setup.num_gpus > 1:
             rest = self.corrections.get(spread_correction_key(setup), rest)
@@ -131,13 +141,14 @@ class Limits:
 
     def fitting_bytes(self, setup: TrainSetup) -> int:
         """The largest peak of the formula that fits when it is corrected."""
-        ratio = self.ratio(setup)
-        if ratio is None:
+        ratio, exact = self.ratio(setup), exact_bytes(self.model, setup)
+        if not ratio or exact > self.budget_bytes:
             return self.budget_bytes
-        found = int((self.budget_bytes + 1) / ratio) + 1
-        while int(found * ratio) > self.budget_bytes:
+        budget = self.budget_bytes - exact
+        found = int((budget + 1) / ratio) + 1
+        while int(found * ratio) > budget:
             found -= 1
-        return found
+        return exact + found
 
     def surely_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
@@ -362,11 +373,15 @@ def _note_refusals(
 
 
 def corrected(points: Iterable[Point], limits: Limits) -> Iterable[Point]:
-    """The points with the peaks of corrected families multiplied by their ratio."""
+    """The points with the peaks of corrected families, beyond what is exact, multiplied by their ratio."""
     if not limits.corrections:
         return points
-    return (_scaled(point, limits.ratio(point.shared)) for point in points)
+    return (_scaled(point, limits) for point in points)
 
 
-def _scaled(point: Point, ratio: float | None) -> Point:
-    return point if ratio is None else point._replace(peak_device_bytes=int(point.peak_device_bytes * ratio))
+def _scaled(point: Point, limits: Limits) -> Point:
+    ratio = limits.ratio(point.shared)
+    if ratio is None:
+        return point
+    exact = exact_bytes(limits.model, point.shared)
+    return point._replace(peak_device_bytes=exact + int((point.peak_device_bytes - exact) * ratio))

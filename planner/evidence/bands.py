@@ -41,6 +41,8 @@ LIKE_MIXTURE_ADAPTED_BAND = 1.0
 type."""
 LIKE_TIME_BANDS = {"llama": 0.50, "mixture": 1.40}
 """The same of the time: worst 47.9 and 136.3 %."""
+MIXER_TIME_BAND = 1.0
+"""The same where a module tree shows layers that mix tokens by no softmax: nobody has timed one (November 2026)."""
 ENCODER_BAND = 0.06
 """Encoders of BERT's layer and ModernBERT, read off their trees too: the worst of 38 setups of four models was 4.8 %
 (XLM-R with checkpointing), the others were within 2.2 % (docs/objectives.md)."""
@@ -68,6 +70,18 @@ def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
     """
     own = _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
     return max(own, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def unknown_mixers(model: ModelSpec) -> bool:
+    """Whether a module tree shows layers that mix tokens by no softmax: state spaces, delta rules, recurrences."""
+    return model.from_tree and any(
+        one.attention is not None and one.attention.kind == "linear" for one in model.layer_kinds
+    )
+
+
+def time_band(model: ModelSpec) -> float:
+    """The least band of the time of a model that nobody here knows."""
+    return LIKE_TIME_BANDS[model.like] if model.like else MIXER_TIME_BAND if unknown_mixers(model) else 0.0
 
 
 def dry_run_band(setup: TrainSetup) -> float:

@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.choices.precisions import PRECISIONS
 from planner.choices.stacks import TARGET_ROWS
-from planner.exporters import prepare
+from planner.exporters.install import HUB_FLASH, from_hub
 from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import attention_refusal, experts_refusal, left_unnamed
+from planner.hardware.kernels import attention_refusal, class_refusal, experts_refusal, left_unnamed
 from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
-from planner.samples.steps import steps_between_saves
 from planner.setup import TrainSetup
 from planner.tools import Tool
 from planner.tools.transformers import ATTENTIONS
@@ -31,6 +30,9 @@ def attention_line(request: ExportRequest) -> Line | None:
     """`attn_implementation`, None where transformers has to choose for each part of the model."""
     if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
         return None
+    amd = request.gpu is not None and request.gpu.vendor == "AMD"
+    if from_hub(request.setup) and not amd:  # for AMD's cards transformers takes another of the hub's by itself
+        return Line("attn_implementation", HUB_FLASH, "fetched from the hub, no compiler needed")
     return Line("attn_implementation", ATTENTIONS[request.setup.attention])
 
 
@@ -124,25 +126,11 @@ def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> 
     ]
 
 
-def steps_between(request: ExportRequest) -> float:
-    """Steps from one checkpoint, and one evaluation, to the next."""
-    return steps_between_saves(request.hyper.max_steps or request.num_steps)
-
-
-def evaluation_lines(request: ExportRequest) -> list[Line]:
-    """When the samples held out are evaluated, as transformers says it."""
-    if not request.evaluates:
-        return []
-    held_out = f"{request.held_out} samples are held out" if request.held_out else "a share of the samples is held out"
-    return [Line("eval_strategy", "steps", held_out), Line("eval_steps", steps_between(request))]
-
-
 def saving_lines(request: ExportRequest) -> list[Line]:
-    """What is evaluated and saved on the way, as transformers says it."""
-    evaluating = evaluation_lines(request)
+    """What is saved on the way, as transformers says it."""
     if not request.save:
-        return [*evaluating, Line("save_strategy", "no", "the final model is saved all the same")]
-    lines = [*evaluating, Line("save_steps", steps_between(request)), Line("save_total_limit", 1)]
+        return [Line("save_strategy", "no", "the final model is saved all the same")]
+    lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
     if request.setup.sharded_at_loading:
         lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
     return lines
@@ -197,18 +185,15 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
             f"transformers has no {model.model_type}: the code that the model brings along would have to be trusted "
             "(trust_remote_code), which no file here asks for"
         )
-    return attention_refusal(model, setup.attention) or stored_refusal(setup, model)
+    return attention_refusal(model, setup.attention) or class_refusal(model, setup) or stored_refusal(setup, model)
 
 
-def data_constants(request: ExportRequest, target: str = "hf") -> str:
+def data_constants(request: ExportRequest) -> str:
     """What a person changes first in a script: model and data."""
-    dataset, model = request.dataset, constant("MODEL", shown_path(request.model_id))
-    if prepare.needed(request):
-        made = constant("DATASET", prepare.folder(request, target), f"made by launch/{prepare.NAME} of your data set")
-        return model + made + (constant("SPLIT", "train") if not request.setup.aim.supervised else "")
+    dataset = request.dataset
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     return (
-        model
+        constant("MODEL", shown_path(request.model_id))
         + constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment)
         + constant("SPLIT", dataset.split if dataset else "train")
     )

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from planner.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
-from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS
+from planner.exporters.install import checkpointing_key, versions
+from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.text import Code, Line, call, constant, said, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.trained import scaled_inputs, tuned_norms
@@ -66,9 +67,9 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
-        files.append(slurm.job_file(request, TARGET, _node_command(request), VALIDATED_WITH))
+        files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
     notes = _spread_notes(request)
-    notes += ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
+    notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
@@ -144,13 +145,13 @@ def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append("\n" + (CUT if setup.context_degree > 1 else PADDED) + "\n" + PACKED * setup.packing)
-        parts.append("\n\nrows = load_dataset(DATASET)\n")
-        if setup.packing:
-            packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
-            parts.append(f'rows["train"] = rows["train"].map({packed})\n')
+        collator = CUT if setup.context_degree > 1 else PACKED if setup.packing else PADDED
+        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + collator + "\n\n")
+        parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
+    if setup.packing:
+        parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
     parts.append("\n" + arguments(request, runs))
-    parts.append(run("Trainer", "tokenizer") if scored else run("Trainer", "tokenizer", rows=_splits(request)))
+    parts.append(run("Trainer", "tokenizer"))
     return "".join(parts)
 
 
@@ -170,13 +171,14 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
 
 
 def constants(request: ExportRequest) -> str:
-    """What a person changes first: model, data, length; of text also whether it is packed."""
-    setup = request.setup
+    """What a person changes first: model, data, length; of text also its column, and whether it is packed."""
+    setup, dataset = request.setup, request.dataset
+    of_text, comment_text = setup.aim.head != "none", "only for datasets without chat columns"
     return (
         common.data_constants(request)
-        + (setup.aim.head == "score") * constant("TEXT_FIELD", "text")
+        + of_text * constant("TEXT_FIELD", dataset.text_field if dataset else "text", comment_text)
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
-        + (setup.aim.head != "none") * constant("PACKING", setup.packing)
+        + of_text * constant("PACKING", setup.packing)
         + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
     )
 
@@ -320,11 +322,11 @@ def arguments(
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             Line(
-                "activation_checkpointing",
+                checkpointing_key(setup),
                 setup.checkpointing > 0 and not sharded,
                 "fsdp_activation_checkpointing does it" if sharded else "",
             ),
-            Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
+            Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
             said(SCRIPT, setup, "optimizer"),
             *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             *common.kernels_lines(setup, request.model),
@@ -355,15 +357,10 @@ def _ulysses(setup: TrainSetup) -> list[Line]:
     return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
 
 
-def _splits(request: ExportRequest) -> str:
-    """What of the rows is trained on, and evaluated."""
-    return 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates
-
-
-def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:
+def run(trainer: str, processing: str, then: str = "") -> str:
     """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
-    made = f"trainer = {trainer}(\n    model=model, args=arguments, train_dataset={rows}, data_collator=collate, "
-    return f"\n{made}processing_class={processing}\n)\n{then}{COUNTS}{_RUN}"
+    made = f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows, data_collator=collate, "
+    return f"\n{made}processing_class={processing})\n{then}{COUNTS}{_RUN}"
 
 
 _RUN = """\

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from planner.exporters import accelerate, chat, common, deepspeed, prepare, rollouts, several_gpus, slurm
+from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
+from planner.exporters.install import checkpointing_key, versions
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
@@ -20,7 +21,7 @@ VALIDATED_WITH = {
     "accelerate": "1.15.0",
     "datasets": "5.2.0",
 }
-FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
+FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "csv"}
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
 
 ORPO_SCRIPT = "trl/trl-orpo.py"
@@ -28,8 +29,7 @@ TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
 OLDER_NAMES = (
-    "With transformers < 5.23 write gradient_checkpointing for activation_checkpointing "
-    "(every_n_layers needs >= 5.17); "
+    "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
     "with trl < 1.16 check loss_type: only this version never materialises the logits."
 )
 
@@ -133,7 +133,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
-        files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
+        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
     else:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
     runs = setup.with_(**{one.field: one.runs_as for one in found})
@@ -324,35 +324,29 @@ def _dataset(request: ExportRequest) -> Section:
     Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
     """
     dataset, images, aim = request.dataset, request.setup.images, request.setup.aim
-    if prepare.needed(request):
-        made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
-        return section("dataset", made, Line("dataset_train_split", "train"))
     shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
     if dataset is None:
         columns = "messages or text" if aim.name == "sft" else aim.columns
         comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
         return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
     comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"
+    named = not shown and dataset.columns == "text" and dataset.text_field != "text"
+    text = Line("dataset_text_field", dataset.text_field) if named else None
     loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local and not shown else None
     if loader is not None:
         entry = {"path": loader, "data_files": shown_path(dataset.path), "split": "train"}
-        return section("dataset", Line("datasets", [entry], comment))
+        return section("dataset", Line("datasets", [entry], comment), text)
     name = Line("dataset_name", shown_path(dataset.path), comment)
-    return section("dataset", name, Line("dataset_train_split", dataset.split))
-
-
-def _labels(request: ExportRequest) -> str:
-    """What the labels in the prepared rows say."""
-    return f", the loss is on {prepare.loss_words(request)}" if request.setup.aim.supervised else ""
+    return section("dataset", name, Line("dataset_train_split", dataset.split), text)
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:
-    """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
+    """Checkpointing by the names of transformers' version; under FSDP it moves into the Accelerate config."""
+    key = checkpointing_key(setup)
     if accelerate.checkpoints(setup):
-        return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
+        return [Line(key, False, "fsdp_activation_checkpointing does it")]
     if setup.checkpointing == 0:
-        return [Line("activation_checkpointing", False)]
+        return [Line(key, False)]
     comment = f"every {setup.checkpointing} layers" if setup.checkpointing > 1 else "every layer"
     comment += ", attention kept" * setup.selective_checkpointing + ", inputs in host memory" * setup.activation_offload
-    kwargs = Line("activation_checkpointing_kwargs", checkpointing_kwargs(setup))
-    return [Line("activation_checkpointing", True, comment), kwargs]
+    return [Line(key, True, comment), Line(f"{key}_kwargs", checkpointing_kwargs(setup))]

@@ -127,6 +127,16 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
     return ""
 
 
+def class_refusal(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why transformers' class of this model does not train this setup on any card, "" where it does."""
+    if setup.checkpointing and "checkpointing" in model.lacks:
+        return f"transformers' {model.built_class} has no gradient checkpointing"
+    if setup.loss != "full" and "bare-head" in model.lacks and setup.aim.head == "vocabulary":
+        more = "more than a matrix between hidden states and logits"
+        return f"{model.built_class} puts {more}, which a fused loss leaves out"
+    return ""
+
+
 def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """What of a setup has no kernel for this model on this GPU, "" where everything runs.
 
@@ -134,6 +144,8 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     CUDA's managed memory); Triton compiles for NVIDIA cards from compute capability 7.0 on, and for AMD.
     """
     if reason := attention_refusal(model, setup.attention) or halves_refusal(model, setup):
+        return reason
+    if reason := class_refusal(model, setup):
         return reason
     if setup.images is not None and setup.attention == "flash-attention-2" and _sees_ahead(model):
         return (

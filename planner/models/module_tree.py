@@ -27,7 +27,7 @@ from planner.outputs import write_whole
 NEEDED = ("torch", "transformers", "peft")
 LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
-VERSION = 6
+VERSION = 7
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 
 
@@ -53,7 +53,7 @@ def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
             hint=f"with {install_command('torch')} any decoder of transformers is planned",
         )
     if not _named_by_transformers(model_type):
-        raise NoTree(f"nor to transformers {version('transformers')}")
+        raise NoTree(f"transformers {version('transformers')} does not know it")
     path = _cached(config)
     spec = _read(path)
     if spec is None:
@@ -119,5 +119,8 @@ def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
         if failure.startswith("ImportError"):
             hint = "install that package, or plan the text model (its text_config as config.json)"
             raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}", hint=hint)
-        raise NoTree(f"its module tree is of no form that the formula knows: {failure}")
+        raise NoTree(
+            f"no decoder can be read off what transformers {version('transformers')} builds of it: {failure}",
+            hint="`plan trace -- python train.py` follows a program of yours that trains it",
+        )
     return spec

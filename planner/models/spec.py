@@ -26,6 +26,11 @@ ModuleKind = Literal["linear", "conv1d", "parameter"]
 NormKind = Literal["rms", "layer"]
 
 
+LACKING = ("checkpointing", "bare-head", "encoder")
+"""What a model class may lack: gradient checkpointing; logits that are its last hidden states times a matrix alone; the
+encoder of a pair of which `AutoModelForCausalLM` builds the decoder."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSpec:
     """One matrix [out_features, in_features] of a layer, possibly repeated.
@@ -35,11 +40,12 @@ class LinearSpec:
         role: what it does.
         module: "linear" (nn.Linear) and "conv1d" (GPT-2's Conv1D) are what PEFT's "all-linear" adapts and bitsandbytes
             quantizes; "parameter" is a bare nn.Parameter (stacked experts), which neither touches.
-        num: how many such matrices the layer holds (experts).
+        num: how many such matrices the layer holds (experts); 0: another layer holds it, and both multiply with it.
         num_active: through how many of them each token passes (top-k experts); equals `num` for dense layers.
         kept: nothing quantizes it: a checkpoint that is published quantized holds it in 16 bits, or its class is a
             child of nn.Linear, which transformers passes over (`integrations/bitsandbytes.py`: `type(module) is`).
         of_encoder: its input is the encoder's output (keys and values of a cross attention).
+        refused: PEFT puts no adapter there: its class does more than a product, or PEFT names it as unfit.
         dealt: a rank's share of experts that are dealt out over GPUs (`planner.memory.rank_part`), which may be one.
     """
 
@@ -53,6 +59,7 @@ class LinearSpec:
     num_active: int = 1
     kept: bool = False
     of_encoder: bool = False
+    refused: bool = False
     dealt: bool = False
 
     @property
@@ -261,6 +268,8 @@ class ModelSpec:
         attentions: the attention implementations that transformers' class supports.
         is_encoder_decoder: T5, Whisper.
         front_end: the convolutions before the first layer of what hears; None: it reads text.
+        lacks: what transformers' class does not have, of `LACKING`.
+        moved_targets: module names of earlier versions that PEFT takes for stacked parameters, each with their role.
         from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
         like: the kind whose geometry a type that nobody knows was given (`--like`), "" for a known one.
         config: the raw configuration, for the dry run and the probe.
@@ -288,6 +297,8 @@ class ModelSpec:
     is_encoder_decoder: bool = False
     front_end: FrontEnd | None = None
     attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
+    lacks: tuple[str, ...] = ()
+    moved_targets: tuple[tuple[str, str], ...] = ()
     from_tree: bool = False
     like: str = ""
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)

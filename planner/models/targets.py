@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from planner.errors import SetupError
+from planner.models.matching import full_matches
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup_fields import TARGET_SETS
 
@@ -40,7 +41,7 @@ qwen3_5_moe, phimoe, llama4 and gpt_oss have no such mapping: their experts stay
 def _converted(model: ModelSpec) -> dict[str, str]:
     """Old module names -> stacked parameters, where the model has stacks."""
     stacked = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
-    return _CONVERTED.get(model.model_type, {}) if stacked else {}
+    return (dict(model.moved_targets) or _CONVERTED.get(model.model_type, {})) if stacked else {}
 
 
 def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
@@ -61,7 +62,7 @@ def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     """`lora_linears`, worked out."""
     if targets == "attention":
         groups = [
-            (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES))
+            (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES and not one.refused))
             for layer, num in model.layer_counts
         ]
     elif isinstance(targets, str) and targets == "all-linear":
@@ -121,7 +122,7 @@ def attention_target_names(model: ModelSpec) -> tuple[str, ...]:
     others = set()
     for layer in model.layer_kinds:
         for linear in layer.linears:
-            if linear.role in ATTENTION_ROLES:
+            if linear.role in ATTENTION_ROLES and not linear.refused:
                 wanted[linear.name] = None
             else:
                 others.add(linear.leaf)
@@ -147,9 +148,9 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     """
     if isinstance(targets, tuple):
         return targets[0] if _is_pattern(targets) else list(targets)
-    if targets == "all-linear" and any(chooses(one) for layer in model.layer_kinds for one in layer.linears):
+    if targets == "all-linear" and any(unadaptable(one) for layer in model.layer_kinds for one in layer.linears):
         linears = [one for _, _, group in _modules(model) for one in group]
-        return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
+        return list(dict.fromkeys(one.leaf for one in linears if not unadaptable(one)))
     if targets != "attention":
         return targets
     names = attention_target_names(model)
@@ -223,24 +224,24 @@ def _idle_linears(model: ModelSpec) -> Iterator[LinearSpec]:
         yield from layer.linears
 
 
-def chooses(linear: LinearSpec) -> bool:
-    """Whether a matrix is a router class that returns the experts it chose beside its product (Llama 4, Phi-MoE).
-
-    PEFT's layer in its place stops at the first forward, so nothing here adapts it.
+def unadaptable(linear: LinearSpec) -> bool:
+    """Whether PEFT's layer cannot take a matrix's place: a router class that returns the experts it chose beside its
+    product (Llama 4, Phi-MoE), where it stops at the first forward, or one that the module tree shows to be refused.
 
     Measured: tests/launch/test_every_model.py.
     """
-    return linear.role == "router" and linear.module == "linear" and linear.leaf == "router"
+    return linear.refused or (linear.role == "router" and linear.module == "linear" and linear.leaf == "router")
 
 
 def _all_linear(model: ModelSpec) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
     converted = _converted(model)
     if not converted:
         return [
-            (layer, num, tuple(one for one in linears if not chooses(one))) for layer, num, linears in _modules(model)
+            (layer, num, tuple(one for one in linears if not unadaptable(one)))
+            for layer, num, linears in _modules(model)
         ]
     # The shorthand becomes the set of leaf names plus every old name of the mapping.
-    leaves = {one.leaf for _, _, group in _modules(model) for one in group}
+    leaves = {one.leaf for _, _, group in _modules(model) for one in group if not unadaptable(one)}
     return _named(model, tuple(sorted(leaves | converted.keys())))
 
 
@@ -274,17 +275,19 @@ def _is_pattern(targets: tuple[str, ...]) -> bool:
 
 def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
     """Matches by PEFT's rule for a string: the whole module name, every layer alike."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise SetupError(f"LoRA targets {_listed((pattern,))} are no valid pattern: {error}") from error
     groups = []
-    for layer, num, linears in _modules(model, with_head=True):
-        places = [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
-        hits = [
-            [one for one in linears if compiled.fullmatch((place + _module_name(one)).lstrip("."))] for place in places
-        ]
-        inner = [[one for one in linears if compiled.fullmatch((place + one.name).lstrip("."))] for place in places]
+    modules = [(*group, _places(group[0])) for group in _modules(model, with_head=True)]
+    named = (
+        (place + name).lstrip(".")
+        for _, _, linears, places in modules
+        for place in places
+        for one in linears
+        for name in (one.name, _module_name(one))
+    )
+    matching = full_matches(pattern, tuple(dict.fromkeys(named)))
+    for layer, num, linears, places in modules:
+        hits = [[one for one in linears if (place + _module_name(one)).lstrip(".") in matching] for place in places]
+        inner = [[one for one in linears if (place + one.name).lstrip(".") in matching] for place in places]
         if hits[0] != hits[-1] or inner[0] != inner[-1]:
             raise SetupError(
                 f"LoRA targets {_listed((pattern,))} pick single layers, which is not supported",
@@ -299,6 +302,11 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
         chosen = tuple(inner[0])
         groups.append((layer if layer.path else _outer(chosen), num, chosen))
     return groups
+
+
+def _places(layer: LayerSpec) -> list[str]:
+    """Where the modules of a layer's first two copies stand."""
+    return [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
 
 
 def _convert(model: ModelSpec, names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -321,10 +329,10 @@ def _refuse(model: ModelSpec, names: tuple[str, ...], linears: Iterable[LinearSp
     """Modules that a name reaches and PEFT cannot adapt: wrapped linears, routers that hold a bare weight."""
     for one in linears:
         is_module = one.name.endswith(CLIPPED) or (one.module == "parameter" and one.role == "router")
-        if chooses(one) and any(_matches(one.name, name) for name in names):
+        if unadaptable(one) and any(_matches(one.name, name) for name in names):
             raise SetupError(
-                f"LoRA targets {_listed(names)} reach the router {one.name} of {model.model_id}, which returns "
-                "more than a product: PEFT cannot stand in for it",
+                f"LoRA targets {_listed(names)} reach {one.name} of {model.model_id}, which gives more than a product: "
+                "PEFT cannot stand in for it",
                 hint="use attention or all-linear",
             )
         if is_module and any(_matches(_module_name(one), name) and not _matches(one.name, name) for name in names):

@@ -3,12 +3,16 @@
 Pure: planning and the dry run come in as callables.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from planner.notes import found
+from planner import notes as noted
+from planner.errors import SetupError
+from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Prediction, ProbeFailure
-from planner.plan import Answer, NoPlan, Plan, with_trades
+from planner.plan import Alternative, Answer, NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
@@ -40,8 +44,52 @@ def spread_correction_key(setup: TrainSetup) -> CorrectionKey:
     return ("spread", setup.parallel, *setup.degrees, setup.offload)
 
 
+def exact_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Of the formula's peak, what no dry run corrects: the weights of a model that only its module tree is known of.
+
+    Its layers may keep several times what the formula assumes, and its weights are those that the tree holds.
+    """
+    if not model.from_tree or setup.num_gpus > 1:
+        return 0
+    from planner.memory.weights import weight_bytes  # late: models with an adapter need it elsewhere alone
+
+    return sum(weight_bytes(model, setup).values())
+
+
 ANY_SETUP: CorrectionKey = ()
 """Key of the correction for setups whose own family has none."""
+CANNOT_RUN = 1e6
+"""The correction of a family whose step stopped with an error."""
+CAUSES: Mapping[str, tuple[Callable[[TrainSetup], bool], Mapping[str, Any]]] = {
+    "checkpointing": (
+        lambda setup: setup.checkpointing > 0,
+        {"checkpointing": 0, "activation_offload": False, "selective_checkpointing": False},
+    ),
+    "quantization": (
+        lambda setup: setup.quantized,
+        {"method": "lora", "quantization": "none", "kbit_fp32_cast": False, "quantize_experts": False},
+    ),
+}
+"""What alone may stop a step of a model that no adapter knows: which setups have it, and how they are without it. Its
+name is the key of the correction for all of them."""
+
+
+def stopped(corrections: Mapping[CorrectionKey, float], setup: TrainSetup) -> bool:
+    """Whether a setup has what stopped another one's step."""
+    return any((name,) in corrections and has(setup) for name, (has, _) in CAUSES.items())
+
+
+def _cause(setup: TrainSetup, dry_run: DryRun) -> CorrectionKey:
+    """The key of what made a setup's step stop: what it has in common with others, where one sequence without it
+    runs, else its own family."""
+    for name, (has, without) in CAUSES.items():
+        if has(setup):
+            with suppress(SetupError):
+                if isinstance(dry_run(setup.with_(micro_batch_seqs=1, **without)), Prediction):
+                    return (name,)
+    return correction_key(setup)
+
+
 CAREFUL_RUNS = 3
 """The last runs assume that every family errs as badly as the worst one seen."""
 
@@ -49,36 +97,57 @@ CAREFUL_RUNS = 3
 def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS) -> Plan | NoPlan:
     """The plan on which formula and dry run agree, with the dry run beside the formula of all that was run.
 
-    `plan_with(corrections)` plans with each family's formula peak multiplied by the ratio that its dry run showed. A
+    `plan_with(corrections)` plans with each family's formula peak (beyond `exact_bytes`) multiplied by the ratio that
+    its dry run showed. A
     setup that the dry run rejects thus falls out, and one that the formula rejected wrongly comes in. What only may fit
     by the formula is dry-run first where it is the fastest, and taken where the dry run's own, narrower band fits.
     Where the dry run cannot trace the model, the formula's plan alone (`plan_with(None)`) stands and says so.
     """
     runs: dict[TrainSetup, Prediction] = {}
+    failed: dict[TrainSetup, ProbeFailure] = {}
     corrections: dict[CorrectionKey, float] = {}
     plan = plan_with(corrections)
     first = plan.chosen if isinstance(plan, Plan) else None
-    while isinstance(plan, Plan) and plan.chosen.setup not in runs and len(runs) < max_runs:
+    while isinstance(plan, Plan) and plan.chosen.setup not in (*runs, *failed) and len(runs) + len(failed) < max_runs:
         chosen = plan.chosen
         found = dry_run(chosen.setup)
         if isinstance(found, ProbeFailure):
-            return _untraced(plan_with(None), found)
+            if not plan.workload.model.from_tree:
+                return _untraced(plan_with(None), found)
+            failed[chosen.setup] = found
+            corrections[_cause(chosen.setup, dry_run)] = CANNOT_RUN
+            plan = plan_with(corrections)
+            continue
+        first = first if runs else chosen
         runs[chosen.setup] = found
-        ratio = found.peak_device_bytes / chosen.formula.peak_device_bytes
+        exact = exact_bytes(plan.workload.model, chosen.setup)
+        ratio = max(0.0, found.peak_device_bytes - exact) / (chosen.formula.peak_device_bytes - exact)
         key = correction_key(chosen.setup)
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
         if chosen.setup.num_gpus > 1 and ratio > 1:
             corrections[spread_correction_key(chosen.setup)] = ratio
         if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan, runs[setup]) for setup in runs):
-            corrections[ANY_SETUP] = max(corrections.values())
+            corrections[ANY_SETUP] = max(one for one in corrections.values() if one < CANNOT_RUN)
         plan = plan_with(corrections)
+    if failed and not runs and isinstance(plan, Plan):
+        return _untraced(plan_with(None), next(iter(failed.values())))
+    plan = replace(plan, tree=(*plan.tree, *_refusals(failed)))
     if isinstance(plan, NoPlan):
-        return replace(plan, nearest=_with_run(plan.nearest, runs), tree=(*plan.tree, *_answers(first, None, runs)))
+        notes = plan.notes
+        if failed:
+            notes = (
+                *notes,
+                noted.found(f"what fits by its size does not run: {next(iter(failed.values())).message[:300]}"),
+            )
+        nearest = _with_run(plan.nearest, runs)
+        return replace(plan, nearest=nearest, notes=notes, tree=(*plan.tree, *_answers(first, None, runs)))
     if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
         plan = _confirmed(plan, runs)
     chosen = _with_run(plan.chosen, runs)
     others = [replace(each, candidate=_with_run(each.candidate, runs)) for each in plan.alternatives]
     others = [each for each in others if each.candidate.setup != chosen.setup]
+    if plan.workload.model.from_tree:
+        others = [*_that_ran(others, runs, failed, dry_run)]
     return replace(
         plan,
         chosen=chosen,
@@ -86,6 +155,29 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         alternatives=with_trades(chosen, others),
         tree=(*plan.tree, *_answers(first, chosen, runs)),
     )
+
+
+def _refusals(failed: Mapping[TrainSetup, ProbeFailure]) -> Iterator[Answer]:
+    """What the real step would not run of a model that no adapter knows, which the plan therefore leaves out."""
+    for setup, failure in failed.items():
+        kept = f", checkpointing every {setup.checkpointing}" if setup.checkpointing else ""
+        stored = f" ({setup.quantization})" if setup.quantized else ""
+        question = f"Does the real step run {setup.method}{stored} in {setup.precision}{kept}?"
+        yield Answer(question=question, choice="no, left out", reason=failure.message[:300])
+
+
+def _that_ran(
+    others: Sequence[Alternative], runs: Mapping[TrainSetup, Prediction], failed: Container[TrainSetup], dry_run: DryRun
+) -> Iterator[Alternative]:
+    """The alternatives with a dry run of their own: of a model that no adapter knows the formula says little. What does
+    not run or fit is none."""
+    for each in others:
+        setup = each.candidate.setup
+        found = runs.get(setup) or (None if setup in failed else dry_run(setup))
+        if isinstance(found, Prediction):
+            candidate = replace(each.candidate, dry_run=found)
+            if candidate.fits:
+                yield replace(each, candidate=candidate)
 
 
 def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Candidate:
@@ -103,7 +195,9 @@ def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
         for candidate in ran:
             if candidate.verdict == verdict:
                 return replace(plan, chosen=candidate)
-    return replace(plan, notes=(*plan.notes, found("no dry run has confirmed this setup yet: give more --headroom")))
+    return replace(
+        plan, notes=(*plan.notes, noted.found("no dry run has confirmed this setup yet: give more --headroom"))
+    )
 
 
 def _answers(
@@ -143,5 +237,5 @@ def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:
         return plan
     chosen = replace(plan.chosen, dry_run=failure)
     band = percent(chosen.formula.memory_band_fraction)
-    note = found(f"no dry run: {failure.message}; the formula's band of {band} stands")
+    note = noted.found(f"no dry run: {failure.message}; the formula's band of {band} stands")
     return replace(plan, chosen=chosen, ranked=(chosen, *plan.ranked[1:]), notes=(*plan.notes, note))

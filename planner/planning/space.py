@@ -77,7 +77,14 @@ def dimension_values(workload: Workload) -> Values:
         values["attention"] = tuple(one for one in values["attention"] if one != "flash-attention-2")
         if not values["attention"]:
             raise UsageError(COMPILES_NOTHING, hint="use --attention sdpa, or leave --compile out")
-    for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
+    for name in (
+        "optimizer",
+        "loss",
+        "attention",
+        "checkpointing",
+        "kernels",
+        *(("compile",) if "compile" in values else ()),
+    ):
         _keep_what_runs(values, workload, name)
     return values
 
@@ -173,6 +180,7 @@ def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     usual = {
         "attention": supported_attentions(workload.model, workload.gpu)[0],
         "images": workload.images,
+        **({"checkpointing": 0} if "checkpointing" in workload.model.lacks else {}),
     }
     tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
     missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}

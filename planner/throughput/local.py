@@ -68,7 +68,7 @@ def microbench_from_dict(values: Mapping[str, Any]) -> Microbench:
             capability=(int(capability[0]), int(capability[1])) if capability else None,
             l2_bytes=values.get("l2_bytes"),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"not a micro-benchmark: {type(error).__name__}: {error}") from error
 
 

@@ -147,13 +147,13 @@ class SpeedModel:
         rate = self.rates.matmul[dtype]
         forward = inputs = weights = first = last = 0.0
         for group in self.inv.groups:
-            linear = group.linear
-            rows = tokens * linear.num_active / linear.num
-            one = self._one(rows, linear.out_features, linear.in_features, linear.num, rate, size)
-            back = self._one(rows, linear.in_features, linear.out_features, linear.num, rate, size)
-            grad = self._one(linear.out_features, linear.in_features, rows, linear.num, rate, size)
+            linear, num = group.linear, max(1, group.linear.num)
+            rows = tokens * linear.num_active / num
+            one = self._one(rows, linear.out_features, linear.in_features, num, rate, size)
+            back = self._one(rows, linear.in_features, linear.out_features, num, rate, size)
+            grad = self._one(linear.out_features, linear.in_features, rows, num, rate, size)
             if int8 and linear.module != "parameter":
-                one = one / self.constants.int8_rate + rows * linear.num * int8_bytes(linear, dtype) / self.bandwidth
+                one = one / self.constants.int8_rate + rows * num * int8_bytes(linear, dtype) / self.bandwidth
             forward += group.count * one
             inputs += group.count * back
             weights += group.count * grad

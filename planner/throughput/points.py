@@ -117,7 +117,10 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
         raise _Unusable("a stored measurement without GPU, step times or tokens")
     if str(environment.get("device", "cuda")).startswith("cpu"):
         raise _Unusable("measured on a CPU")
-    spoiled = sorted((SPEED_SPOILING_FLAGS | {"unstable"}).intersection(map(str, outcome.get("flags") or ())))
+    flags = outcome.get("flags") or []
+    if not isinstance(flags, list):
+        raise _Unusable("flags must be a list")
+    spoiled = sorted((SPEED_SPOILING_FLAGS | {"unstable"}).intersection(map(str, flags)))
     if spoiled:
         raise _Unusable(f"a stored measurement without a speed to fit ({', '.join(spoiled)})")
     card = environment.get("gpu_key") or environment.get("gpu_name")
@@ -128,7 +131,9 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
     name = record.get("model_id")
     if not isinstance(setup, dict) or not isinstance(name, str):
         raise _Unusable("a stored measurement without model or setup")
-    step_s = median(float(time) for time in times)
+    if not all(isinstance(time, (int, float)) for time in times):
+        raise _Unusable("step times must be numbers")
+    step_s = median(times)
     if step_s <= 0:
         raise _Unusable("a stored measurement with no time")
     bare = Conditions(trainer_overhead=False, gradient_clipping=False)

@@ -12,6 +12,7 @@ from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
+from planner.speed.run import with_run_speed
 from probes.dryrun import cache
 from probes.dryrun.ahead import reported
 from probes.dryrun.followed import why_not_traced
@@ -69,6 +70,7 @@ def dry_run_report(
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
     prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + outside)
+    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 

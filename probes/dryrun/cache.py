@@ -18,6 +18,7 @@ from planner.errors import ConfigError
 from planner.interchange import setup_to_dict, to_jsonable
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
+from planner.speed.operators import program_of
 from probes.dryrun.report import DryRunReport
 from probes.installed import installed
 
@@ -71,7 +72,8 @@ def load(directory: Path, key: str) -> DryRunReport | None:
 
 def save(directory: Path, key: str, report: DryRunReport) -> None:
     """Keeps `report` under `key`: written beside, then renamed. A cache that cannot be written is no error."""
-    values = to_jsonable(report)
+    values = to_jsonable(replace(report, program=None))
+    values["program"] = None if report.program is None else report.program.rows()
     values["phase_groups"] = {
         phase: [[category, name, size] for (category, name), size in groups.items()]
         for phase, groups in report.phase_groups.items()
@@ -86,4 +88,8 @@ def _report(raw: dict[str, Any]) -> DryRunReport:
     groups = {
         phase: {(category, name): size for category, name, size in rows} for phase, rows in raw["phase_groups"].items()
     }
-    return replace(decode(DryRunReport, {**raw, "phase_groups": {}}), phase_groups=groups)
+    rows = raw["program"]
+    program = None if rows is None else program_of(rows)
+    return replace(
+        decode(DryRunReport, {**raw, "phase_groups": {}, "program": None}), phase_groups=groups, program=program
+    )

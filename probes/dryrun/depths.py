@@ -41,13 +41,18 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
         unlike: layers at the start that do what others of their kind do not.
         reach: how many layers on either side are neighbours.
     """
-    full = num_layers(config)
+    try:
+        full = num_layers(config)
+    except ValueError:  # several stacks of layers, and no field that tells their depth
+        full, full_depth = len(layer_kinds(config)), True
     whole = DepthPlan(full=full, depth=full, config=config, whole=config, layers=None)
     one_by_one = any(re.search(r"\d", name) for name in getattr(config, "kept_modules", ()))  # no layer repeats
     if full_depth or config.is_encoder_decoder or one_by_one:
         return whole  # an encoder-decoder's two halves grow together, and its models are small
     pattern = _pattern(config)
     signatures = pattern.signatures
+    if len(signatures) != full:  # the layers run more than once
+        return whole
     text = config.get_text_config()
     shared = {*range(full - int(getattr(text, "num_kv_shared_layers", 0) or 0), full)}
     shared |= {*(getattr(text, "cross_attention_layers", None) or ())}  # all of them look at the same pictures

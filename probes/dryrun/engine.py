@@ -1,5 +1,6 @@
 """The part of a dry run that needs torch: depth, trace, repetition, replay, report."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from probes.allocator import replay
 from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
+from probes.dryrun.operators import full_program
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.startup import load_libraries
@@ -71,7 +73,7 @@ def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) ->
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
     """The events of the full model: of a run of the plan's layers, repeated, of more of them, or of a run at full depth
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
-    trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
+    trace = _run(plan, capability, setup, world)
     if plan.layers is not None:
         try:
             trace = splice(trace, plan.layers, setup) if world is None else world.splice(trace, plan.layers)
@@ -81,6 +83,25 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
             log.debug("%s of %s layers instead of %s: %s", wider.depth, plan.full, plan.depth, error)
             return full_trace(wider, capability, setup, world)
     return trace if world is None else replace(trace, notes=(*trace.notes, rank_note(setup)))
+
+
+def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None) -> Trace:
+    """One run; once more with values followed where an operator needs some."""
+    options: dict[str, Any] = {"capability": capability, "num_layers": plan.depth}
+    if world is not None:
+        return trace_run(plan.config, setup, world=world, **options)
+    config = copy.deepcopy(plan.config)
+    try:
+        return trace_run(plan.config, setup, **options)
+    except (NotImplementedError, RuntimeError) as error:
+        log.debug("a run without values failed", exc_info=True)
+        from probes.dryrun.valued import ValuedTracker, selecting_all  # late: few models need it
+
+        try:
+            with selecting_all():
+                return trace_run(config, setup, tracker_class=ValuedTracker, **options)
+        except (NotImplementedError, RuntimeError) as again:
+            raise again from error
 
 
 def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int | None) -> DryRunReport:
@@ -112,6 +133,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         parameter_bytes=trace.parameter_bytes,
         num_events=len(curve.totals),
         elapsed_s=0.0,
+        program=None if trace.operators is None else full_program(trace.operators, trace.trainables),
     )
 
 

@@ -64,12 +64,15 @@ class Remembered:
     """What functional operators gave, by the operator and the layouts of its arguments."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
+        self.number: int | None = None
+        """Which operator with which layouts the last call was; None: one that is not known by them."""
+        self._kept: dict[Any, tuple[Any, int]] = {}
         self._makes_new: dict[int, bool] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on meta tensors: by its short cut, new tensors where it was called with such arguments
         before, else by calling it."""
+        self.number = None
         number = id(func)
         new = self._makes_new.get(number)
         if new is None:
@@ -84,11 +87,13 @@ class Remembered:
             key = (number, _key(args), *((name, _key((one,))) for name, one in kwargs.items()))
         except TypeError:  # an argument of a kind that no layout says
             return func(*args, **kwargs)
-        kept = self._kept.get(key)
-        if kept is None:
+        found = self._kept.get(key)
+        if found is None:
             out = func(*args, **kwargs)
-            self._kept[key] = _kept(out, args)
+            self.number = len(self._kept)
+            self._kept[key] = _kept(out, args), self.number
             return out
+        kept, self.number = found
         if kept is _NOT_KEPT:
             return func(*args, **kwargs)
         if type(kept) is tuple:

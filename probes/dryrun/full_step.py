@@ -58,6 +58,7 @@ class OptimizerRun:
     def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
         self.setup = setup
         self.shards = shards
+        self.operators, self.layers = trace.operators, layers
         self.parameters = [
             (one.name, layer, one, shards.parameter(one))
             for one, layer in layers.unrolled(trace.trainables, lambda one: one.layer)
@@ -98,6 +99,9 @@ class OptimizerRun:
             gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
+            tracker.log = self.operators if self.operators is not None and not found else None
+            if tracker.log is not None:
+                tracker.log.begin_full_step(self.layers)
             with self.shards.stepping(), quick_checks(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.by.clips_gradients)
             own_optimizer_state(tracker, optimizer, owners)

@@ -7,8 +7,10 @@ from unittest import mock
 
 import torch
 
+from planner.speed.operators import WAIT
 from probes.dryrun.fastmeta import register_in_place
 from probes.patching import replaced
+from probes.stack.launches import launched
 
 
 class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
@@ -23,18 +25,23 @@ class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
             rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None, offsets
         )
         ctx.shapes = (rows.shape, weight.shape, rows.dtype, weight.dtype)
-        return rows.new_empty((rows.shape[0], weight.shape[-1]))
+        out = rows.new_empty((rows.shape[0], weight.shape[-1]))
+        launched("aten._grouped_mm", [rows, weight], [out])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows_shape, weight_shape, rows_dtype, weight_dtype = ctx.shapes
         need_rows, need_weight = ctx.needs_input_grad[:2]
+        rows, weight, _ = ctx.saved_tensors
         grad = grads[0]
-        return (
-            grad.new_empty(rows_shape, dtype=rows_dtype) if need_rows else None,
-            grad.new_empty(weight_shape, dtype=weight_dtype) if need_weight else None,
-            None,
-        )
+        of_rows = grad.new_empty(rows_shape, dtype=rows_dtype) if need_rows else None
+        if of_rows is not None:
+            launched("aten._grouped_mm", [grad, weight.transpose(1, 2)], [of_rows])
+        of_weight = grad.new_empty(weight_shape, dtype=weight_dtype) if need_weight else None
+        if of_weight is not None:
+            launched("aten._grouped_mm", [rows.t(), grad], [of_weight])
+        return of_rows, of_weight, None
 
 
 def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -55,9 +62,16 @@ class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
         half = flat.to(torch.float16)
         quantized = torch.empty(flat.shape, dtype=torch.int8, device=hidden.device)
         row_stats = torch.empty(flat.shape[0], dtype=torch.float32, device=hidden.device)
+        launched("aten.abs", [half], [half])  # the search for outliers; the codes are as large as its mask
+        launched("aten.ge", [half], [quantized])
+        launched("aten.any", [quantized])
+        launched(WAIT, ())  # whether there are any
+        launched("bitsandbytes.int8_vectorwise_quant", [half], [quantized, row_stats])
         del half
         product = torch.empty((flat.shape[0], codes.shape[0]), dtype=torch.int32, device=hidden.device)
+        launched("bitsandbytes.int8_linear_matmul", [quantized, codes], [product])
         output = torch.empty(product.shape, dtype=torch.float16, device=hidden.device)
+        launched("bitsandbytes.int8_mm_dequant", [product], [output])
         del product, quantized, row_stats
         output = output.to(hidden.dtype)
         ctx.saved = (flat, codes, scales)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from planner.outcome import Prediction
 from planner.records import dataclass
+from planner.speed.operators import Program
 
 Group = tuple[str, str]
 """(category, name) of a memory term."""
@@ -17,6 +18,7 @@ class DryRunReport:
         phase_groups: what is alive at the peak of each phase, (category, name) -> bytes.
         depth: layers that were run; the middle ones stand for the rest of `num_layers`.
         kernels: attention kernels and how often each ran, with why the faster ones were refused.
+        program: the operators of a step, None of a rank of several GPUs.
         timeline: (event index, allocated bytes) over loading and two steps, thinned.
         parameter_bytes: of the module tree that was run.
     """
@@ -31,3 +33,4 @@ class DryRunReport:
     parameter_bytes: int
     num_events: int
     elapsed_s: float
+    program: Program | None = None

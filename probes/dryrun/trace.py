@@ -1,6 +1,7 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field, replace
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from probes.allocator.stretches import Stretch, flat
 from probes.dryrun.again import Again
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
+from probes.dryrun.operators import OperatorLog
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.stack.autocast import emulation_installed
@@ -29,6 +31,7 @@ STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
 
 
+Done = Callable[[torch.Tensor | None], torch.Tensor | None]
 Owner = tuple[str, str]
 """Category and name of a storage that is known by name."""
 Owners = dict[int, Owner]
@@ -68,6 +71,7 @@ class Trace:
         owners: category and name of storages that are known by name (weights, adapters, gradients, optimizer state).
         num_layers: depth that was run.
         parameter_bytes: bytes of the module tree's parameters (quantized statistics not counted).
+        operators: what the first step issued, None of a rank of several GPUs.
     """
 
     events: Sequence[Event | Stretch]
@@ -81,6 +85,7 @@ class Trace:
     trainables: tuple[Trainable, ...] = ()
     parameter_names: frozenset[str] = frozenset()
     layer_prefix: str = ""
+    operators: OperatorLog | None = None
 
     def flat(self) -> "Trace":
         """The same with every event by itself."""
@@ -93,10 +98,7 @@ class Trace:
 
     def layer_of(self, name: str) -> int | None:
         """The decoder layer that a parameter's name belongs to, None outside the layers."""
-        name = name.removeprefix(REFERENCE)
-        if not self.layer_prefix or not name.startswith(self.layer_prefix):
-            return None
-        return int(name[len(self.layer_prefix) :].partition(".")[0])
+        return _layer_in(name.removeprefix(REFERENCE), self.layer_prefix)
 
 
 class World(Protocol):
@@ -138,6 +140,7 @@ def trace_run(
     workspaces: bool = True,
     num_layers: int = 0,
     world: World | None = None,
+    tracker_class: type[Tracker] = Tracker,
 ) -> Trace:
     """Runs loading and `steps` optimizer steps of `setup` on the model of `config` and records every allocation.
 
@@ -146,6 +149,7 @@ def trace_run(
         device: "meta", or "cpu" for the comparison with real tensors.
         workspaces: whether kernels' own memory is counted (off for the comparison).
         world: the job that this process is a rank of, None for one GPU.
+        tracker_class: what follows one GPU (a job brings its own).
     """
     log = KernelLog(capability=capability, ring=ring_group(setup) if setup.rings else None)
     attention, notes = resolve_attention(config, setup)
@@ -153,18 +157,26 @@ def trace_run(
         stack.enter_context(_emulated(log, config, device))
         reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
-        tracker = (Tracker if world is None else world.tracker)(
+        tracker = (tracker_class if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
         spread, owners = stack.enter_context(_loaded(tracker, model, reference, world))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
-        known = {"num_layers": num_layers, "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held)}
+        known: dict[str, Any] = {
+            "num_layers": num_layers,
+            "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held),
+        }
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
         if workspaces:
             tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
+        operators = tracker.log = OperatorLog() if device == "meta" and world is None else None
         gradients = _train(tracker, trainer, spread, owners, log, steps)
         tracker.close()
-    return _recorded(tracker, model, setup, owners, gradients, log=log, attention=attention, notes=notes, **known)
+    if operators is not None:
+        prefix = _layer_prefix(model)
+        operators.modules = Counter(_layer_in(name, prefix) for name, _ in model.named_modules())
+    known |= {"attention": attention, "notes": notes, "operators": operators}
+    return _recorded(tracker, model, setup, owners, gradients, log=log, **known)
 
 
 def _recorded(
@@ -217,11 +229,34 @@ def _train(tracker: Tracker, trainer: Trainer, spread: Any, owners: Owners, log:
             if again is None:
                 _step(trainer, spread, batches, mark)
             elif not again.step(trainer, mark):
-                with again.watching_gradients():
-                    train_step(trainer, batches, again.watching(mark), again.micro_batch)
+                with again.watching_gradients(), first_operators(tracker) as told:
+                    train_step(trainer, batches, again.watching(mark), told(again.micro_batch))
             own_optimizer_state(tracker, trainer.optimizer, owners)
         del batches, waiting, again
     return gradients
+
+
+@contextmanager
+def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
+    """Within it `tracker` notes the operators of its first step, and what is yielded notes where micro-batches
+    begin."""
+    log = tracker.log
+    if log is None:
+        yield lambda done: done
+        return
+
+    def told(done: Done) -> Done:
+        def begins(loss: torch.Tensor | None) -> torch.Tensor | None:
+            found = done(loss)
+            if found is None:
+                log.micro_batches.append(len(log.calls))
+            return found
+
+        return begins
+
+    with log.following():
+        yield told
+    tracker.log = None
 
 
 def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark) -> None:
@@ -263,6 +298,11 @@ def _layer_prefix(model: Any) -> str:
     first = layers_of(inner)[0]
     path = next(name for name, module in model.named_modules() if module is first)
     return f"{path.rpartition('.')[0]}."
+
+
+def _layer_in(name: str, prefix: str) -> int | None:
+    """The decoder layer that a parameter's or module's name belongs to, None outside the layers."""
+    return int(name[len(prefix) :].partition(".")[0]) if prefix and name.startswith(prefix) else None
 
 
 def _batches(setup: TrainSetup) -> int:

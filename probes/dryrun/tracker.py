@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.speed.operators import WAIT
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.fastmeta import Remembered
+from probes.dryrun.operators import OperatorLog
 
 WORKSPACE = "cuBLAS workspace"
 """How an allocation is named that a library makes at its first call and keeps."""
@@ -42,6 +44,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         origins: where each allocation came from, by id.
         answers: what data-dependent questions on meta tensors are answered (`bool(mask.all())`).
         subclasses: tensor classes whose operators come again as those of the tensors inside (none on one GPU).
+        log: what is issued, None: nobody asks.
     """
 
     subclasses: frozenset[type] = frozenset()
@@ -56,6 +59,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self.phase = "load"
         self.layer: int | None = None
         self.on_op: Callable[[Any], None] | None = None
+        self.log: OperatorLog | None = None
         self._answer = answer
         self._alive: dict[int, tuple[int, Any]] = {}
         self._next = 0
@@ -74,6 +78,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def mark(self, phase: str, layer: int | None) -> None:
         """From now on events belong to `phase` (and to the decoder layer `layer`)."""
         self.phase, self.layer = phase, layer
+        if self.log is not None:
+            self.log.mark(phase, layer)
         self.events.append(Phase(phase if layer is None else f"{phase}/{layer}"))
 
     def identity(self, tensor: torch.Tensor) -> int | None:
@@ -167,11 +173,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return self._item(args[0])
         if func is _ADD and adds_in_place(args, kwargs):
             # below autograd a mode makes the engine add out of place; without one it reuses the first gradient
-            return _ADD_IN_PLACE(*args)
+            out = _ADD_IN_PLACE(*args)
+            if self.log is not None:
+                self._remembered.number = None
+                self.log.add(_ADD_IN_PLACE, "aten.add_.Tensor", args, kwargs, out, self._remembered)
+            return out
         name, temporaries = self._operators.get(id(func)) or self._operator(func)
         out = self._remembered.call(func, args, kwargs) if self._is_meta else func(*args, **kwargs)
         if self.on_op is not None:
             self.on_op(func)
+        if self.log is not None:
+            self.log.add(func, name, args, kwargs, out, self._remembered)
         if temporaries is None:
             self._outputs(out, name)
             return out
@@ -204,6 +216,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _item(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "meta":
             return _ITEM(tensor)
+        if self.log is not None:
+            self.log.launched(WAIT, (), ())
         return self._answer if tensor.dtype is torch.bool else (tensor.dtype.is_floating_point and 1.0) or 1
 
 

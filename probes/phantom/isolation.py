@@ -43,8 +43,6 @@ from probes.phantom.overlays import Outside, Tree, call, is_foreign, libc, mount
 
 NAMESPACES, LANDLOCK, NONE = "namespaces", "landlock", "none"
 """Kinds of protection."""
-OUTCOME = "outcome.json"
-"""In the private folder: how it ended, written by the keeper."""
 KEEP_FREE_BYTES = 1 << 30
 """On the disk of the private folder: a program that leaves less is stopped."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x0002_0000, 0x0800_0000, 0x1000_0000
@@ -66,9 +64,30 @@ class _NoProgram(Exception):
 
 
 def main() -> NoReturn:
-    """The keeper."""
-    order = json.loads(sys.stdin.buffer.readline())
+    """The keeper, which makes and removes the private folder. Its argument: where it says how the program ended."""
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        os._exit(0)
+    order = json.loads(line)
     folder = Path(order["folder"])
+    folder.mkdir(mode=0o700)
+    try:
+        for name, text in order["site"].items():
+            (folder / name).parent.mkdir()
+            (folder / name).write_text(text)
+        (folder / "results").mkdir()
+        outcome = _outcome(order)
+        if outcome is not None:
+            with open(int(sys.argv[1]), "w") as file:
+                json.dump(outcome, file)
+            sys.stdin.buffer.read()  # until it has been looked at
+    finally:
+        remove(folder)
+    os._exit(0)
+
+
+def _outcome(order: dict[str, Any]) -> dict[str, Any] | None:
+    """Runs the program: how it ended, or why it did not run; None where nobody waits for it any more."""
     reasons = []
     if sys.platform == "linux":
         call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -79,9 +98,9 @@ def main() -> NoReturn:
             reasons.append(f"{kind}: {error}")
             continue
         except _NoProgram as error:
-            _end(folder, no_program=str(error))
-        _keep(child, report, kind, order)
-    _end(folder, unavailable="; ".join(reasons) or f"not on {sys.platform}")
+            return {"no_program": str(error)}
+        return _kept(child, report, kind, order)
+    return {"unavailable": "; ".join(reasons) or f"not on {sys.platform}"}
 
 
 def _attempts(order: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -96,12 +115,7 @@ def _attempts(order: dict[str, Any]) -> Iterator[tuple[str, int]]:
         yield LANDLOCK, 0
 
 
-def _end(folder: Path, **outcome: Any) -> NoReturn:
-    (folder / OUTCOME).write_text(json.dumps(outcome))
-    os._exit(0)
-
-
-def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn:
+def _kept(child: int, report: int, kind: str, order: dict[str, Any]) -> dict[str, Any] | None:
     """Waits until the program ends, whoever ordered it is gone, its time is over or the disk is full."""
     folder, until, began_s = Path(order["folder"]), time.monotonic() + order["time_limit_s"], time.time()
     woken, wake = os.pipe()
@@ -116,7 +130,7 @@ def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn
                 redirected = json.loads(file.read() or b"{}")
             if kind == LANDLOCK:
                 redirected = copies.Tree(f"{folder}/{_TREE}").changed(order["cwd"], began_s)
-            _end(folder, code=_code(status), kind=kind, redirected=redirected)
+            return {"code": _code(status), "kind": kind, "redirected": redirected}
         ready, _, _ = select.select([0, woken], [], [], 0.5)
         orphaned = 0 in ready and not os.read(0, 1)
         late = time.monotonic() > until
@@ -124,10 +138,7 @@ def _keep(child: int, report: int, kind: str, order: dict[str, Any]) -> NoReturn
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             _kill_all()
-            if not orphaned:
-                _end(folder, stopped="time" if late else "disk")
-            shutil.rmtree(folder, onerror=_once_more)
-            os._exit(0)
+            return None if orphaned else {"stopped": "time" if late else "disk"}
         if woken in ready:
             os.read(woken, 512)
 
@@ -142,11 +153,14 @@ def _kill_all() -> None:
             os.wait()
 
 
-def _once_more(function: Any, path: str, error: Any) -> None:
-    """The kernel's work folders let nobody in."""
-    with contextlib.suppress(OSError):
-        os.chmod(path, 0o700)
-        shutil.rmtree(path, ignore_errors=True)
+def remove(folder: Path) -> None:
+    """The private folder; the kernel's work folders in it let nobody in, and the program may have made such."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                if not os.path.islink(f"{path}/{name}"):
+                    os.chmod(f"{path}/{name}", 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _code(status: int) -> int:
@@ -172,6 +186,7 @@ def _started(order: dict[str, Any], kind: str, flags: int) -> tuple[int, int]:
     child = os.fork()
     if not child:
         ours.close()
+        os.close(int(sys.argv[1]))
         try:
             os.setsid()
             _unshare(started, outside, flags, theirs, reported)

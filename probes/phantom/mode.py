@@ -22,7 +22,7 @@ from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
-from probes.phantom.values import Values, answer, floating_bytes, worth_keeping
+from probes.phantom.values import Values, answer, floating_bytes
 
 HOST_BYTES = 1 << 18
 """A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""
@@ -111,7 +111,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         try:
             made = _on_meta(tensor.detach())
             self.adopt(made.untyped_storage(), CPU, "parameter")
-            if worth_keeping(tensor.dtype, tensor.numel()):
+            if self.values.worth_keeping(tensor.dtype, tensor.numel()):
                 self.values.keep(made, tensor.detach().clone())
         finally:
             self.claims.depth -= 1
@@ -282,7 +282,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 destination.copy_(values)
             return destination
         key = destination.untyped_storage()._cdata
-        if values is not None and worth_keeping(destination.dtype, destination.numel()):
+        if values is not None and self.values.worth_keeping(destination.dtype, destination.numel()):
             mine = self.values.known(destination)
             if mine is not None:
                 mine.copy_(values)

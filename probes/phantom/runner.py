@@ -7,6 +7,7 @@ the training program: python, accelerate, torchrun, a shell script. `isolation` 
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -115,14 +116,8 @@ def run_traced(order: TraceOrder) -> Ended:
         UsageError: no such program.
         EnvironmentProblem: it cannot be started or protected from, or was stopped: too long, or too much written.
     """
-    with tempfile.TemporaryDirectory(prefix="plan-trace-") as name:
-        folder = Path(name).resolve()
-        site, results = folder / "site", folder / "results"
-        site.mkdir()
-        results.mkdir()
-        (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
-        outcome = _kept(order, folder, _environment(order, site, results))
-        redirected = outcome["redirected"]
+    with _kept(order) as (folder, outcome):
+        redirected, results = outcome["redirected"], folder / "results"
         errors = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.error"))]
         return Ended(
             exit_code=outcome["code"],
@@ -132,17 +127,21 @@ def run_traced(order: TraceOrder) -> Ended:
         )
 
 
-def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """How it ended, from the process that keeps it.
+@contextlib.contextmanager
+def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The private folder, which is there until the end, and how the command ended.
 
     Raises:
         EnvironmentProblem: it did not end by itself.
     """
     executable = program(order.command)
+    folder = Path(tempfile.gettempdir()).resolve() / f"plan-trace-{secrets.token_hex(8)}"
+    environment = _environment(order, folder)
     said = {
         "command": [executable, *order.command[1:]],
         "cwd": os.path.realpath(order.folder or os.getcwd()),
         "folder": str(folder),
+        "site": {"site/sitecustomize.py": _SITE.format(root=str(_ROOT))},
         "network": order.network,
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,
@@ -150,59 +149,70 @@ def _kept(order: TraceOrder, folder: Path, environment: Mapping[str, str]) -> di
         "variable": VARIABLE,
         "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(_ROOT)},
     }
+    told, tell = os.pipe()
     keeper = subprocess.Popen(
-        python_argv("-I", "-S", "-c", _KEEPER.format(root=str(_ROOT))),
+        python_argv("-I", "-S", "-c", _KEEPER.format(root=str(_ROOT)), str(tell)),
         env=environment,
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+        pass_fds=(tell,),
         start_new_session=True,
     )
+    os.close(tell)
     life_line: Any = keeper.stdin
     try:
-        with _terminable():
-            life_line.write(f"{json.dumps(said)}\n".encode())
-            life_line.flush()
-            keeper.wait()
+        with _terminable(), open(told, "rb") as answer:
+            with contextlib.suppress(BrokenPipeError):
+                life_line.write(f"{json.dumps(said)}\n".encode())
+                life_line.flush()
+            outcome = json.loads(answer.read() or '{"stopped": "keeper"}')
+            if "code" not in outcome:
+                raise _problem(outcome, order, executable, folder)
+            yield folder, outcome
     finally:
         with contextlib.suppress(OSError):
             life_line.close()
         keeper.wait()
-    outcome: dict[str, Any] = json.loads((folder / isolation.OUTCOME).read_text())
-    if "code" in outcome:
-        return outcome
+        if folder.exists():  # its keeper was killed
+            isolation.remove(folder)
+
+
+def _problem(outcome: Mapping[str, Any], order: TraceOrder, executable: str, folder: Path) -> EnvironmentProblem:
+    """Why a command did not end by itself."""
     if "no_program" in outcome:
-        raise EnvironmentProblem(
-            f"{executable} cannot be started: {outcome['no_program']}", hint="check the program's permissions"
-        )
+        said = f"{executable} cannot be started: {outcome['no_program']}"
+        return EnvironmentProblem(said, hint="check the program's permissions")
     if "unavailable" in outcome:
-        raise EnvironmentProblem(
+        return EnvironmentProblem(
             f"nothing here can keep the program from your files ({outcome['unavailable']}): not run",
             hint="docs/trace.md says what is needed; --unsafe-writes runs it as you would, writing and deleting",
         )
     if outcome["stopped"] == "disk":
-        raise EnvironmentProblem(
+        return EnvironmentProblem(
             f"the program was stopped: it left less than {isolation.KEEP_FREE_BYTES >> 30} GiB free in {folder.parent}",
             hint="set TMPDIR to a folder with more room",
         )
-    raise EnvironmentProblem(
+    if outcome["stopped"] == "keeper":
+        return EnvironmentProblem("the process that keeps the program was killed", hint="was the memory exhausted?")
+    return EnvironmentProblem(
         f"the program ran longer than {order.time_limit_s:.0f} s without {order.options.num_steps} optimizer steps",
         hint="give it less data, or fewer accumulation steps; --time-limit allows more",
     )
 
 
-def _environment(order: TraceOrder, site: Path, results: Path) -> dict[str, str]:
+def _environment(order: TraceOrder, folder: Path) -> dict[str, str]:
     """The command's environment: ours is the first `sitecustomize`, no GPU is visible."""
     said = {
         "card": asdict(order.card),
         "options": asdict(order.options),
         "network": order.network,
-        "results": str(results),
+        "results": str(folder / "results"),
     }
     return {
         **os.environ,
         **(order.environment or {}),
         **({} if order.network else OFFLINE),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH", "")))),
         "CUDA_VISIBLE_DEVICES": "",
         VARIABLE: json.dumps(said),
     }

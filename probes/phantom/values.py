@@ -40,19 +40,19 @@ _TO_COPY = _aten._to_copy.default
 _is_meta = torch._C.TensorBase.is_meta.__get__
 
 
-def worth_keeping(dtype: torch.dtype, numel: int) -> bool:
-    """Whether values of this type and number are followed."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return numel <= MAX_FLOATS
-    return numel <= (MAX_BYTES if dtype in (torch.uint8, torch.int8) else MAX_INTEGERS)
-
-
 class Values:
-    """The known values of one process, by storage."""
+    """The known values of one process, by storage; `max_floats`: the largest floating-point tensor that is followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_floats: int = MAX_FLOATS) -> None:
+        self._max_floats = max_floats
         self._copies: dict[int, torch.UntypedStorage] = {}
         self._uniform: dict[int, bool] = {}
+
+    def worth_keeping(self, dtype: torch.dtype, numel: int) -> bool:
+        """Whether values of this type and number are followed."""
+        if dtype.is_floating_point or dtype.is_complex:
+            return numel <= self._max_floats
+        return numel <= (MAX_BYTES if dtype in (torch.uint8, torch.int8) else MAX_INTEGERS)
 
     def drop(self, key: int) -> None:
         """Nothing is known of this storage any more."""
@@ -100,7 +100,10 @@ class Values:
         host = {name: self._real(one) for name, one in kwargs.items()}
         if host.get("device") is not None:
             host["device"] = CPU
-        found = func(*[self._real(one) for one in args], **host)
+        try:
+            found = func(*[self._real(one) for one in args], **host)
+        except NotImplementedError:  # a kernel that CPUs lack for this type (histc of integers)
+            return False, None
         if func is _EMPTY and isinstance(found, torch.Tensor):
             found.zero_()
         return (False, None) if changes else (True, self._followed(found))
@@ -113,9 +116,9 @@ class Values:
                 if one.untyped_storage()._cdata not in copies:
                     return False
         elif func in _MAKERS:
-            if not worth_keeping(made_dtype(func, args, kwargs), prod(args[0])):
+            if not self.worth_keeping(made_dtype(func, args, kwargs), prod(args[0])):
                 return False
-        elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
+        elif func is _TO_COPY and not self.worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
             return False
         # Those of the program's own may be for GPUs alone.
         has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
@@ -132,7 +135,7 @@ class Values:
         """Meta tensors whose values are those that were found."""
         if isinstance(found, torch.Tensor):
             made = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=META)
-            if worth_keeping(found.dtype, found.numel()):
+            if self.worth_keeping(found.dtype, found.numel()):
                 self.keep(made, found)
             return made
         if isinstance(found, (list, tuple)):

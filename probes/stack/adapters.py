@@ -7,33 +7,37 @@ from typing import Any
 import torch
 
 from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
-from planner.models.adapters import spec_from_config
+from planner.models.adapters import model_types, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
 from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.stack.configs import hears, num_layers
 from probes.stack.dtypes import DTYPES
-from probes.stack.quantize import is_router
+from probes.stack.tree import spec_of_model
+from probes.stack.unadaptable import unadaptable_modules
 
 
-def target_modules(config: Any, targets: Targets, *, seeing: bool = False) -> str | list[str]:
-    """PEFT's `target_modules` for transformers' configuration, at any depth: what the planner counts and writes."""
+def target_modules(model: Any, targets: Targets, *, seeing: bool = False) -> str | list[str]:
+    """PEFT's `target_modules` for a model of any depth: what the planner counts and writes."""
     if targets != "attention":  # words and names need no inventory
         return targets if isinstance(targets, str) else list(targets)
-    spec = spec_of(config)
+    spec = spec_of(model)
     return peft_target_modules(with_eyes(spec) if seeing else spec, targets)
 
 
-def spec_of(config: Any) -> ModelSpec:
-    """The inventory of transformers' configuration.
+def spec_of(model: Any) -> ModelSpec:
+    """The inventory of a model of transformers, its weights packed or not: of a type that an adapter knows from its
+    configuration, as the planner has it.
 
     Sizes of single layers (`per_layer_config`, which keeps the layers that a truncated copy no longer has) say nothing
     about names.
     """
-    raw = config.to_dict()
+    raw = model.config.to_dict()
     raw.get("text_config", raw).pop("per_layer_config", None)
-    return spec_from_config(raw, model_id=config.model_type, source="built model")
+    names = {"model_id": model.config.model_type, "source": "built model"}
+    known = model.config.model_type in model_types()
+    return spec_from_config(raw, **names) if known else spec_of_model(model, raw, **names)
 
 
 def peft_config(model: Any, setup: TrainSetup) -> Any:
@@ -49,15 +53,15 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
         settings = {name: value for name, value in settings.items() if name != "init_lora_weights"}
     settings["task_type"] = _task(model.config, setup)
     if row.adapts_matrices:
-        settings["target_modules"] = target_modules(model.config, setup.lora_targets, seeing=setup.images is not None)
+        settings["target_modules"] = target_modules(model, setup.lora_targets, seeing=setup.images is not None)
         settings["modules_to_save"] = list(setup.modules_to_save) or None
         if setup.trained_layers:
             settings["layers_to_transform"] = trained_layers(model.config, setup)
             if isinstance(settings["target_modules"], str):  # which peft refuses beside the layers' numbers
-                linears = [one for kind in spec_of(model.config).layer_kinds for one in kind.linears]
+                linears = [one for kind in spec_of(model).layer_kinds for one in kind.linears]
                 settings["target_modules"] = sorted({one.name.rpartition(".")[2] for one in linears})
-        if routers := sorted(name for name, one in model.named_modules() if is_router(one)):
-            settings["exclude_modules"] = routers
+        if refused := sorted(unadaptable_modules(model)):
+            settings["exclude_modules"] = refused
     if row.form == "low-rank":
         size = {"init_r": setup.lora_rank} if row.name == "adalora" else {"r": setup.lora_rank}
         settings |= {**size, "lora_alpha": 2 * setup.lora_rank, "lora_dropout": setup.lora_dropout, "bias": "none"}
@@ -66,11 +70,11 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     elif row.form == "rotations":
         settings["oft_block_size"] = setup.lora_rank
     elif row.form == "scales":
-        settings["feedforward_modules"] = scaled_inputs(spec_of(model.config), settings["target_modules"])
+        settings["feedforward_modules"] = scaled_inputs(spec_of(model), settings["target_modules"])
     elif row.form in ("prompt", "prefix"):
         settings["num_virtual_tokens"] = setup.lora_rank
     elif row.form == "norms":
-        spec = spec_of(model.config)
+        spec = spec_of(model)
         settings["target_modules"] = norm_modules(model, spec)
     elif row.form == "rows":
         settings["token_indices"] = list(range(setup.lora_rank))

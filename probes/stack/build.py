@@ -152,6 +152,7 @@ def bare_model(
     name = None if left_unnamed(config.to_dict(), attention) else attention
     with timm_towers(config.model_type), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=name)
+    _all_on_meta(model, dtype)
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
     if dtype is torch.float16:
         keep += list(getattr(model, "_keep_in_fp32_modules", None) or [])
@@ -160,6 +161,16 @@ def bare_model(
             if any(part in name.split(".") for part in keep):
                 parameter.data = parameter.data.to(torch.float32)
     return model
+
+
+def _all_on_meta(model: Any, dtype: torch.dtype) -> None:
+    """Puts on meta, in the model's type, what old classes make on the host whatever device is asked for
+    (`torch.FloatTensor(...)` in XLNet)."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type != "meta":
+                made = torch.empty_like(parameter, dtype=dtype, device="meta")
+                setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
 def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:

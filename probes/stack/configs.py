@@ -1,7 +1,9 @@
 """From a raw configuration to transformers' own, and truncated copies of it that keep the pattern of the layers."""
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from planner.models.config_file import with_floats
@@ -10,12 +12,15 @@ from probes.stack.notices import errors_only
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")
+_NOT_PER_LAYER = re.compile(r"^_|token_id|section|shape|mlp_only_layers|moe_layers|cross_attention_layers")
+"""Lists that may be as long as there are layers and have another meaning."""
 _LISTS_OF_INDICES = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
+_NO_TEXT = ("vision", "audio", "visual")
 
 
 def load_config(config: Mapping[str, Any]) -> Any:
     """transformers' configuration object for a raw `config.json` (fields that begin with "_" are notes of ours)."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = {key: copy.deepcopy(with_floats(value)) for key, value in config.items() if not key.startswith("_")}
     model_type = raw.pop("model_type", None)
@@ -30,6 +35,8 @@ def load_config(config: Mapping[str, Any]) -> Any:
     loaded.use_cache = False
     if kept:
         loaded.kept_modules = kept
+    if loaded.is_encoder_decoder and not hears(loaded) and type(loaded) in AutoModelForCausalLM._model_mapping:
+        loaded.is_encoder_decoder, loaded.is_decoder = False, True  # its decoder alone, as that class builds it
     if loaded.is_encoder_decoder and getattr(loaded, "decoder_start_token_id", None) is None:
         loaded.decoder_start_token_id = getattr(loaded, "pad_token_id", None) or 0
     text = loaded.get_text_config()
@@ -38,10 +45,16 @@ def load_config(config: Mapping[str, Any]) -> Any:
 
 
 def depth_field(text_config: Any) -> str:
-    """The name of the field that holds the number of layers."""
+    """The name of the field that holds the number of layers, or of the list that has one entry for each.
+
+    Raises:
+        ValueError: no field does (a model of several stacks).
+    """
+    fields = text_config.to_dict()
     mapped = getattr(text_config, "attribute_map", {}).get("num_hidden_layers")
-    for name in (mapped, *DEPTH_FIELDS):
-        if name and name in text_config.to_dict():
+    half = ("decoder_layers", "num_decoder_layers") if getattr(text_config, "is_decoder", False) else ()
+    for name in (*half, mapped, *DEPTH_FIELDS, *_LISTS_PER_LAYER):
+        if name and fields.get(name) is not None:
             return str(name)
     raise ValueError(f"{text_config.model_type}: no field tells the number of layers")
 
@@ -51,7 +64,8 @@ def num_layers(config: Any) -> int:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return sum(int(getattr(config, name)) for name in _half_fields(config))
-    return int(getattr(text, depth_field(text)))
+    found = getattr(text, depth_field(text))
+    return len(found) if isinstance(found, (list, tuple)) else int(found)
 
 
 def _half_fields(config: Any) -> tuple[str, str]:
@@ -100,10 +114,10 @@ def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
     if len(layers) == full:
         return short
     text = short.get_text_config()
-    setattr(text, depth_field(text), len(layers))
-    for name in _LISTS_PER_LAYER:
-        value = getattr(text, name, None)
-        if isinstance(value, (list, tuple)) and len(value) == full:
+    if isinstance(getattr(text, field := depth_field(text)), int):
+        setattr(text, field, len(layers))
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == full and not _NOT_PER_LAYER.search(name):
             setattr(text, name, [value[layer] for layer in layers])
     for name in _LISTS_OF_INDICES:
         value = getattr(text, name, None)
@@ -132,18 +146,22 @@ def layers_of(model: Any) -> list[Any]:
     if model.config.is_encoder_decoder:
         halves = (model.get_encoder(), model.get_decoder())
         return [layer for half in halves for layer in (half.layers if hears(model.config) else half.block)]
-    text = model.config.get_text_config()
-    depth = int(getattr(text, depth_field(text)))
-    found = [
-        module
+    lists: list[tuple[str, Any]] = [
+        (name, module)
         for name, module in base.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == depth
-        and not any(part in name for part in ("vision", "audio", "visual"))
+        if isinstance(module, nn.ModuleList) and len(module) and not any(part in name for part in _NO_TEXT)
     ]
-    if not found:
-        raise ValueError(f"{model.config.model_type}: no list of {depth} layers in the module tree")
-    return list(found[0])
+    with suppress(ValueError):
+        depth = num_layers(model.config)
+        alike = [module for _, module in lists if len(module) == depth]
+        if alike:
+            return list(alike[0])
+    names = {name for name, _ in lists}
+    outermost = [one for name, one in lists if not any(name.startswith(f"{other}.") for other in names)]
+    if not outermost:
+        raise ValueError(f"{model.config.model_type}: no list of layers in the module tree")
+    sizes = [sum(parameter.numel() for parameter in one.parameters()) for one in outermost]
+    return list(outermost[sizes.index(max(sizes))])
 
 
 _SCALARS = (bool, int, float, str, type(None))

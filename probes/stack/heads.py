@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from planner.speed.operators import WAIT
 from probes.stack.configs import layers_of
+from probes.stack.launches import launched
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
 from probes.stack.real_losses import real_loss
 
@@ -29,6 +31,7 @@ def head_loss(
         if scored is not None:
             shifted, wanted = shifted[:, -scored:], wanted[:, -scored:]
         valid = wanted != -100
+        launched(WAIT, ())  # how many tokens count: the boolean index below needs it
         rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
         if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
             rows = rows.clone()

@@ -21,6 +21,7 @@ import torch
 from planner.choices.kernels import parts_of
 from planner.install import packages_command
 from planner.setup import TrainSetup
+from probes.stack.launches import launched
 
 OUT_OF_PLACE = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "olmo2", "olmo3", "qwen3_5", "qwen3_5_text"})
 """Types whose norms' backward writes a tensor of its own, where others overwrite the gradient that comes.
@@ -102,6 +103,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
         rows = rows.contiguous()
         flat = rows.view(-1, rows.shape[-1])
         out = torch.empty_like(flat)
+        launched("liger.rms_norm", [flat, weight], [out])
         ctx.in_place = in_place
         ctx.save_for_backward(flat, weight, torch.empty(flat.shape[0], dtype=torch.float32, device=rows.device))
         return out.view(rows.shape)
@@ -109,11 +111,12 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         gradient = grads[0].contiguous()
-        _, weight, _ = ctx.saved_tensors
+        flat, weight, _ = ctx.saved_tensors
         of_weight = None
         if ctx.needs_input_grad[1]:
             partial = torch.empty((NUM_SMS, weight.shape[0]), dtype=torch.float32, device=weight.device)
         of_rows = gradient if ctx.in_place else torch.empty_like(gradient)
+        launched("liger.rms_norm_backward", [flat, gradient, weight], [of_rows])
         if ctx.needs_input_grad[1]:
             of_weight = partial.sum(dim=0).to(weight.dtype)
         return of_rows, of_weight, None
@@ -136,12 +139,14 @@ class _Rotary(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        launched("liger.rope", [q, k, cos, sin], [q, k])
         ctx.save_for_backward(cos.contiguous(), sin.contiguous())
         return q.transpose(1, 2), k.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         dq, dk = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in grads)
+        launched("liger.rope", [dq, dk, *ctx.saved_tensors], [dq, dk])
         return dq, dk, None, None
 
 
@@ -156,12 +161,15 @@ class _Gated(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
+        out = torch.empty_like(gate)
+        launched("liger.swiglu", [gate, up], [out])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grads[0].contiguous()
-        return ctx.saved_tensors
+        gate, up = ctx.saved_tensors
+        launched("liger.swiglu_backward", [grads[0].contiguous(), gate, up], [gate, up])
+        return gate, up
 
 
 def _gated_mlp(self: Any, x: torch.Tensor) -> Any:

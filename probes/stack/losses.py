@@ -12,6 +12,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
+from probes.stack.launches import launched
+
+Kernel = Callable[..., None]
 
 TOKENS_PER_TILE = 4096
 """Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
@@ -19,17 +22,27 @@ VOCAB_PER_TILE = 32768
 """Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
-def _unseen(kernel: Callable[..., None]) -> Callable[..., None]:
+def _unseen(name: str, reads: int = 1, *, writes: bool = True) -> Callable[[Kernel], Kernel]:
     """Marks a stand-in for a GPU kernel that allocates nothing: it does nothing on meta, and what it allocates on a CPU
-    is hidden from a tracker."""
+    is hidden from a tracker.
 
-    @wraps(kernel)
-    def run(tile: torch.Tensor, *args: Any) -> None:
-        if tile.device.type != "meta":
+    Args:
+        name: the kernel's row in `planner.speed.prices`; `reads`: how many arguments it reads that are as large as what
+            it computes; `writes`: whether it writes the first.
+    """
+
+    def marked(kernel: Kernel) -> Kernel:
+        @wraps(kernel)
+        def run(tile: torch.Tensor, *args: Any) -> None:
+            if tile.device.type == "meta":
+                launched(name, [tile, *args[: reads - 1]], [tile] * writes)
+                return
             with torch.no_grad(), _disable_current_modes():
                 kernel(tile, *args)
 
-    return run
+        return run
+
+    return marked
 
 
 class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
@@ -113,7 +126,7 @@ class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-@_unseen
+@_unseen("aten.addmm", 3)
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """`total += left @ right` in fp32 without fp32 copies of the factors, as cuBLAS does for 16-bit input."""
     if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
@@ -122,7 +135,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     total.addmm_(left.float(), right.float())
 
 
-@_unseen
+@_unseen("trl.logprob_tile", writes=False)
 def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, target_logit: Any) -> None:
     """One tile into the running log-sum-exp. The GPU's kernel does this without memory; on meta nothing happens, and
     elsewhere it runs row block by row block so that memory stays small."""
@@ -137,7 +150,7 @@ def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, tar
         target_logit[rows] = torch.where(here, picked, target_logit[rows])
 
 
-@_unseen
+@_unseen("trl.logprob_tile_backward")
 def _unfold(tile: torch.Tensor, local: torch.Tensor, log_z: Any, grad: Any) -> None:
     """The tile of logits becomes the tile of their gradients, in place."""
     columns = torch.arange(tile.shape[1], device=tile.device)
@@ -223,16 +236,16 @@ def _accumulate(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor
     if logits.dtype is torch.float32 or gradient.dtype not in (torch.float32, logits.dtype):
         gradient += torch.mm(logits.t(), part).to(gradient.dtype)
     else:
-        _add_share(gradient, logits, part.to(logits.dtype))
+        _add_share(gradient, logits.t(), part.to(logits.dtype))
 
 
-@_unseen
+@_unseen("aten.addmm", 3)
 def _add_share(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
     """cuBLAS adds the product into the gradient, of 16-bit factors into fp32 too."""
-    gradient += torch.mm(logits.t(), part).to(gradient.dtype)
+    gradient += torch.mm(logits, part).to(gradient.dtype)
 
 
-@_unseen
+@_unseen("liger.cross_entropy")
 def _liger_kernel(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, rows: int) -> None:
     """Loss and gradient of one chunk in place of its logits; the GPU's kernel needs no memory for it."""
     for row in range(0, logits.shape[0], 64):
@@ -269,7 +282,7 @@ class InPlaceCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return logits.detach(), None
 
 
-@_unseen
+@_unseen("unsloth.cross_entropy", writes=False)
 def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, normalizers: torch.Tensor) -> None:
     """Loss and log-sum-exp of every row; the GPU's kernel needs no memory for it."""
     for row in range(0, logits.shape[0], 64):
@@ -280,7 +293,7 @@ def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tenso
         losses[part] = torch.where(wanted >= 0, normalizers[part] - picked, 0.0)
 
 
-@_unseen
+@_unseen("unsloth.cross_entropy_backward")
 def _row_gradients(logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, outer: torch.Tensor) -> None:
     """The gradient of every row in place of its logits; the GPU's kernel needs no memory for it."""
     scale = outer / targets.ne(-100).sum()

@@ -16,16 +16,6 @@ _BLOCK = 64
 _NESTED_BLOCK = 256
 
 
-def is_router(module: nn.Module) -> bool:
-    """Whether a linear's class returns more than its product (routers that pick the experts themselves): neither peft
-    nor bitsandbytes can stand in for it, so a working launch file leaves it alone."""
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is not nn.Linear.forward
-        and (any(word in type(module).__name__ for word in ("Router", "Gate")))
-    )
-
-
 def quantizable(model: nn.Module) -> list[str]:
     """Names of the modules that transformers hands to bitsandbytes: every linear except the output head and what the
     published checkpoint keeps in 16 bits.

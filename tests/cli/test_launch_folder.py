@@ -14,6 +14,7 @@ from planner.choices.stacks import written_by
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
 from planner.exporters.folder import README, folder_files, gate_of, gates
+from planner.locks import folder_lock, try_lock
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -117,8 +118,7 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                 for line in file.text.splitlines():
                     if line.startswith("# Launch:") and target == file.path.split("/")[0]:
                         command = line.removeprefix("# Launch:").strip()
-                        whole = f"{launch.prepare} && {launch.command}" if launch.prepare else launch.command
-                        assert not file.path.startswith(f"{target}/{target}") or command == whole
+                        assert not file.path.startswith(f"{target}/{target}") or command == launch.command
                         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
                         seen.add(target)
     assert seen == set(written_by("sft")) - {
@@ -168,9 +168,8 @@ SETUP = TrainSetup(loss="chunked", method="qlora", quantization="nf4-double")
 def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     folder = launched(tmp_path, request(SETUP, lacks_template=False))
     assert os.stat(folder / "run.sh").st_mode & stat.S_IXUSR
-    made = "CALLED python launch/prepare_data.py tokens\n"
-    assert started(folder) == (0, f"{made}CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
-    assert started(folder, "hf") == (0, f"{made}CALLED python launch/hf/train_hf.py\n")
+    assert started(folder) == (0, "CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
+    assert started(folder, "hf") == (0, "CALLED python launch/hf/train_hf.py\n")
     looking = launched(tmp_path / "unknown", request(SETUP))  # the stub of python3 says: no template
     assert (
         started(looking)[1].rstrip().endswith("--num_processes 1 --chat_template_path launch/trl/chat_template.jinja")
@@ -245,3 +244,12 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
         jobs = [file.path for export in EXPORTERS.values() for file in export(asked).files if slurm.is_job(file)]
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
+
+
+def test_two_writers_of_one_folder_take_turns(tmp_path: Path) -> None:
+    with folder_lock(tmp_path / "out"):
+        descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+        assert not try_lock(descriptor)
+    assert try_lock(descriptor)
+    os.close(descriptor)
+    assert not os.listdir(tmp_path / "out")

@@ -194,11 +194,11 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     for target in ("hf", "trl", "llamafactory"):
         launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=load(LLAMA)))
         assert "--target axolotl" in launch.refused
-    from planner.exporters.folder import requirements
+    from planner.exporters.install import install_calls
 
     planned = request(TrainSetup(kernels="liger", loss="chunked"), model=load(LLAMA))
-    assert f"liger-kernel=={TESTED[LIGER]}" in requirements(EXPORTERS["trl"](planned), planned)[0]
-    pinned_by_axolotl = requirements(EXPORTERS["axolotl"](planned), planned)[0]
+    assert f"liger-kernel=={TESTED[LIGER]}" in install_calls(EXPORTERS["trl"](planned), planned)[0]
+    pinned_by_axolotl = install_calls(EXPORTERS["axolotl"](planned), planned)[0]
     assert not any("liger" in one for one in pinned_by_axolotl)
 
 

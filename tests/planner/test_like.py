@@ -32,7 +32,7 @@ def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the installed transformers."""
 
     def unknown(config: Any, model_type: str) -> ModelSpec:
-        raise NoTree("nor to transformers")
+        raise NoTree("transformers does not know it")
 
     monkeypatch.setattr("planner.models.module_tree.spec_from_tree", unknown)
 

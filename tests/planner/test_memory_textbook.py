@@ -2,7 +2,6 @@
 
 import pytest
 
-from planner.errors import UnknownModelError
 from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
@@ -250,6 +249,14 @@ def test_laws_and_schedules_in_numbers() -> None:
 
 
 @pytest.mark.usefixtures("warm_children")
-def test_bart_is_refused_by_name() -> None:
-    with pytest.raises(UnknownModelError, match="bart"):
-        spec_from_config({"model_type": "bart", "d_model": 1024}, model_id="facebook/bart-large", source="test")
+def test_bart_is_planned_as_its_decoder_alone() -> None:
+    """What `AutoModelForCausalLM` builds of it: 12 of its 24 layers, its attention to an encoder idle. BART-large has
+    406 M parameters (Lewis et al. 2019, section 2.2), half of its layers' and the table are the decoder's."""
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    sizes = {"d_model": 1024, "vocab_size": 50265, "is_encoder_decoder": True, "forced_eos_token_id": 2}
+    spec = spec_from_config({"model_type": "bart", **sizes}, model_id="facebook/bart-large", source="test")
+    assert (spec.built_class, spec.num_layers, spec.is_encoder_decoder) == ("BartForCausalLM", 12, False)
+    assert sum(num for _, num in spec.idle_layers) == 12
+    assert spec.num_params == pytest.approx(406e6 - 12 * 12.6e6, rel=0.01)
+    assert "encoder" in spec.lacks

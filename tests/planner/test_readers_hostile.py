@@ -215,6 +215,40 @@ def test_a_value_that_holds_itself_or_doubles_is_left_open(start: str) -> None:
     assert "seq_len_tokens" in {one.field for one in found.missing}
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "a = [1, 2]\n" + "a = a + a\n" * 36,
+        "a = [1, 2]\n" + "a.extend(a)\n" * 36,
+        "def f(*a):\n    return [*a, *a]\na = f(1, 2)\n" + "a = f(*a)\n" * 36,
+        "import os\na = 'x'\n" + "a = os.path.join(a, a)\n" * 36,
+        "a = [1]\n" + "a = [a, a]\n" * 13 + "b = a == a\n" * 500,
+        "".join(f"n{i} = {i}\n" for i in range(1_500)) + "if unknown:\n    pass\n" * 1_500,
+    ],
+    ids=("sum", "extend", "arguments", "text", "comparisons", "scopes"),
+)
+def test_a_program_that_grows_ends_at_the_budget_of_size(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.readers.program.values.MAX_SIZE", 500_000)
+    with pytest.raises(ConfigError, match="computes more than is followed"):
+        read_text(start + TRAINS, "train.py")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{(i, 'x'): i for i in [1]}",
+        "list(range(10 ** 20))",
+        "0x" + "f" * 4_000,
+        "round(1, -10 ** 10)",
+        "sum([[1], [2]], [])",
+    ],
+    ids=("unhashable key", "range", "digits", "round", "lists"),
+)
+def test_what_is_not_computed_is_left_open(value: str) -> None:
+    found = read_text(f"x = {value}\n" + TRAINS, "train.py")
+    assert "seq_len_tokens" in {one.field for one in found.missing}
+
+
 def test_a_program_too_deep_to_parse_is_no_internal_error() -> None:
     with pytest.raises(ConfigError, match="is not Python that can be read"):
         read_text("x = " + "{" * 200_000 + TRAINS, "train.py")

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.planning.refine import MAX_DRY_RUNS, refine
+from planner.planning.refine import MAX_DRY_RUNS, DryRun, exact_bytes, refine
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -88,3 +91,74 @@ def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
     assert smaller.candidate.dry_run is None
     assert smaller.candidate.memory_evidence.peak_device_bytes > plan.chosen.memory_evidence.peak_device_bytes
     assert ", -" in smaller.trade
+
+
+def stranger(**fields: Any) -> Workload:
+    """A model that only its module tree is known of."""
+    workload = wish("Qwen/Qwen2.5-1.5B", **fields)
+    return replace(workload, model=replace(workload.model, from_tree=True))
+
+
+def running(
+    workload: Workload, fails: Callable[[TrainSetup], bool], log: list[TrainSetup], *, keeps: int = 3
+) -> DryRun:
+    """A dry run that takes so many times what the formula says beside the weights, or stops with an error."""
+
+    def run(setup: TrainSetup) -> Prediction | ProbeFailure:
+        log.append(setup)
+        if fails(setup):
+            return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="no such product")
+        formula = predict(workload.model, workload.gpu, setup)
+        exact = exact_bytes(workload.model, setup)
+        peak = exact + keeps * (formula.peak_device_bytes - exact)
+        return replace(formula, rung=Rung.DRY_RUN, peak_device_bytes=peak, tokens_per_s=None, step_time_s=None)
+
+    return run
+
+
+def test_what_a_strangers_layers_keep_is_corrected_and_its_weights_are_not() -> None:
+    """One run is enough to know how much of a card that is mostly activations a smaller micro-batch takes."""
+    workload, log = stranger(memory_gib=12), list[TrainSetup]()
+    run = running(workload, lambda setup: False, log)
+    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.fits
+    assert isinstance(plan.chosen.dry_run, Prediction)
+    assert plan.alternatives
+    assert all(isinstance(one.candidate.dry_run, Prediction) and one.candidate.fits for one in plan.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "fixed", "fails"),
+    [
+        (8, {"method": ("lora", "qlora")}, lambda one: one.checkpointing > 0),
+        (6, {"method": ("lora", "qlora")}, lambda one: one.quantized),
+    ],
+    ids=["checkpointing", "quantization"],
+)
+def test_what_a_strangers_step_cannot_run_is_left_out_and_said(
+    memory_gib: float, fixed: dict[str, Any], fails: Callable[[TrainSetup], bool]
+) -> None:
+    """What is alone at fault is found by one more run: its other values are not tried one after another."""
+    workload = stranger(memory_gib=memory_gib, fixed=fixed, prefer="speed")
+    first = plan_workload(workload, {})
+    assert isinstance(first, Plan)
+    assert fails(first.chosen.setup)
+    run = running(workload, fails, [], keeps=1)
+    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    assert isinstance(plan, Plan)
+    assert isinstance(plan.chosen.dry_run, Prediction)
+    assert not fails(plan.chosen.setup)
+    said = [answer.reason for answer in plan.tree if answer.choice == "no, left out"]
+    assert said == ["no such product"]
+
+
+def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
+    workload = stranger(memory_gib=4, fixed={"method": ("qlora", "lora")})
+    fits_packed = plan_workload(workload)
+    assert isinstance(fits_packed, Plan)
+    assert fits_packed.chosen.setup.quantized
+    run = running(workload, lambda setup: setup.quantized, [])
+    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    assert isinstance(plan, NoPlan)
+    assert any("does not run: no such product" in note for note in plan.notes)

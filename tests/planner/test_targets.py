@@ -3,7 +3,7 @@
 import pytest
 
 from planner.errors import SetupError
-from planner.models import catalogue
+from planner.models import catalogue, matching
 from planner.models.spec import ModelSpec
 from planner.models.targets import (
     adapts_expert_stacks,
@@ -165,3 +165,13 @@ def test_unmatched_targets_are_named() -> None:
     assert unmatched_targets(phi3, ALL_SEVEN) == ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     assert unmatched_targets(phi3, "all-linear") == ()
     assert unmatched_targets(load("Qwen/Qwen3-30B-A3B"), ALL_SEVEN) == ()
+
+
+def test_a_pattern_that_would_match_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "CPU_LIMIT_S", 1)
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
+    assert matching.full_matches(r".*\.[qk]_proj", names) == {names[0]}
+    with pytest.raises(SetupError, match="to match"):
+        matching.full_matches(r"(\w+\.?)+!", ("a" * 60,))
+    with pytest.raises(SetupError, match="no valid pattern"):
+        matching.full_matches("(", names)

@@ -8,6 +8,7 @@ import pytest
 
 from planner.errors import ConfigError
 from planner.hardware.gpus import all_gpus, find_gpu
+from planner.models.spec import ModelSpec
 from planner.throughput import Calibration, Constants, load_calibration
 from planner.throughput.calibration import (
     DATA_FILE,
@@ -17,6 +18,7 @@ from planner.throughput.calibration import (
     family,
 )
 from planner.throughput.local import Microbench, gpu_from_microbench, microbench_from_dict, with_microbench
+from planner.throughput.points import read_points
 
 SHIPPED = load_calibration()
 BENCH = Microbench(
@@ -149,3 +151,16 @@ def test_microbench_from_dict_refuses_nonsense(change: dict[str, object]) -> Non
         return
     with pytest.raises(ConfigError):
         microbench_from_dict({**values, **change})
+
+
+def test_text_where_lists_belong_is_left_out_with_a_reason() -> None:
+    def no_model(name: str) -> ModelSpec:
+        raise AssertionError(name)
+
+    outcome = {"outcome": "measurement", "environment": {"gpu_key": "h100-sxm"}, "tokens_per_step": 8}
+    lines = [
+        json.dumps({"record": {"model_id": "m", "setup": {}, "outcome": outcome | other}})
+        for other in ({"flags": 3}, {"step_times_s": ["a"]}, {"step_times_s": [[1]]})
+    ]
+    left_out = read_points(lines, find_model=no_model, find_gpu=find_gpu).left_out
+    assert left_out == {"flags must be a list": 1, "step times must be numbers": 2}

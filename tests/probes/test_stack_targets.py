@@ -92,9 +92,9 @@ def test_the_dry_run_adapts_what_was_planned(model_type: str) -> None:
     spec = load(entry.model_id)
     config = load_config(entry.config)
     config = truncated_config(config, min(DEPTH, num_layers(config)))
-    wanted = target_modules(config, "attention")
-    assert wanted == peft_target_modules(spec, "attention")
     model: Any = bare_model(config, torch.bfloat16, "eager")
+    wanted = target_modules(model, "attention")
+    assert wanted == peft_target_modules(spec, "attention")
     modules = {name for name, one in model.named_modules() if not list(one.children())}
     planned = {f"{layer.path}.{{}}.{one.name}" for layer, _, found in lora_linears(spec, "attention") for one in found}
     numbers = re.compile(r"\.\d+\.")

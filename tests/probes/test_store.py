@@ -20,7 +20,7 @@ import pytest
 from fault_worker import measured
 
 from planner.codec import BadOutcome
-from planner.errors import ConfigError, EnvironmentProblem
+from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.interchange import setup_to_dict
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from planner.setup import TrainSetup
@@ -477,3 +477,9 @@ def test_reading_a_pipe_as_a_store_ends_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s.jsonl")
     with pytest.raises(EnvironmentProblem, match="cannot read the store"):
         Store(tmp_path / "s.jsonl").records()
+
+
+def test_an_export_onto_the_store_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text("")
+    with pytest.raises(UsageError, match="is the store itself"):
+        Store(tmp_path / "s.jsonl").export(tmp_path / "." / "s.jsonl")

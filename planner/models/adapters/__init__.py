@@ -130,13 +130,18 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
 
 
 def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
-    close = close_names(model_type.lower(), model_types())
-    hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(model_types())}"
+    """What the user is told of a type that nothing here builds: why, and what would plan or run it."""
     from planner.models.adapters.alike import kind_of
 
-    if kind := kind_of(fields):
-        hint = f"--like {kind} plans it from its config.json alone, with a wide band"
-    message = f"model_type {shown(model_type)} is not known to the formula rung; {why}"
+    close, hints = close_names(model_type.lower(), model_types()), [remedy] if remedy else []
+    message = f"model_type {shown(model_type)} has no adapter; {why}"
     if fields.has("auto_map"):
-        message += "; the code that the model brings along (auto_map) is never run: there is no trust_remote_code"
-    return UnknownModelError(message, hint=f"{remedy}; {hint}" if remedy else hint)
+        message += "; it is code that the model brings along (auto_map), which is never run here: no trust_remote_code"
+        hints.append("`plan trace -- python train.py` follows a program of yours that loads it with trust_remote_code")
+    if kind := kind_of(fields):
+        hints.append(f"--like {kind} plans it from its config.json alone, with a wide band")
+    elif close:
+        hints.append(f"close types: {', '.join(close)}")
+    elif not hints:
+        hints.append("any decoder that the installed transformers builds is planned: a newer one may build this type")
+    return UnknownModelError(message, hint="; ".join(hints))

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Sequence
 
 from planner.readers.program import files, library, objects
-from planner.readers.program.reading import CUT_NAMES, MAX_LISTED, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
+from planner.readers.program.reading import CUT_NAMES, MAX_LISTED, PARTS_OF_LENGTH, Reading, file_of
 from planner.readers.program.values import (
     SLICE,
     Class,
@@ -20,6 +20,7 @@ from planner.readers.program.values import (
     Value,
     either,
     plain,
+    spend,
 )
 
 
@@ -28,14 +29,26 @@ class Expressions(Reading):
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
         """The value of an expression."""
-        self.steps += 1
-        if self.steps > MAX_STEPS:
-            raise TooLong
+        self.step()
+        if isinstance(node, ast.Name):
+            return scope.find(node.id) or Dotted(node.id)
+        value = self.computed(node, scope)
+        match value:
+            case Items():
+                spend(len(value.items))
+            case Table():
+                spend(len(value.entries))
+            case Known(data=str()):
+                spend(len(value.data))
+            case Known(data=int()) if abs(value.data) > objects.MAX_NUMBER:
+                return Unknown(f"{self.place(node, scope)}: too large")
+        return value
+
+    def computed(self, node: ast.expr, scope: Scope) -> Value:
+        """The value of an expression that is no name."""
         match node:
             case ast.Constant():
                 return Known(node.value, self.place(node, scope))
-            case ast.Name():
-                return scope.find(node.id) or Dotted(node.id)
             case ast.Attribute():
                 return library.attribute(self, self.value(node.value, scope), node.attr, self.place(node, scope))
             case ast.Call():
@@ -191,13 +204,12 @@ class Expressions(Reading):
         """A dictionary made in a comprehension: that of its pairs."""
         pairs = ast.copy_location(ast.Tuple([node.key, node.value], ast.Load()), node)
         found = self.comprehension(ast.copy_location(ast.ListComp(pairs, node.generators), node), scope)
-        entries = {plain(one.items[0]): one.items[1] for one in objects.items_of(found) or () if isinstance(one, Items)}
-        named = all(isinstance(key, str) for key in entries)
-        if isinstance(found, Unknown) or not named:
-            return (
-                found if isinstance(found, Unknown) else Unknown(f"{self.place(node, scope)}: a dictionary not known")
-            )
-        return Table({str(key): value for key, value in entries.items()}, self.place(node, scope))
+        if not isinstance(found, Items):
+            return found
+        entries = [(plain(one.items[0]), one.items[1]) for one in found.items if isinstance(one, Items)]
+        if not all(isinstance(key, str) for key, _ in entries):
+            return Unknown(f"{self.place(node, scope)}: a dictionary not known")
+        return Table(dict(entries), self.place(node, scope))
 
     def note_lengths(self, callee: Value, call: Made) -> None:
         """Remembers lengths handed to the program's own code and to data sets."""

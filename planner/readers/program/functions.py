@@ -46,7 +46,7 @@ class Functions(Expressions):
         for base in node.bases:
             parent = self.value(base, scope)
             if isinstance(parent, Class):
-                inner.names |= parent.attributes
+                inner.names |= self.copied(parent.attributes)
                 fields += parent.fields
                 made.base = made.base or parent.base
             elif isinstance(parent, Dotted):
@@ -77,7 +77,7 @@ class Functions(Expressions):
             # its own code does what the base's does
             call.name = made_by.name if made_by.name in options.PARSERS else "HfArgumentParser"
             return call
-        found = Instance(dict(made_by.attributes), made_by)
+        found = Instance(self.copied(made_by.attributes), made_by)
         for name, value in zip(made_by.fields, call.positional, strict=False):
             found.attributes[name] = value
         init = made_by.attributes.get("__init__")
@@ -169,7 +169,7 @@ class Functions(Expressions):
             methods = value.attributes.values() if isinstance(value, Class) else ()
             for one in (value, *methods):
                 if isinstance(one, Function) and id(one.node) not in self.entered:
-                    bound = Instance(dict(value.attributes), value) if isinstance(value, Class) else None
+                    bound = Instance(self.copied(value.attributes), value) if isinstance(value, Class) else None
                     self.called(Function(one.node, one.scope, bound, one.options), Made("", where=scope.file))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from planner.errors import ConfigError
 from planner.readers.program import objects
 from planner.readers.program.functions import Functions
 from planner.readers.program.reading import (
@@ -17,7 +18,6 @@ from planner.readers.program.reading import (
     MAX_LOOP,
     MAX_MODULES,
     MAX_SOURCE_BYTES,
-    MAX_STEPS,
     Break,
     Leave,
     Loop,
@@ -25,7 +25,6 @@ from planner.readers.program.reading import (
     Program,
     Raise,
     Return,
-    TooLong,
     file_of,
 )
 from planner.readers.program.source import parsable, tree_of
@@ -38,12 +37,15 @@ from planner.readers.program.values import (
     Made,
     Scope,
     Table,
+    TooLong,
     Undecided,
     Unknown,
     Value,
     either,
     plain,
     same,
+    size_budget,
+    spend,
 )
 
 
@@ -52,8 +54,19 @@ def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | No
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
+        ConfigError: more to follow than the budgets of steps and sizes allow.
     """
     tree = tree_of(text)
+    try:
+        with size_budget():
+            return _read(tree, text, name, outside, label)
+    except TooLong as error:
+        raise ConfigError(
+            f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
+        ) from error
+
+
+def _read(tree: ast.Module, text: str, name: str, outside: Outside, label: Callable[[int], str] | None) -> Program:
     reader = Reader(name, outside, label)
     reader.whole(tree)
     if "store_true" in text and outside.arguments is None and not reader.makes_trainer():
@@ -70,11 +83,11 @@ class Reader(Functions):
     """Reads a whole program."""
 
     def whole(self, tree: ast.Module) -> None:
-        """The main module, as far as it can be read."""
+        """The main module, as far as it leads."""
         scope = self.program.module
         scope.file = self.name
         scope.names |= {"__name__": Known("__main__"), "__file__": Known(self.name)}
-        with suppress(TooLong, Leave):
+        with suppress(Leave):
             self.block(tree.body, scope)
 
     def makes_trainer(self) -> bool:
@@ -84,9 +97,7 @@ class Reader(Functions):
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """Statements in order."""
         for statement in body:
-            self.steps += 1
-            if self.steps > MAX_STEPS:
-                raise TooLong
+            self.step()
             self.statement(statement, scope)
 
     def statement(self, node: ast.stmt, scope: Scope) -> None:
@@ -167,11 +178,11 @@ class Reader(Functions):
                 self.block(node.orelse if truth else node.body, scope)
             return
         place = f"{self.place(node, scope)}: depends on a condition"
-        before = dict(scope.names)
+        before = self.copied(scope.names)
         left_by: list[Leave] = []
         ends: list[dict[str, Value]] = []
         for body in (node.body, node.orelse):
-            scope.names = dict(before)
+            scope.names = self.copied(before)
             self.uncertain += 1
             try:
                 self.block(body, scope)
@@ -189,7 +200,7 @@ class Reader(Functions):
 
     def once(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """A body that may run any number of times."""
-        before = dict(scope.names)
+        before = self.copied(scope.names)
         self.uncertain += 1
         try:
             self.block(body, scope)
@@ -208,7 +219,7 @@ class Reader(Functions):
             self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
             self.once(node.body, scope)
             return
-        before = dict(scope.names)
+        before = self.copied(scope.names)
         self.maybe_left.append(False)
         try:
             for item in items:
@@ -266,7 +277,7 @@ class Reader(Functions):
         found = self.module(path) if path != "." else None
         for alias in node.names:
             if alias.name == "*":
-                public = found.names if found is not None else {}
+                public = self.copied(found.names) if found is not None else {}
                 scope.names |= {name: value for name, value in public.items() if not name.startswith("_")}
                 continue
             value = found.names.get(alias.name) if found is not None else None
@@ -302,6 +313,7 @@ class Reader(Functions):
 
 def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
     found: dict[str, Value] = {}
+    spend(len(one) + len(other))
     for name in {**one, **other}:
         if name in one and name in other and not same(one[name], other[name]):
             keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)

@@ -69,7 +69,7 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if isinstance(value, Instance) and value.more:
                 return Unknown(value.more)
             if name == "__dict__" and isinstance(value, Instance):
-                return Table(dict(value.attributes), place)
+                return Table(reader.copied(value.attributes), place)
             return Unknown(f"{place}: {name} is not set in the program")
         case Table() if name in value.entries:  # of OmegaConf: settings are its attributes
             return value.entries[name]

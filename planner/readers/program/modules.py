@@ -1,13 +1,14 @@
 """Functions of modules and built-in ones, whose results settings pass through: what each is known to give."""
 
 import posixpath
+from itertools import islice
 from typing import Any
 
 from planner.readers import hydra, schema
 from planner.readers.program.files import environment, loaded, to_value
 from planner.readers.program.objects import argument_defaults, as_table, items_of, truth
 from planner.readers.program.options import on_command_line, parents_of
-from planner.readers.program.reading import Reading
+from planner.readers.program.reading import MAX_LOOP, Reading
 from planner.readers.program.values import (
     Dotted,
     Function,
@@ -27,6 +28,10 @@ NUMBERS: dict[str, Any] = {
     "int": int, "float": float, "str": str, "bool": bool, "abs": abs, "round": round, "max": max, "min": min,
     "sum": sum, "len": len,
 }  # fmt: skip
+
+
+MAX_DIGITS = 400
+"""To which `round` rounds; a float has 308 before the point."""
 
 
 def of_module(reader: Reading, callee: Dotted, made: Made) -> Value | None:
@@ -124,9 +129,11 @@ def _of_collections(reader: Reading, callee: Dotted, first: Value | None, made: 
             return Undecided(f"{made.where}: depends on a condition")
         case "range" if first is not None:
             bounds = [plain(one) for one in made.positional]
-            if all(isinstance(one, int) for one in bounds) and len(range(*bounds)) <= 64:
-                return Items([Known(number, made.where) for number in range(*bounds)])
-            return None
+            if not all(isinstance(one, int) for one in bounds) or not 0 < len(bounds) <= 3 or 0 in bounds[2:]:
+                return None
+            # not len(): a range may be longer than C counts
+            few = [Known(number, made.where) for number in islice(range(*bounds), MAX_LOOP + 1)]
+            return Items([*few]) if len(few) <= MAX_LOOP else None
     return None
 
 
@@ -209,6 +216,10 @@ def _number(name: str, made: Made) -> Value:
         return Known(arguments[0], where_of(kept[0]) or made.where)
     if name == "len" and isinstance(made.positional[0], (Table, Items)):
         return Known(len(arguments[0]), made.where)
+    numbers = all(isinstance(one, (int, float)) for one in arguments[0]) if isinstance(arguments[0], list) else True
+    digits = arguments[1] if name == "round" and len(arguments) > 1 else 0
+    if (name == "sum" and not numbers) or (isinstance(digits, int) and abs(digits) > MAX_DIGITS):
+        return Unknown(f"{made.where}: computed while the program runs")
     try:
         return Known(NUMBERS[name](*arguments), where_of(made.positional[0]) or made.where)
     except (TypeError, ValueError, OverflowError):

@@ -19,6 +19,7 @@ from planner.readers.program.values import (
     Unknown,
     Value,
     plain,
+    spend,
     where_of,
 )
 
@@ -105,8 +106,10 @@ def items_of(value: Value) -> list[Value] | None:
     """The elements of something a program may loop over, None where they are not known."""
     match value:
         case Items():
+            spend(len(value.items))
             return list(value.items)
         case Table() if not value.more:
+            spend(len(value.entries))
             return [Known(key, value.where) for key in value.entries]
         case Known(data=str()):
             return [Known(part, value.where) for part in value.data]
@@ -132,6 +135,7 @@ def as_table(value: Value) -> Table | None:
     if isinstance(value, Table):
         return value
     if isinstance(value, Instance):
+        spend(len(value.attributes))
         return Table(dict(value.attributes), more=value.more)
     if isinstance(value, Made) and is_followed(value.name):
         more = value.more or f"{value.where}: what {value.name} itself takes for it"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from planner.readers.program.values import Class, Function, Known, Made, Scope, Value
+from planner.readers.program.values import Class, Function, Known, Made, Scope, TooLong, Value, spend
 from planner.records import dataclass
 
 MAX_STEPS = 200_000
@@ -105,10 +105,6 @@ class Break(Loop):
     """Leaves the loop."""
 
 
-class TooLong(Exception):
-    """The budget of steps is spent."""
-
-
 class Reading:
     """One reading of one program; statements, assignments, expressions and calls are read by the classes below it."""
 
@@ -132,6 +128,21 @@ class Reading:
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
         self.maybe_left: list[bool] = []
+
+    def step(self) -> None:
+        """One more statement or expression.
+
+        Raises:
+            TooLong: the budget of steps is spent.
+        """
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise TooLong
+
+    def copied(self, names: dict[str, Value]) -> dict[str, Value]:
+        """A scope's names, once more."""
+        spend(len(names))
+        return dict(names)
 
     def place(self, node: ast.AST, scope: Scope) -> str:
         """ "file:line" of a node."""

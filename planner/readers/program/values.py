@@ -1,6 +1,9 @@
 """What a name in a program may stand for. Every value knows where it was written."""
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import field
 from typing import Any, Union
 
@@ -11,6 +14,10 @@ NAMING = (
     "OptimizerNames",
 )  # fmt: skip
 """Libraries whose constants are named by their last word ("torch.bfloat16")."""
+
+MAX_SIZE = 2_000_000
+"""Elements, names and characters that one reading may make, copy or compare, all together. Of 203 modules of TRL, PEFT
+and transformers, read as if they were programs, the largest takes 456,122."""
 
 Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance"]
 
@@ -166,13 +173,46 @@ class Instance:
     more: str = ""
 
 
+class TooLong(Exception):
+    """The budget of steps or of sizes is spent."""
+
+
+_SIZE_LEFT: ContextVar[list[int] | None] = ContextVar("_SIZE_LEFT", default=None)
+
+
+@contextmanager
+def size_budget() -> Iterator[None]:
+    """Within it, all that is made, copied or compared counts against MAX_SIZE."""
+    outer = _SIZE_LEFT.set([MAX_SIZE])
+    try:
+        yield
+    finally:
+        _SIZE_LEFT.reset(outer)
+
+
+def spend(size: int) -> None:
+    """Takes elements, names or characters from the budget, where there is one.
+
+    Raises:
+        TooLong: it is spent.
+    """
+    left = _SIZE_LEFT.get()
+    if left is not None:
+        left[0] -= size
+        if left[0] < 0:
+            raise TooLong
+
+
 MAX_PLAIN_VALUES, MAX_PLAIN_DEPTH = 100_000, 64
 """A list may hold itself, or twice what holds twice: a program's line doubles it, no setting needs it."""
 
 
 def plain(value: Value | None) -> Any:
     """A value as plain data; an `Unknown` stays one, inside lists and dictionaries too (then the whole is unknown)."""
-    return _plain(value, [0], 0)
+    num = [0]
+    data = _plain(value, num, 0)
+    spend(num[0])
+    return data
 
 
 def _plain(value: Value | None, num: list[int], depth: int) -> Any:
@@ -212,6 +252,7 @@ def where_of(value: Value | None) -> str:
 
 def either(one: Value, other: Value, reason: str) -> Value:
     """One of two values, where it is not known which: what they have in common is."""
+    spend(1)
     if same(one, other):
         return one
     if isinstance(one, Table) and isinstance(other, Table):

@@ -48,6 +48,9 @@ FORBIDDEN = """
 import ctypes, os, platform, struct, sys
 numbers = {"unshare": {"x86_64": 272, "aarch64": 97}[platform.machine()], "landlock_create_ruleset": 444}
 steps = [(0x20, 0, 0, 0)]
+if sys.argv[1] == "user namespaces":
+    steps += [(0x15, 0, 4, numbers[sys.argv.pop(1) and "unshare"]), (0x20, 0, 0, 16), (0x54, 0, 0, 0x10000000)]
+    steps += [(0x15, 1, 0, 0), (0x06, 0, 0, 0x50001)]
 while sys.argv[1] in numbers:
     steps += [(0x15, 0, 1, numbers[sys.argv.pop(1)]), (0x06, 0, 0, 0x50001)]
 code = b"".join(struct.pack("=HBBI", *one) for one in (*steps, (0x06, 0, 0, 0x7FFF0000)))
@@ -60,6 +63,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """Runs its words where some system calls are not permitted, as in a container."""
 WITHOUT = {
     "namespaces": (),
+    "namespaces of root's": (sys.executable, "-c", FORBIDDEN, "user namespaces"),
     "landlock": (sys.executable, "-c", FORBIDDEN, "unshare"),
     "none": (sys.executable, "-c", FORBIDDEN, "unshare", "landlock_create_ruleset"),
 }
@@ -147,6 +151,7 @@ class Machine:
         assert {name: (now.get(name), was) for name, was in self.before.items() if now.get(name) != was} == {}
         assert sorted(now.keys() - self.before.keys()) == []
         assert os.listdir(self.temporary) == []
+        assert not os.path.exists(f"{self.folder}-left-behind")
 
 
 @pytest.fixture
@@ -189,12 +194,15 @@ HARM = {
     "git": "subprocess.run('git add -A && git -c user.name=a -c user.email=b commit -qm x && git gc -q', shell=True)",
     "python -I": "subprocess.run([sys.executable, '-I', '-c', 'open(\"best.pt\", \"w\")'])",
     "no environment": "subprocess.run(['env', '-i', sys.executable, '-c', 'open(\"best.pt\", \"w\")'])",
+    "its own namespaces": "import ctypes; c = ctypes.CDLL(None); c.unshare(0x10020000); c.umount2(b'/var/tmp', 2); "
+    "c.mount(None, b'/', None, 0x1020, None); open('best.pt', 'wb').write(b'x'); open('/var/tmp/' + NAME, 'w')",
     "a daemon": "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(0.3), open('late', 'w').write('x'))",
 }
 
 
 EACH = """
 import os, shutil, subprocess, sys, time
+NAME = os.path.basename(os.getcwd()) + "-left-behind"
 for name, code in HARM.items():
     if not os.fork():
         os.environ["HOME"] = os.path.abspath(name + "/home")
@@ -209,13 +217,19 @@ for name, code in HARM.items():
 """Does each harm in its own home."""
 
 
-@pytest.mark.parametrize("user", USERS)
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+@pytest.mark.parametrize(
+    ("kind", "user"),
+    [
+        *((kind, user) for kind in ("namespaces", "landlock") for user in USERS),
+        pytest.param("namespaces of root's", None, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root's alone")),
+    ],
+)
 def test_whatever_a_program_does_nothing_changes_and_it_does_not_notice(
     plant: Callable[..., Machine], user: str | None, kind: str
 ) -> None:
     machine = plant(user, HARM)
     done = machine.trace(sys.executable, "-c", f"HARM = {HARM!r}{EACH}", before=WITHOUT[kind])
+    kind = kind.removesuffix(" of root's")
     assert (done["code"], done["kind"]) == (0, kind), done
     machine.check()
     failed = {line.split()[1] for line in done["said"].splitlines() if line.startswith("FAILED")}
@@ -355,19 +369,19 @@ def running(mark: str) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("victim", "number", "unsafe"),
+    ("victim", "number", "user", "unsafe"),
     [
-        ("planner", signal.SIGKILL, False),
-        ("planner", signal.SIGKILL, True),
-        ("planner", signal.SIGHUP, False),
-        ("planner", signal.SIGTERM, False),
-        ("keeper", signal.SIGKILL, False),
+        ("planner", signal.SIGKILL, USERS[-1], False),
+        ("planner", signal.SIGKILL, None, True),
+        ("planner", signal.SIGHUP, None, False),
+        ("planner", signal.SIGTERM, USERS[-1], False),
+        ("keeper", signal.SIGKILL, None, False),
     ],
 )
 def test_nothing_outlives_the_trace(
-    plant: Callable[..., Machine], victim: str, number: signal.Signals, unsafe: bool
+    plant: Callable[..., Machine], victim: str, number: signal.Signals, user: str | None, unsafe: bool
 ) -> None:
-    machine = plant(None)
+    machine = plant(user)
     mark = f"mark-{machine.folder.name}"
     command, how = machine.command(sys.executable, "-c", STAYS, mark, unsafe_writes=unsafe)
     planner = subprocess.Popen(command, **how, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)

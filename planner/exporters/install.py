@@ -1,0 +1,80 @@
+"""What a launch file needs installed: the arguments of each `pip install`, in the order in which they are called.
+
+Everything is a wheel where there is one. flash-attn and causal-conv1d come as source alone (their set-up looks for a
+ready build on their release pages first): last, after what builds them, and only where nothing else does.
+"""
+
+from collections.abc import Mapping
+
+from planner.choices.kernels import LIGER
+from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.packages import CONV, DELTA, DELTA_TYPES, FLASH, requirement
+from planner.exporters.types import ExportRequest, Launch
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"
+"""PyTorch's own wheels for AMD's cards (torch 2.11 and 2.12 were seen there); PyPI's torch is CUDA's."""
+BUILDS = ("setuptools", "wheel", "packaging", "ninja", "psutil")
+"""What the set-up of flash-attn and causal-conv1d imports; `--no-build-isolation` lets them see the torch installed."""
+SOURCE = ("--no-build-isolation",)
+FLASH_BUILDS = ("torch==2.8.0", "torchvision==0.23.0", "torchaudio==2.8.0")
+"""The newest torch for which flash-attn 2.8.3 has ready builds (`flash_attn-2.8.3+cu12torch2.8...whl` of its release):
+its set-up takes one in seconds, where any other torch compiles for an hour."""
+HUB_FLASH = "kernels-community/flash-attn2"
+"""Flash attention 2 as transformers fetches it from the hub, built for every torch from 2.10 on (`kernels`)."""
+HUB_VERSIONS = {"transformers": "5.22.0", "kernels": "0.17.2"}
+"""transformers 5.23.0 takes no `kernels` before 0.18.2, and PyPI has none after 0.17.2 (27 November 2026).
+
+Source: transformers 5.22.0 and 5.23.0 `utils/import_utils.py` KERNELS_MIN_VERSION, KERNELS_MAX_VERSION;
+`modeling_flash_attention_utils.py` FLASH_ATTN_KERNEL_VERSIONS (flash-attn2: 4, from torch 2.10 on).
+"""
+BRINGS = {"axolotl": {LIGER, DELTA, CONV}}
+"""What a target has among its own requirements, or does without (Axolotl's convolution of hybrids is fla's)."""
+
+
+def from_hub(setup: TrainSetup) -> bool:
+    """Whether a setup's attention is the hub's kernel where its tool's transformers takes one."""
+    return setup.attention == "flash-attention-2"
+
+
+def versions(tested: Mapping[str, str], setup: TrainSetup) -> dict[str, str]:
+    """The versions that a target's file for this setup is written for: those it was tested with, or a transformers
+    older by one with the hub's kernels."""
+    older = from_hub(setup) and tested.get("transformers") == "5.23.0"
+    return {**tested, **HUB_VERSIONS} if older else dict(tested)
+
+
+def checkpointing_key(setup: TrainSetup) -> str:
+    """What transformers calls its switch of checkpointing in the version that is installed for a setup."""
+    return "gradient_checkpointing" if from_hub(setup) else "activation_checkpointing"
+
+
+def has_delta_rule(model: ModelSpec | None) -> bool:
+    """Whether a model has layers that flash-linear-attention computes."""
+    return model is not None and model.model_type in DELTA_TYPES
+
+
+def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
+    """Arguments of `pip install`, one list per call."""
+    runs = launch.runs_as(request.setup)
+    vendor = request.gpu.vendor if request.gpu is not None else "NVIDIA"
+    tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
+    hybrid = has_delta_rule(request.model) and vendor != "Apple"
+    flash = launch.target == "llamafactory" and runs.attention == "flash-attention-2"
+    needed = {
+        "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
+        LIGER: "liger" in (runs.loss, runs.kernels),
+        "deepspeed": runs.zero,
+        DELTA: hybrid,
+    }
+    packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]
+    packages += [requirement(name) for name, on in needed.items() if on and name not in tested and name not in brings]
+    calls = [[*packages, *FLASH_BUILDS] if flash else packages]
+    if vendor == "AMD":
+        calls.insert(0, ["torch", "--index-url", ROCM_INDEX])
+    # TRL hands packed samples' borders to the convolution too, which refuses them without this package
+    built = [FLASH] * flash + [CONV] * (hybrid and runs.packing and launch.target == "trl" and CONV not in brings)
+    if built:
+        calls += [list(BUILDS), *([requirement(name), *SOURCE] for name in built)]
+    return calls

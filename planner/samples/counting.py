@@ -1,0 +1,100 @@
+"""Counts tokens with a stranger's tokenizer.json in a process that can be ended.
+
+The tokenizers library may panic on such a file, take all memory, or match a pattern for ever: nothing that an `except`
+here would catch. The child answers each line of JSON (a text) with a line of JSON (its number of tokens).
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from planner.children import child_environment, python_argv
+from planner.errors import ConfigError
+
+LOAD_LIMIT_S = 60
+"""CPU seconds for reading the file."""
+TEXT_LIMIT_S = 30
+"""CPU seconds for one text."""
+MEMORY_LIMIT_BYTES = 4 << 30
+
+
+class TokenizerChild:
+    """Counts the tokens of texts, without special ones.
+
+    Raises:
+        ConfigError: the file is no tokenizer that can be read; on a call: it cannot count that text.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.name = file.name
+        self.process = subprocess.Popen(
+            python_argv("-m", "planner.samples.counting", str(file), str(TEXT_LIMIT_S)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(),
+        )
+        self._end = weakref.finalize(self, _close, self.process)
+        self._answer("is no tokenizer that can be read")
+
+    def __call__(self, text: str) -> int:
+        """The number of tokens of a text."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended: `_answer` says so
+            self.process.stdin.write(json.dumps(text).encode() + b"\n")
+            self.process.stdin.flush()
+        return int(self._answer("cannot count a text"))
+
+    def _answer(self, what: str) -> int:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line.endswith(b"\n") else "it took too much time or memory"
+        if isinstance(answer, int):
+            return answer
+        self._end()
+        raise ConfigError(f"{self.name} {what}: {answer}", hint="give the tokenizer.json that the model came with")
+
+
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+
+def _within(limit_s: float) -> None:
+    """From now on so many CPU seconds; the system ends the process after that, whatever it is in."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+
+
+def main() -> None:
+    """The child."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError):
+        pass  # native Windows; a lower limit that is there already
+    try:
+        from tokenizers import Tokenizer
+
+        _within(LOAD_LIMIT_S)
+        tokenizer = Tokenizer.from_file(sys.argv[1])
+        print(0, flush=True)
+        for line in sys.stdin.buffer:
+            _within(float(sys.argv[2]))
+            print(len(tokenizer.encode(json.loads(line), add_special_tokens=False).ids), flush=True)
+    except BaseException as error:  # a panic of the library is no Exception
+        print(json.dumps(str(error)[:200] or type(error).__name__), flush=True)
+
+
+if __name__ == "__main__":
+    main()

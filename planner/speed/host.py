@@ -1,0 +1,102 @@
+"""How long the host takes to issue a call: seconds by class of call, and how fast a machine's host is beside them.
+
+The seconds are those of a rented virtual machine (16 virtual Xeon CPUs beside an H100, torch 2.11, Python 3.12), from
+rows of calls by themselves (host: lines of benchmarks/data/h100/prices.jsonl) but for two that a row of equal calls
+flatters, because caches are warm: products (cuBLAS looks for an algorithm anew for every other shape) and Triton
+launches. Those are what PyTorch's profiler saw inside training steps (profiles.jsonl.gz), without its own 4.5
+microseconds an event.
+"""
+
+from planner.records import dataclass
+from planner.speed.operators import ISSUERS, Operator
+from planner.speed.prices import Price
+
+_FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
+
+MODULE_S = 6.9e-6
+"""A module's call with the Python of its forward: LoRA's linear layer, 194.5 microseconds for 5 calls and its
+operators."""
+VIEW_S, VIEW_IN_ENGINE_S, EMPTY_S = 1.5e-6, 3.0e-6, 2.6e-6
+LAUNCH_S = {_FORWARD: 14.9e-6, _RECOMPUTE: 14.9e-6, _NO_GRAD: 7.6e-6, _ENGINE: 20.0e-6}
+"""Operators that launch a kernel: with a graph recorded (`y * 1.5` in a chain), without (`x + x`), as a node of a
+backward (that chain's backward, and LoRA's: 322 microseconds for 13 launches, 5 products and 9 views)."""
+PRODUCT_S = 25e-6
+"""Beyond another launch: 36 to 49 microseconds of `aten::mm` itself in steps, 14 in a row of equal ones."""
+TRITON_S = 190e-6
+"""One launch from Python with the autograd function around it: 160 to 250 microseconds in steps (Liger), 128 in a
+row."""
+HOOK_S = 19e-6
+"""A tensor that a checkpoint's second forward hands over (packed, found, unpacked): 118 microseconds more for a
+checkpointed linear layer, of which 42 are its operators, over four such calls."""
+BEYOND_S = {
+    "bitsandbytes.gemm_4bit": 110e-6,
+    "bitsandbytes.dequantize_4bit": 130e-6,
+    "bitsandbytes.int8_vectorwise_quant": 150e-6,
+    "bitsandbytes.int8_linear_matmul": 100e-6,
+    "bitsandbytes.optimizer_update_8bit_blockwise": 62e-6,
+}
+"""What calls of libraries' own Python take beyond a launch, in a row: Linear4bit 67 forward and 205 backward,
+Linear8bitLt 361 and 200, AdamW8bit 67 a tensor."""
+TENSOR_S = {"aten._fused_adamw_": 1.1e-6, "aten._foreach_norm": 3e-6}
+"""Of multi-tensor operators by tensor in their lists: fused AdamW 5.3 microseconds for five lists, clipping 6 for its
+norms and products, foreach AdamW 15.6."""
+FOREACH_TENSOR_S = 1.0e-6
+_PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "bitsandbytes.gemm_4bit",
+    "bitsandbytes.int8_linear_matmul",
+)
+_KERNELS = ("liger.", "trl.", "unsloth.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine's host.
+
+    Attributes:
+        name: what it is.
+        scale: how many times longer its calls take than those of the rented machine that was measured.
+        band_fraction: how far the scale may lie off, as a fraction.
+    """
+
+    name: str = "a rented virtual machine's CPU"
+    scale: float = 1.0
+    band_fraction: float = 0.3
+
+
+def issued_s(call: Operator, issuer: int, price: Price, *, checkpointed: bool) -> float:
+    """Host seconds of one call on the measured machine.
+
+    Args:
+        checkpointed: whether the step recomputes: what is detached inside the engine then passes a checkpoint's hooks.
+    """
+    name = call.name.rpartition(".")[0] if call.name.count(".") > 1 else call.name
+    if name.startswith(_KERNELS):
+        return TRITON_S
+    if "empty" in name:
+        return EMPTY_S
+    if name == "aten.detach" and issuer == _ENGINE and checkpointed:
+        return HOOK_S
+    if not price.kernels:
+        return VIEW_IN_ENGINE_S if issuer == _ENGINE else VIEW_S
+    seconds = LAUNCH_S[issuer] + (PRODUCT_S if name.startswith(_PRODUCTS) else 0.0) + BEYOND_S.get(name, 0.0)
+    return seconds + call.listed * TENSOR_S.get(name, FOREACH_TENSOR_S)
+
+
+# What a trainer's loop does around the operators, in Python
+
+WALK_S = {"micro-batch": 11e-6, "step": 5e-6}
+"""Per module of the model: `model.train()` and `num_parameters()` around every micro-batch; `parameters()` for
+clipping and `zero_grad()` in every step (6.2 and 3.0 microseconds in a row on a CPU at 2.2 GHz, 3,069 modules)."""
+MICRO_BATCH_S, METRICS_S, STEP_S = 6.0e-3, 3.0e-3, 4.0e-3
+"""Inputs, masks and contexts of a micro-batch; its metrics; clipping, schedulers and callbacks inside a step.
+
+Both: what six of TRL's device-bound runs on an H100 leave of a step beside the device's own time
+(benchmarks/data/h100): 13 ms and 18.8 microseconds a module, 1.8 of it the optimizer's calls; parted by the walks' own
+times and by judgement."""
+BETWEEN_S, COLLATED_TOKEN_S = 2.5e-3, 3.0e-7
+"""Between two steps: callbacks, and the next batch by its tokens (`between_s` of 26 TRL runs: 2 ms for 1,024 tokens, 5
+for 8,192, 8 for 16,384, 12 for 32,768)."""

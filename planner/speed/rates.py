@@ -1,0 +1,137 @@
+"""What a card does per second, as measured: matrices by type, copies, attention by kernel and head size."""
+
+from typing import NamedTuple
+
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import takes_cudnn
+from planner.records import dataclass
+from planner.throughput.calibration import Calibration, load_calibration
+
+COPY_SHARE = {"h100-sxm": 0.91, "h200": 0.867}
+"""Share of the data sheet's bandwidth that a large elementwise kernel moves.
+
+Measured: H100 3.05 TB/s (`add`, `mul`, `silu` of 200 MB in training steps, benchmarks/data/h100/profiles.jsonl.gz);
+H200 4.16 TB/s (copy; shared readings of 26 November 2026)."""
+DEFAULT_COPY_SHARE = 0.88
+DEFAULT_L2_BYTES = 40 << 20
+
+
+class AttentionRate(NamedTuple):
+    """Flops per second over the two (backward: five) products of the pairs that count, as a share of the card's large
+    16-bit matrices, for unboundedly long sequences; tokens at which half of that is reached."""
+
+    forward: float
+    forward_half: float
+    backward: float
+    backward_half: float
+
+
+CUDNN = {
+    64: AttentionRate(0.591, 315, 0.585, 960),
+    128: AttentionRate(0.826, 520, 0.724, 900),
+    256: AttentionRate(0.864, 1670, 0.635, 1900),
+}
+FLASH_ON_HOPPER = {
+    64: AttentionRate(0.361, 140, 0.343, 760),
+    128: AttentionRate(0.419, 300, 0.413, 1050),
+    256: AttentionRate(0.419, 700, 0.413, 1000),
+}
+EFFICIENT = {
+    64: AttentionRate(0.155, 10, 0.121, 40),
+    128: AttentionRate(0.226, 330, 0.17, 440),
+    256: AttentionRate(0.16, 600, 0.032, 600),
+}
+"""By head size. Measured on an H100 with torch 2.11 (benchmarks/data/h100/prices.jsonl: sdpa_forward and sdpa_both at
+512 to 32,768 tokens): within 6 % from 2,048 tokens on."""
+MASKED = {
+    64: AttentionRate(0.32, 0, 0.34, 0),
+    128: AttentionRate(0.4, 0, 0.35, 0),
+    256: AttentionRate(0.32, 0, 0.25, 0),
+}
+"""cuDNN's kernel with a mask, over all pairs: the "masked" lines there, and Gemma 3's window in a training step."""
+FLASH_ELSEWHERE = AttentionRate(0.73, 0, 0.61, 0)
+"""Where no kernel was read by itself: what the formula's published runs say (`attention_forward_share` and
+`attention_backward_share` of planner/data/calibration.json times its `training_share`)."""
+SINGLE_ELEMENTS_PER_SM = 2.6e9
+"""Measured: 292 to 370e9 elements a second on the 132 multiprocessors of an H100 (profiles.jsonl.gz)."""
+MATRIX_TILE = 128 * 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRates:
+    """Rates of one card.
+
+    Attributes:
+        matrix: type -> flops per second of a large matrix.
+        copy: bytes per second that a large elementwise kernel reads and writes.
+        launch_s: least time of a kernel on the device.
+        single_elements: elements per second of an elementwise kernel without wide loads.
+        start_up_columns: of a product's inner loop, whose time its start takes.
+        sample_tokens: tokens of a sample where several lie packed in one row and attention keeps them apart, else 0.
+    """
+
+    matrix: dict[str, float]
+    copy: float
+    l2_bytes: int
+    sms: int
+    launch_s: float
+    single_elements: float
+    start_up_columns: float
+    hopper: bool
+    cudnn: bool
+    sample_tokens: int = 0
+
+    def attention(self, kernel: str, head_size: int, *, masked: bool = False) -> AttentionRate:
+        """Of the kernel ("flash", "efficient") that PyTorch would choose without cuDNN; on Hopper SDPA takes cuDNN's
+        for either, but for more than the efficient kernel's masks."""
+        size = 64 if head_size <= 64 else 128 if head_size <= 128 else 256
+        if kernel == "efficient" and masked and self.cudnn and self.hopper:
+            return MASKED[size]
+        if kernel == "efficient":
+            return EFFICIENT[size]
+        if not self.hopper:
+            return FLASH_ELSEWHERE
+        return (CUDNN if self.cudnn else FLASH_ON_HOPPER)[size]
+
+
+SUSTAINED = frozenset({"h100-sxm", "h200"})
+"""Cards whose matrices were seen inside training steps to run as fast as by themselves (760 to 796 TFLOP/s of 787 on
+an H100). Elsewhere they lose what published runs say (`training_share` of planner/data/calibration.json), to power and
+clocks."""
+_START_UP_COLUMNS, _H100_RATE_PER_SM = 150.0, 989e12 / 132
+
+
+def card_rates(
+    gpu: GpuSpec, attention: str = "sdpa", *, sample_tokens: int = 0, calibration: Calibration | None = None
+) -> CardRates:
+    """The rates of a card: what was measured of it, else its family's share of the data sheet.
+
+    Args:
+        attention: the implementation that the setup asks for.
+        sample_tokens: of samples that are packed and kept apart.
+    """
+    calibration = calibration or load_calibration()
+    share = calibration.share_for(gpu)[0]
+    fp32 = (gpu.fp32_flops_per_s or (gpu.fp16_flops_per_s or 0.0) / 8) * calibration.fp32_share_for(gpu)
+    half = (gpu.fp16_flops_per_s or 0.0) * share or fp32
+    brain = (gpu.bf16_flops_per_s or 0.0) * share or 0.55 * fp32
+    matrix = {"float32": fp32, "bfloat16": brain, "float16": half, "int8": 0.9 * half}
+    named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    for name, rate in calibration.rates_flops_per_s.get(gpu.key, {}).items():
+        matrix[named[name]] = rate
+    if gpu.key not in SUSTAINED:
+        sustained = calibration.constants_for(gpu).training_share
+        matrix = {name: rate * sustained for name, rate in matrix.items()}
+    nominal = gpu.fp16_flops_per_s or matrix["float16"]
+    return CardRates(
+        matrix=matrix,
+        start_up_columns=_START_UP_COLUMNS * nominal / (gpu.sm_count or 100) / _H100_RATE_PER_SM,
+        sample_tokens=sample_tokens,
+        copy=gpu.memory_bandwidth_bytes_per_s * COPY_SHARE.get(gpu.key, DEFAULT_COPY_SHARE),
+        l2_bytes=gpu.l2_bytes or DEFAULT_L2_BYTES,
+        sms=gpu.sm_count or 100,
+        launch_s=1.3e-6,
+        single_elements=SINGLE_ELEMENTS_PER_SM * (gpu.sm_count or 100),
+        hopper=gpu.arch == "Hopper",
+        cudnn=takes_cudnn(gpu, attention),
+    )

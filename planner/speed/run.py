@@ -1,0 +1,88 @@
+"""The speed of a setup from the operators of its own run: what a dry run adds to its bytes."""
+
+from dataclasses import replace
+
+from planner.choices.optimizers import OPTIMIZERS
+from planner.hardware.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.notes import found
+from planner.outcome import Prediction
+from planner.predict import paged_overflow
+from planner.setup import TrainSetup
+from planner.speed import speed_profile
+from planner.speed.host import Host
+from planner.speed.operators import Program
+from planner.speed.rates import card_rates
+from planner.speed.timeline import Loop, RunTime, run_time
+from planner.units import percent
+
+BAND_FRACTION = 0.1
+"""Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
+price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
+WAITS_FOR_LOSS = frozenset({"trl", "hf", "axolotl", "llamafactory", "sentence-transformers"})
+"""Stacks whose loop looks at the loss after every backward, and so waits for the device.
+
+Source: transformers 5.23 `Trainer._run_epoch` (`logging_nan_inf_filter`, on by default).
+"""
+HOST_SAID = 0.1
+
+
+def loop_of(setup: TrainSetup) -> Loop:
+    """What a setup's stack does around its operators."""
+    return Loop(
+        accumulation=setup.accumulation_steps,
+        tokens=setup.tokens_per_step,
+        waits=setup.stack in WAITS_FOR_LOSS,
+        trainer=setup.by.trainer_overhead,
+    )
+
+
+def run_speed(
+    program: Program, gpu: GpuSpec, setup: TrainSetup, *, loop: Loop | None = None, host: Host | None = None
+) -> RunTime:
+    """The time of a step of `program`, the operators of `setup`, on one card.
+
+    Args:
+        loop: what goes around them, that of the setup's stack by default.
+    """
+    apart = setup.packing and setup.attention == "flash-attention-2"
+    rates = card_rates(gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
+    return run_time(program, rates, loop or loop_of(setup), host)
+
+
+def with_run_speed(
+    prediction: Prediction, program: Program | None, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup
+) -> Prediction:
+    """`prediction` with the speed of the run's own operators; without one where they do not say all: of several GPUs,
+    objectives that generate, activations and optimizer states that travel to the host."""
+    travels = setup.activation_offload or (
+        OPTIMIZERS[setup.optimizer].paged and paged_overflow(model, gpu, setup, prediction.peak_device_bytes)
+    )
+    if program is None or setup.num_gpus > 1 or setup.aim.rolls_out or travels or gpu.vendor != "NVIDIA":
+        return prediction
+    run = run_speed(program, gpu, setup)
+    formula = speed_profile(model, gpu, setup).step_time(setup)
+    return replace(
+        prediction,
+        step_time_s=run.step_s,
+        tokens_per_s=setup.tokens_per_step / run.step_s,
+        time_band_fraction=max(BAND_FRACTION, run.slower_host_s / run.step_s - 1),
+        mfu_fraction=formula.mfu_fraction * formula.step_time_s / run.step_s,
+        time_parts_s=run.parts_s,
+        notes=(*prediction.notes, *host_notes(run)),
+    )
+
+
+def host_notes(run: RunTime) -> tuple[str, ...]:
+    """What to say where the host sets the pace."""
+    waits = run.parts_s["host"] / run.step_s
+    if not run.host_bound or waits < HOST_SAID:
+        return ()
+    slower = run.slower_host_s / run.step_s - 1
+    return (
+        found(
+            f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
+            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {Host().name} adds "
+            f"{percent(slower)})"
+        ),
+    )

@@ -1,0 +1,205 @@
+"""Which operators a run issues, in which order and by whom: what `planner.speed` prices."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from planner.speed.operators import ISSUERS, Layout, Operator, Program, Stretch
+from probes.dryrun.fastmeta import Remembered
+from probes.dryrun.layer_map import LayerMap
+from probes.stack.launches import listening
+
+MODULE, FORWARD, NO_GRAD, ENGINE, RECOMPUTE = range(len(ISSUERS))
+_ISSUERS = {(True, True): FORWARD, (True, False): NO_GRAD, (False, True): RECOMPUTE, (False, False): ENGINE}
+"""By whether no backward runs and whether a graph is recorded."""
+_NUMBERS = (bool, int, float)
+_in_engine = torch._C._current_graph_task_id
+_records = torch.is_grad_enabled
+_MANY = 8
+"""Tensors of a list that is one layout of all their elements: those of multi-tensor operators."""
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """How a tensor lies, as plain data."""
+    return Layout(tuple(tensor.shape), tensor.stride(), _name(tensor.dtype))
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class OperatorLog:
+    """What is issued, as numbers that stand for an operator with its layouts.
+
+    Attributes:
+        calls: operator x len(ISSUERS) + issuer.
+        marks: (place in `calls`, phase, layer) as phases begin.
+        micro_batches: places at which a micro-batch begins; full_step: at which the optimizer of all layers does, None
+            where the run has them all; layers: which of the run's layers stand for the full model's.
+        modules: how many modules each layer of the run has, and what belongs to none.
+    """
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = [Operator("module call")]
+        self.calls: list[int] = []
+        self.marks: list[tuple[int, str, int | None]] = []
+        self.micro_batches: list[int] = []
+        self.full_step: int | None = None
+        self.layers: LayerMap | None = None
+        self.modules: dict[int | None, int] = {}
+        self._known: dict[Any, int] = {}
+        self._views: dict[int, int] = {}
+
+    def mark(self, phase: str, layer: int | None) -> None:
+        """From now on what is issued belongs to `phase` and `layer`."""
+        self.marks.append((len(self.calls), phase, layer))
+
+    def add(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, remembered: Remembered) -> None:
+        """An operator that ran: known by what `remembered` knows it by, a view by its name alone."""
+        key = remembered.number
+        if key is not None:
+            number = self._known.get(key)
+            if number is None:
+                number = self._new(key, name, args, kwargs, out)
+        elif (number := self._views.get(id(func))) is None:
+            number = self._other(func, name, args, kwargs, out)
+        self.calls.append(number * 5 + _ISSUERS[_in_engine() == -1, _records()])
+
+    def _new(self, key: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+        """An operator that is not known yet."""
+        number = self._known[key] = len(self.operators)
+        self.operators.append(_operator(name, args, kwargs, out))
+        return number
+
+    def _other(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+        """A view (known by its name from then on), or an operator that changes its arguments."""
+        if isinstance(func, torch._ops.OpOverload) and func.is_view:
+            number = self._views[id(func)] = len(self.operators)
+            self.operators.append(Operator(name))
+            return number
+        made = _operator(name, args, kwargs, out)
+        found = self._known.get(made)
+        if found is None:
+            found = self._known[made] = len(self.operators)
+            self.operators.append(made)
+        return found
+
+    def launched(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """A kernel that no operator launches."""
+        made = Operator(name, tuple(map(layout_of, inputs)), tuple(map(layout_of, outputs)))
+        number = self._known.get(made)
+        if number is None:
+            number = self._known[made] = len(self.operators)
+            self.operators.append(made)
+        self.calls.append(number * 5 + (FORWARD if _in_engine() == -1 else RECOMPUTE if _records() else ENGINE))
+
+    def module_called(self, module: Any, args: Any) -> None:
+        """Python calls a module."""
+        self.calls.append(MODULE)
+
+    def begin_full_step(self, layers: LayerMap) -> None:
+        """From now on the optimizer runs on all of the model's parameters, followed by another tracker."""
+        self.layers = layers
+        self._known = {key: number for key, number in self._known.items() if not isinstance(key, int)}
+        self.full_step = len(self.calls)
+        self.mark("step", None)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within it module calls and launches are noted."""
+        with ExitStack() as stack:
+            stack.enter_context(listening(self.launched))
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(self.module_called)
+            stack.callback(hook.remove)
+            yield
+
+    def stretches(self, first: int, last: int) -> list[tuple[int | None, Stretch]]:
+        """What was issued from one place to another, by layer."""
+        before = [mark for mark in self.marks if mark[0] <= first][-1:]
+        marks = [*before, *(mark for mark in self.marks if first < mark[0] < last)]
+        ends = [*(mark[0] for mark in marks[1:]), last]
+        return [
+            (layer, Stretch(phase=phase, calls=self.calls[max(begin, first) : end]))
+            for (begin, phase, layer), end in zip(marks, ends, strict=True)
+            if end > max(begin, first)
+        ]
+
+
+def _operator(name: str, args: Any, kwargs: Any, out: Any) -> Operator:
+    inputs: list[Layout] = []
+    numbers: list[float] = []
+    many = _collect((*args, *(kwargs or {}).values()), inputs, numbers)
+    outputs: list[Layout] = []
+    _collect((out,), outputs, [])
+    return Operator(name, tuple(inputs), tuple(outputs), tuple(numbers), many)
+
+
+def _collect(values: Any, layouts: list[Layout], numbers: list[float]) -> int:
+    """Adds what `values` hold; returns how many tensors lie in long lists, each of which is one layout."""
+    many = 0
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if one.dim() or not numbers:
+                layouts.append(layout_of(one))
+        elif isinstance(one, _NUMBERS):
+            numbers.append(float(one))
+        elif isinstance(one, (list, tuple)):
+            if len(one) >= _MANY and type(one) is list and isinstance(one[0], torch.Tensor):
+                many += len(one)
+                layouts.append(Layout((sum(each.numel() for each in one),), (1,), _name(one[0].dtype)))
+            else:
+                many += _collect(one, layouts, numbers)
+    return many
+
+
+def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
+    """The step's program of the full model, None where no step was followed.
+
+    Args:
+        trainables: what trains of the run's model (`probes.dryrun.trace.Trainable`).
+    """
+    if not log.micro_batches:
+        return None
+    layers = log.layers
+    begin, step = log.micro_batches[-1], next(place for place, phase, _ in log.marks if phase == "step")
+    micro = log.stretches(begin, step)
+    optimizer = log.stretches(step if log.full_step is None else log.full_step, len(log.calls))
+    sums: Mapping[int, int] = {}
+    if len(log.micro_batches) == 1:
+        counts = Counter(_gradient_layouts(trainables, layers))
+        sums = {len(log.operators) + place: count for place, count in enumerate(counts.values())}
+        log.operators += [Operator("aten.add_.Tensor", (one, one), (one,)) for one in counts]
+    held = (None, *(layers.of if layers else (one for one in log.modules if one is not None)))
+    return Program(
+        operators=log.operators,
+        stretches=[one for _, one in (*micro, *optimizer)],
+        micro_batch=[*(range(len(micro)) if layers is None else _unrolled(micro, layers))],
+        step=[*range(len(micro), len(micro) + len(optimizer))],
+        added=sums,
+        num_modules=sum(log.modules.get(layer, 0) for layer in held),
+    )
+
+
+def _unrolled(stretches: Sequence[tuple[int | None, Stretch]], layers: LayerMap) -> Iterator[int]:
+    """The places of the run's stretches in the order of the full model."""
+    places = range(len(stretches))
+    for _, group in groupby(places, lambda place: (stretches[place][1].phase, stretches[place][0] is not None)):
+        for place, _ in layers.unrolled(group, lambda place: stretches[place][0]):
+            yield place
+
+
+def _gradient_layouts(trainables: Sequence[Any], layers: LayerMap | None) -> list[Layout]:
+    """Layouts of the full model's gradients."""
+    every = trainables if layers is None else [one for one, _ in layers.unrolled(trainables, lambda one: one.layer)]
+    found = []
+    for one in every:
+        if one.has_gradient:
+            stride = torch.empty(one.shape, device="meta").stride()
+            found.append(Layout(tuple(one.shape), stride, _name(one.dtype)))
+    return found

@@ -1,0 +1,190 @@
+"""A dry run that follows values: for model classes whose next operator depends on what is in a tensor.
+
+Most classes ask for nothing of the kind, and following costs time, so this is the second try: experts in a loop over
+`nonzero()`, positions counted on the host, masks that are looked into. Integers and masks are followed as on the
+phantom GPU (`probes.phantom.values`); what comes from weights is unknown, but for the places that `topk` picks: every
+place is picked equally often, as a trained router with its balancing loss comes close to. A comparison of unknown
+values holds, and a mask of them selects everything: what is then computed is the most that can be.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from probes.dryrun.tracker import Tracker
+from probes.patching import replaced
+from probes.phantom.operators import HANDLERS
+from probes.phantom.values import Values, answer
+
+MAX_FLOATS = 1 << 22
+"""Gates of a mixture: tokens x experts."""
+_aten = torch.ops.aten
+_ITEM = _aten._local_scalar_dense.default
+_TO_COPY = _aten._to_copy.default
+_COPY = _aten.copy_.default
+_TOPK = _aten.topk.default
+_COMPARED = frozenset(
+    getattr(getattr(_aten, name), form) for name in ("gt", "ge", "lt", "le") for form in ("Scalar", "Tensor")
+)
+_is_meta = torch._C.TensorBase.is_meta.__get__
+
+
+class _Values(Values):
+    """What is known, for as long as the storage lives whose it is."""
+
+    def __init__(self, max_floats: int) -> None:
+        super().__init__(max_floats)
+        self._ends: dict[int, Any] = {}
+
+    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        super().keep(tensor, values)
+        self._watch(tensor)
+
+    def assume(self, tensor: torch.Tensor, value: bool) -> None:
+        super().assume(tensor, value)
+        self._watch(tensor)
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, ends = storage._cdata, self._ends
+
+        def ended(_: Any) -> None:
+            ends.pop(key, None)
+            self.drop(key)
+
+        if key not in ends:
+            ends[key] = weakref.ref(storage, ended)
+
+
+class _Card:
+    """What the phantom GPU's handlers ask of their GPU."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.origins = self
+
+    def asked(self, *_: Any) -> None:
+        """A program's user is told what was asked; a dry run has none."""
+
+    def made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor whose values are unknown."""
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def adopted(self, out: Any, source: torch.Tensor, func: Any) -> Any:
+        """What an operator made of `source`."""
+        return out
+
+
+class ValuedTracker(Tracker):
+    """The tracker with what is known of values."""
+
+    def __init__(self, device_type: str, **options: Any) -> None:
+        super().__init__(device_type, **options)
+        self.values = _Values(MAX_FLOATS)
+        self._card: Any = _Card(self.values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        metas = [one for one in _tensors(args, kwargs) if _is_meta(one)]
+        if not metas and str(kwargs.get("device", "")) != "meta":
+            return func(*args, **kwargs)
+        if func is _ITEM:
+            known = self.values.known(args[0])
+            return answer(args[0].dtype, self.values.uniform(args[0])) if known is None else known.item()
+        if func is _TO_COPY and str(kwargs.get("device")) == "cpu":
+            return self._to_host(args[0], kwargs.get("dtype") or args[0].dtype)
+        if func is _COPY:
+            return self._copied(*args[:2])
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            out = handler(self._card, func, args, kwargs)
+            if out is not NotImplemented:
+                return self._noted(func, out)
+        done, out = self.values.computed(func, args, kwargs, metas)
+        if done:
+            return self._noted(func, out)
+        if any(not _is_meta(one) and one.dim() for one in _tensors(args, kwargs)):
+            args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.values.after(func, args, kwargs, out, metas)
+        if func in _COMPARED and self.values.worth_keeping(torch.bool, out.numel()):
+            self.values.keep(out, torch.ones(out.shape, dtype=torch.bool))
+        if (
+            func is _TOPK
+            and (len(args) < 3 or args[2] in (-1, args[0].dim() - 1))
+            and self.values.worth_keeping(torch.int64, out[1].numel())
+        ):
+            self.values.keep(out[1], _dealt(out[1], args[0].shape[-1]))
+        return out
+
+    def _noted(self, func: Any, out: Any) -> Any:
+        self._outputs(out, str(func))
+        return out
+
+    def _to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        known = self.values.known(tensor)
+        if known is not None:
+            return known.to(dtype, copy=True)
+        return torch.full(tensor.shape, answer(tensor.dtype, self.values.uniform(tensor)), dtype=dtype)
+
+    def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`destination.copy_(source)` between any two kinds of tensors."""
+        values = self.values.known(source) if _is_meta(source) else source
+        if not _is_meta(destination):
+            return destination if values is None else destination.copy_(values)
+        mine = self.values.known(destination)
+        if values is None:
+            self.values.drop(destination.untyped_storage()._cdata)
+        elif mine is not None:
+            mine.copy_(values)
+        elif self.values.worth_keeping(destination.dtype, destination.numel()) and _whole(destination):
+            self.values.keep(destination, torch.empty(destination.shape, dtype=destination.dtype).copy_(values))
+        return destination
+
+
+@contextmanager
+def selecting_all() -> Iterator[None]:
+    """Within it a mask of unknown values selects every element on meta, and numbers that a class writes down are known
+    (on meta PyTorch forgets them)."""
+    from torch.fx.experimental import _config
+
+    plain = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        on_host = device is None or str(device) != "meta"
+        made: torch.Tensor = plain(data, device=device if on_host else "cpu", **options)
+        return made if on_host else made.to(device)
+
+    with _config.patch(meta_nonzero_assume_all_nonzero=True), replaced([(torch, "tensor", tensor)]):
+        yield
+
+
+def _dealt(like: torch.Tensor, num: int) -> torch.Tensor:
+    """Places 0 to `num` - 1 in turn, in the shape of what `topk` picked: no row has one twice, every place is picked
+    equally often."""
+    return (torch.arange(like.numel()) % num).reshape(like.shape)
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found = []
+    for one in (*args, *kwargs.values()):
+        inner = one if isinstance(one, (list, tuple)) else (one,)
+        found += [each for each in inner if isinstance(each, torch.Tensor)]
+    return found
+
+
+def _on_meta(value: Any) -> Any:
+    """`value` with real tensors (of the host) in their meta form."""
+    if isinstance(value, torch.Tensor):
+        return value if _is_meta(value) or not value.dim() else value.to("meta")
+    if type(value) in (list, tuple):
+        return type(value)(_on_meta(one) for one in value)
+    return value
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, so that values for it are values for every view of it."""
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())

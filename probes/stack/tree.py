@@ -1,0 +1,485 @@
+"""The formula's `ModelSpec` of any decoder, read off the module tree that transformers built; what sees images or sound
+lies idle in it.
+
+Matrices, norms and tables are what the tree holds, to the element. What a tree does not say is taken from the
+configuration (heads, windows, activation) or from what modules are called (which matrix is the query's).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from planner.models.adapters.parts import seeing_ahead
+from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
+from probes.stack.configs import layers_of
+from probes.stack.unadaptable import unadaptable_modules
+
+MAX_LAYERS = 1000
+_ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
+_MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output", re.IGNORECASE)
+"""Names of what mixes no tokens; a matrix below another name, and not directly in its layer, belongs to a mixer."""
+_IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
+SEES_AHEAD = frozenset({"paligemma"})
+"""Types whose prompts and pictures are seen both ways, which takes a mask."""
+_ELSEWHERE = re.compile(r"encoder_attn|crossattention")
+_BESIDE = re.compile(r"altup|laurel|per_layer")
+"""Gemma 3n's matrices beside attention and MLP."""
+_ROLES: tuple[tuple[Role, str], ...] = (
+    ("qkv", r"qkv|qkv_proj|query_key_value|c_attn|wqkv|Wqkv|qkv_layer|attn_qkv"),
+    ("q", r"q|q_proj|query|q_lin|wq|query_proj"),
+    ("k", r"k|k_proj|key|k_lin|wk|key_proj"),
+    ("v", r"v|v_proj|value|v_lin|wv|value_proj"),
+    ("o", r"o|o_proj|out_proj|dense|c_proj|out_lin|wo|Wo|linear_attn|attention_output|proj"),
+)
+_GATE = re.compile(r"gate|gate_proj|w1|wi_0|linear_v|c_fc_0")
+
+
+def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec:
+    """The module inventory of a model of transformers, which was built of `raw_config`.
+
+    Raises:
+        ValueError: an encoder-decoder, no list of layers, or no linear head over a table of tokens.
+    """
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError("encoder-decoders need an adapter of their own")
+    text = config.get_text_config()
+    layers, path = _stack(model)
+    rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
+    head, table = _ends(model)
+    hidden = int(_first(text, "hidden_size") or table.embedding_dim)
+    kinds, order, unseen = _kinds(config.model_type, layers, text, path, hidden, rotary)
+    inside = {id(one) for layer in layers for one in layer.parameters()}
+    inside |= {id(one) for one in head.parameters(recurse=False)}
+    refused = unadaptable_modules(model)
+    kinds = tuple(_without_refused(one, refused) for one in kinds)
+    positions = _first(text, "max_position_embeddings")
+    return ModelSpec(
+        model_id=model_id,
+        model_type=str(raw_config["model_type"]),
+        built_class=type(model).__name__,
+        hidden_size=hidden,
+        vocab_size=table.num_embeddings,
+        max_position_embeddings=positions if isinstance(positions, int) else None,
+        layer_kinds=kinds,
+        layer_order=order,
+        head=_linear("lm_head", head, "other"),
+        tied=head.weight is table.weight,
+        **_outside(model, inside, path, unseen),
+        logit_softcap=bool(_first(text, "final_logit_softcapping")),
+        attentions=_attentions(model, text),
+        lacks=tuple(_lacking(model, head, hidden)),
+        moved_targets=_moved_targets(config.model_type),
+        config=dict(raw_config),
+        config_source=source,
+        from_tree=True,
+    )
+
+
+def _stack(model: nn.Module) -> tuple[list[Any], str]:
+    """The layers, and the name of the list that holds them.
+
+    Raises:
+        ValueError: no such list, or more than MAX_LAYERS of them.
+    """
+    layers = layers_of(model)
+    if len(layers) > MAX_LAYERS:
+        raise ValueError(f"{len(layers)} layers, more than {MAX_LAYERS}")
+    lists = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one))
+    return layers, next(name for name, one in lists if one[0] is layers[0])
+
+
+def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
+    """The output head and the table of token embeddings.
+
+    Raises:
+        ValueError: either is something else.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
+        raise ValueError("no token embedding and linear head")
+    return head, table
+
+
+def _kinds(
+    model_type: str, layers: list[Any], text: Any, path: str, hidden: int, rotary: bool
+) -> tuple[tuple[LayerSpec, ...], tuple[int, ...], Counter[LayerSpec]]:
+    """The kinds of layer that text sees, of each such layer the kind, and what text does not see: Llama 3.2 Vision
+    leaves layers out where there is no picture, a decoder alone (BART's) its attention to an encoder."""
+    kinds: dict[LayerSpec, int] = {}
+    unseen: Counter[LayerSpec] = Counter()
+    order = []
+    held: set[int] = set()
+    for index, layer in enumerate(layers):
+        one = _layer(layer, index, text, path, hidden, rotary, held)
+        held |= {id(parameter) for parameter in layer.parameters()}
+        if hasattr(layer, "cross_attn") and not hasattr(layer, "self_attn"):
+            unseen[replace(one, kind="idle", attention=None, mlp=None)] += 1
+            continue
+        one, idle = _looking_elsewhere(one)
+        unseen.update(idle)
+        one = seeing_ahead(one) if model_type in SEES_AHEAD else one
+        order.append(kinds.setdefault(one, len(kinds)))
+    return tuple(kinds), tuple(order), unseen
+
+
+def _looking_elsewhere(layer: LayerSpec) -> tuple[LayerSpec, list[LayerSpec]]:
+    """A layer without its attention to an encoder that is not there, and that attention as an idle layer."""
+    linears = tuple(one for one in layer.linears if _ELSEWHERE.match(one.name))
+    norms = tuple(one for one in layer.norms if _ELSEWHERE.match(one.name))
+    if not linears:
+        return layer, []
+    idle = LayerSpec(kind="idle", linears=linears, norms=norms, attention=None, mlp=None, path=layer.path)
+    rest = replace(
+        layer,
+        linears=tuple(one for one in layer.linears if one not in linears),
+        norms=tuple(one for one in layer.norms if one not in norms),
+    )
+    return rest, [idle]
+
+
+def _without_refused(layer: LayerSpec, refused: set[str]) -> LayerSpec:
+    """The layer with its matrices marked whose place no adapter can take."""
+    names = {re.sub(r"^\d+\.", "", one.removeprefix(f"{layer.path}.")) for one in refused}
+    return replace(layer, linears=tuple(replace(one, refused=one.name in names) for one in layer.linears))
+
+
+def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
+    """What the class does not have, of `planner.models.spec.LACKING`."""
+    if not model.supports_gradient_checkpointing:
+        yield "checkpointing"
+    path = next(name for name, one in model.named_modules() if one is head)
+    around = model.get_submodule(path.rpartition(".")[0])
+    own = {id(one) for one in head.parameters()}
+    within = around is not model and any(id(one) not in own for one in around.parameters())
+    if within or head.in_features != hidden:
+        yield "bare-head"
+    if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
+        yield "encoder"
+
+
+def _moved_targets(model_type: str) -> tuple[tuple[str, str], ...]:
+    """Names of an earlier version's modules that PEFT takes for this type's stacked parameters, each with their role.
+
+    Source: peft 0.21 `utils/transformers_weight_conversion.py` _convert_peft_config_moe.
+    """
+    import peft.utils.transformers_weight_conversion as conversion
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    roles = {"gate.weight": "router", "gate_up_proj": "gate_up", "down_proj": "down"}
+    names = conversion._MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
+    return tuple((name, roles[of]) for name, of in names.items())
+
+
+def _attentions(model: Any, text: Any) -> tuple[str, ...]:
+    """What the class supports, and the text's own inside it (PaliGemma 2's Gemma 2 has no SDPA)."""
+    parts = (model, *(one for one in model.modules() if getattr(one, "config", None) is text))
+    kinds = {"sdpa": "_supports_sdpa", "flash-attention-2": "_supports_flash_attn"}
+    return ("eager", *(kind for kind, flag in kinds.items() if all(getattr(one, flag, True) for one in parts)))
+
+
+def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]) -> dict[str, Any]:
+    """What stands before and after the layers (at `path`), as `ModelSpec` names it.
+
+    Args:
+        inside: ids of the parameters of the layers and the head; `unseen`: layers that text does not see.
+    """
+    sizes: Counter[str] = Counter()
+    embeddings, linears, norms = [], [], []
+    towers: dict[tuple[str, str], list[LinearSpec]] = {}
+    seen, tables = set(inside), set[int]()
+    for name, module in model.named_modules():
+        if name.startswith(f"{path}."):
+            continue
+        leaf, idle = name.rpartition(".")[2], _IDLE.search(name)
+        own = {key: one for key, one in module.named_parameters(recurse=False) if id(one) not in seen}
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding) and weight is not None and not idle:
+            # a tied head has been seen: its table is counted here
+            if id(weight) not in tables and (id(weight) not in seen or "weight" not in own):
+                embeddings.append(EmbeddingSpec(name=leaf, num_rows=weight.shape[0], dim=weight.shape[1]))
+                seen.add(id(weight))
+                tables.add(id(weight))
+            continue
+        seen |= {id(one) for one in own.values()}
+        size = sum(one.numel() for one in own.values())
+        if isinstance(module, nn.Linear) and own and idle:
+            place, number, inner = _numbered(name)
+            towers.setdefault((place, number), []).append(_linear(inner, module, "other"))
+        elif isinstance(module, nn.Linear) and own:
+            linears.append(_linear(leaf, module, "other"))
+        elif idle or not _is_norm(module):
+            sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
+        elif size or not list(module.parameters()):
+            norms.append(_norm(leaf, module, 1))
+    found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
+    return {**found, "idle_layers": (*_alike(towers), *unseen.items()), **sizes}
+
+
+def _numbered(name: str) -> tuple[str, str, str]:
+    """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one, ("", "", name)."""
+    found = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+    return (found[1], found[2], found[3]) if found else ("", "", name)
+
+
+def _alike(towers: Mapping[tuple[str, str], list[LinearSpec]]) -> tuple[tuple[LayerSpec, int], ...]:
+    """The matrices of layers that see no text token, alike layers of one list counted together."""
+    counts: dict[LayerSpec, int] = {}
+    for (place, _), linears in towers.items():
+        layer = LayerSpec(kind="idle", linears=tuple(linears), norms=(), attention=None, mlp=None, path=place)
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(counts.items())
+
+
+def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rotary: bool, held: set[int]) -> LayerSpec:
+    """One decoder layer as the formula sees it; `held`: ids of the parameters of layers before it, some of which it may
+    share (Zamba's attention)."""
+    modules = dict(layer.named_modules())
+    linears = list(_linears(modules, hidden, text, held))
+    attention = _attention(linears, modules, index, text, rotary, hidden)
+    norms = tuple(
+        _norm(name, one, _rows(name, one, attention, hidden), held) for name, one in modules.items() if _is_norm(one)
+    )
+    counted = sum(one.num_weights + one.num_bias for one in linears) + sum(one.num_params for one in norms)
+    holders = {one: one.name.rpartition(".")[0].rpartition(".")[2] for one in norms}  # of a norm, the module around it
+    whole = [one for one, holder in holders.items() if one.size == hidden and not _ATTENTION.search(holder)]
+    parallel = _first(text, "use_parallel_residual", "parallel_attn")
+    one_norm = len(whole) == 1 and not any(  # ModernBERT's first layer has an identity for its first norm
+        isinstance(one, nn.Identity) and "norm" in name for name, one in modules.items()
+    )
+    window = None if attention is None else attention.window_tokens
+    kind = "full" if window is None else f"sliding-{window}"
+    if attention is not None and attention.kind == "linear":
+        kind = "linear-attention"
+    elif attention is not None and not any(one.role in ("k", "qkv") for one in linears) and kind == "full":
+        kind = "latent"
+    mlp = _mlp(linears, modules, text)
+    return LayerSpec(
+        kind=f"{kind}+moe" if mlp is not None and mlp.kind == "moe" else kind,
+        linears=tuple(linears),
+        norms=norms,
+        attention=attention,
+        mlp=mlp,
+        parallel_residual=one_norm if parallel is None else bool(parallel),
+        num_other_params=sum(one.numel() for one in layer.parameters() if id(one) not in held) - counted,
+        path=path,
+    )
+
+
+def _linears(modules: Mapping[str, nn.Module], hidden: int, text: Any, held: set[int]) -> Iterator[LinearSpec]:
+    """The matrices of a layer; stacks of experts are bare parameters; what another layer holds is there without a
+    weight of its own."""
+    active = _first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "top_k", "num_experts_per_token") or 1
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            one = _linear(name, module, _role(_linear(name, module, "other"), modules, hidden, text))
+            yield replace(one, num=0) if id(module.weight) in held else one
+            continue
+        for key, value in module.named_parameters(recurse=False):
+            if experts and tuple(value.shape) == (experts, hidden) and key == "weight":
+                yield LinearSpec(
+                    name=name,
+                    role="router",
+                    in_features=hidden,
+                    out_features=experts,
+                    bias=getattr(module, "bias", None) is not None,
+                    module="parameter",
+                )
+                continue
+            if value.dim() != 3 or value.shape[0] != experts or hidden not in value.shape[1:]:
+                continue
+            num = value.shape[0]
+            up = not re.search("down|w2|output", f"{name}.{key}")
+            wide, narrow = max(value.shape[1:]), min(value.shape[1:])
+            other = wide if narrow == hidden else narrow
+            yield LinearSpec(
+                name=f"{name}.{key}",
+                role="down" if not up else "gate_up" if "gate" in key else "up",
+                in_features=hidden if up else other,
+                out_features=other if up else hidden,
+                bias=any(one == f"{key}_bias" for one, _ in module.named_parameters(recurse=False)),
+                module="parameter",
+                num=num,
+                num_active=min(active, num),
+            )
+
+
+def _linear(name: str, module: Any, role: Role) -> LinearSpec:
+    conv1d = not isinstance(module, nn.Linear)  # whose weight may be packed
+    rows, columns = module.weight.shape if conv1d else (module.in_features, module.out_features)
+    return LinearSpec(
+        name=name,
+        role=role,
+        in_features=rows,
+        out_features=columns,
+        bias=module.bias is not None,
+        module="conv1d" if conv1d else "linear",
+        kept=not conv1d and role != "router" and type(module) is not nn.Linear,
+    )
+
+
+def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
+    """What a matrix does, by its place, its name, and in an MLP its shape."""
+    place = one.name.rpartition(".")[0]
+    if _BESIDE.search(one.name):
+        return "other"
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    apart = not _ATTENTION.search(place) and "shared" not in place  # those may be as narrow
+    if one.in_features == hidden and (one.out_features == 1 or (one.out_features == experts and apart)):
+        return "router"
+    if _ATTENTION.search(place) or (place and not _MLP.search(place)):
+        for role, pattern in _ROLES:
+            if re.fullmatch(pattern, one.leaf):
+                return role
+        return "mixer"
+    if one.in_features == hidden and one.out_features != hidden:
+        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "wi", "Wi"):
+            return "gate_up"
+        return "gate" if _GATE.fullmatch(one.leaf) else "up"
+    if one.out_features == hidden and one.in_features != hidden:
+        return "down"
+    return "other"
+
+
+def _attention(
+    linears: list[LinearSpec], modules: Mapping[str, nn.Module], index: int, text: Any, rotary: bool, hidden: int
+) -> AttentionSpec | None:
+    """How a layer mixes tokens, None where it does not. Of a class that takes no softmax of scores (state spaces,
+    delta rules, recurrences) the sizes are those that the module names."""
+    roles = {one.role: one for one in linears}
+    mixing = next((roles[one] for one in ("q", "qkv", "o", "mixer") if one in roles), None)
+    if mixing is None:
+        return None
+    module = modules[mixing.name.rpartition(".")[0]]
+    out = roles["o"].in_features if "o" in roles else hidden
+    softmax = isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+    heads = _count(module, "num_heads", "num_attention_heads", "n_heads", "num_v_heads") if not softmax else None
+    heads = heads or _count(text, "num_attention_heads", "n_head") or _count(module, "num_heads", "n_heads") or 1
+    dim = _count(module, "qk_head_dim", "head_dim", "head_k_dim", "ssm_state_size") or max(1, out // heads)
+    num_kv, value_dim = _keys_and_values(roles, module, text, heads, dim)
+    if not softmax:
+        return AttentionSpec(
+            kind="linear",
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=dim,
+            value_head_dim=max(1, out // heads),
+            rotary=False,
+        )
+    rotated = _first(text, "no_rope_layers")  # holds 1 where rotary embeddings ARE applied
+    if rotated:
+        rotary = rotary and bool(rotated[index])
+    factor = (_first(text, "rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    if rotated_dim := _count(module, "qk_rope_head_dim"):
+        factor = rotated_dim / dim
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=num_kv,
+        head_dim=dim,
+        value_head_dim=value_dim,
+        window_tokens=_window(module, index, text),
+        rotary=rotary,
+        rotary_fraction=float(factor) if isinstance(factor, (int, float)) else 1.0,
+        softcap=bool(_first(text, "attn_logit_softcapping")),
+        sinks=any("sinks" in name for name, _ in module.named_parameters(recurse=False)),
+    )
+
+
+def _keys_and_values(
+    roles: Mapping[Any, LinearSpec], module: nn.Module, text: Any, heads: int, dim: int
+) -> tuple[int, int]:
+    """Number of key and value heads, and the size of a value head."""
+    if "k" in roles and roles["k"].out_features >= dim:
+        num_kv = roles["k"].out_features // dim
+        return num_kv, roles["v"].out_features // num_kv if "v" in roles else dim
+    if "qkv" in roles:
+        return max(1, (roles["qkv"].out_features // dim - heads) // 2), dim
+    if getattr(module, "is_kv_shared_layer", False):  # another layer's keys and values
+        return int(text.num_key_value_heads), dim
+    return heads, _count(module, "v_head_dim") or dim  # latent: every head has its own
+
+
+def _count(holder: Any, *names: str) -> int | None:
+    """The first of these attributes that is a whole number above 0."""
+    values = (_first(holder, name) for name in names)
+    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0), None)
+
+
+def _window(module: nn.Module, index: int, text: Any) -> int | None:
+    """Tokens that a layer sees, None for all."""
+    types = _first(text, "layer_types")
+    slides = types[index] in ("sliding_attention", "chunked_attention") if types else True
+    window = _first(module, "sliding_window", "window_size") or _first(text, "sliding_window", "attention_chunk_size")
+    return window if _first(text, "use_sliding_window") is not False and slides and isinstance(window, int) else None
+
+
+def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
+    activation = str(_first(text, "hidden_activation", "hidden_act", "activation_function", "activation") or "gelu")
+    stacks = [one for one in linears if one.module == "parameter"]
+    dense = {one.role: one for one in linears if one.module != "parameter"}
+    if stacks:
+        up = next((one for one in stacks if one.role in ("gate_up", "up")), stacks[0])
+        gated = up.role == "gate_up"
+        shared = dense.get("down")
+        return MlpSpec(
+            kind="moe",
+            intermediate_size=up.out_features // (2 if gated else 1),
+            activation=activation,
+            num_experts=up.num,
+            num_active_experts=up.num_active,
+            shared_intermediate_size=shared.in_features if shared is not None else 0,
+            gated_experts=gated,
+        )
+    if "down" not in dense:
+        return None
+    if any(getattr(one, "activation_sparsity", 0) > 0 for one in modules.values()):
+        activation = f"sparse-{activation}"
+    fused = "up" in dense and dense["up"].out_features == 2 * dense["down"].in_features
+    kind = "gated" if fused or {"gate", "gate_up"} & dense.keys() else "plain"
+    return MlpSpec(kind=kind, intermediate_size=dense["down"].in_features, activation=activation)  # type: ignore[arg-type]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not list(module.children())
+
+
+def _norm(name: str, module: Any, rows: int, held: Set[int] = frozenset()) -> NormSpec:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    shape = weight.numel() if weight is not None else getattr(module, "normalized_shape", (0,))[0]
+    rms = "RMS" in type(module).__name__ or not (
+        isinstance(module, nn.LayerNorm) or "LayerNorm" in type(module).__name__
+    )
+    return NormSpec(
+        name=name,
+        kind="rms" if rms else "layer",
+        size=int(shape),
+        bias=bias is not None and id(bias) not in held,
+        weight=weight is not None and id(weight) not in held,
+        rows_per_token=rows,
+    )
+
+
+def _rows(name: str, module: Any, attention: AttentionSpec | None, hidden: int) -> int:
+    """A norm of a head's size is applied to every head."""
+    weight = getattr(module, "weight", None)
+    if attention is None or weight is None or weight.numel() != attention.head_dim or hidden == attention.head_dim:
+        return 1
+    return attention.num_kv_heads if "k" in name.rpartition(".")[2].partition("_")[0] else attention.num_heads
+
+
+def _first(holder: Any, *names: str) -> Any:
+    """The first of these attributes that is there and not None."""
+    for name in names:
+        with suppress(
+            ValueError, AttributeError, RuntimeError
+        ):  # what differs from layer to layer, a configuration does not tell
+            value = getattr(holder, name, None)
+            if value is not None:
+                return value
+    return None

@@ -1,0 +1,145 @@
+"""Prices of operators against an H100's own readings, and what a step's two timelines make of them."""
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from planner.hardware.gpus import find_gpu
+from planner.speed.host import Host
+from planner.speed.operators import ISSUERS, WAIT, Layout, Operator, Program, Stretch, program_of
+from planner.speed.prices import ROWS, price
+from planner.speed.rates import card_rates
+from planner.speed.timeline import Loop, run_time
+
+H100 = Path(__file__).parents[2] / "benchmarks" / "data" / "h100"
+RATES = card_rates(find_gpu("h100-sxm"))
+FORWARD, ENGINE = ISSUERS.index("forward"), ISSUERS.index("engine")
+BARE = Loop(accumulation=1, tokens=0, waits=False, trainer=False)
+
+
+def layout(*shape: int, dtype: str = "bfloat16") -> Layout:
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return Layout(shape, tuple(strides), dtype)
+
+
+def readings(op: str) -> list[dict[str, object]]:
+    lines = (H100 / "prices.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [one for one in found if one["op"] == op and "us" in one]
+
+
+def product(reading: dict[str, object]) -> Operator:
+    tokens, out, into = (int(str(reading[name])) for name in ("tokens", "out", "in"))
+    dtype = str(reading["dtype"])
+    m, k, n = {
+        "mm_forward": (tokens, into, out),
+        "mm_input_grad": (tokens, out, into),
+        "mm_weight_grad": (out, tokens, into),
+    }[str(reading["op"])]
+    return Operator(
+        "aten.mm.default", (layout(m, k, dtype=dtype), layout(k, n, dtype=dtype)), (layout(m, n, dtype=dtype),)
+    )
+
+
+def test_products_cost_what_they_took() -> None:
+    errors = []
+    for op in ("mm_forward", "mm_input_grad", "mm_weight_grad"):
+        for one in readings(op):
+            errors.append(1e6 * price(product(one), RATES).seconds / float(str(one["us"])) - 1)
+    assert len(errors) > 400
+    assert median(map(abs, errors)) < 0.08
+    assert abs(median(errors)) < 0.05
+
+
+@pytest.mark.parametrize(("op", "name", "inputs"), [("add", "aten.add.Tensor", 2), ("silu", "aten.silu.default", 1)])
+def test_elementwise_kernels_cost_what_they_took(op: str, name: str, inputs: int) -> None:
+    errors = []
+    for one in readings(op):
+        numel, dtype = int(str(one["numel"])), str(one["dtype"])
+        flat = layout(numel, dtype=dtype)
+        if numel >= 1 << 22:
+            errors.append(
+                1e6 * price(Operator(name, (flat,) * inputs, (flat,)), RATES).seconds / float(str(one["us"])) - 1
+            )
+    assert errors
+    assert max(map(abs, errors)) < 0.4  # what fits into the L2 is read from there: the readings rotate their inputs
+    assert median(map(abs, errors)) < 0.12
+
+
+def test_attention_costs_what_it_took() -> None:
+    errors = []
+    for one in readings("sdpa_forward"):
+        if one.get("backend") != "cudnn" or int(str(one["tokens"])) < 2048:
+            continue
+        seqs, heads, tokens, size = (int(str(one[name])) for name in ("seqs", "heads", "tokens", "head_size"))
+        query = layout(seqs, heads, tokens, size)
+        call = Operator("aten._scaled_dot_product_flash_attention.default", (query,) * 3, (query,), (0.0, 1.0, 0.0))
+        errors.append(1e6 * price(call, RATES).seconds / float(str(one["us"])) - 1)
+    assert len(errors) >= 8
+    assert median(map(abs, errors)) < 0.06
+    assert max(map(abs, errors)) < 0.25
+
+
+def test_every_row_is_an_operator_with_a_price() -> None:
+    matrix = layout(256, 256)
+    for name in ROWS:
+        shape = (layout(1, 4, 256, 64),) * 4 if "attention" in name else (matrix, matrix, matrix)
+        found = price(Operator(f"{name}.default", shape, shape[:1], (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)), RATES)
+        assert 0 < found.seconds < 1e-3, name
+
+
+def test_a_cast_to_fp32_is_dearer_than_one_from_it() -> None:
+    narrow, wide = layout(1 << 24), layout(1 << 24, dtype="float32")
+    up = price(Operator("aten._to_copy.default", (narrow,), (wide,)), RATES).seconds
+    down = price(Operator("aten._to_copy.default", (wide,), (narrow,)), RATES).seconds
+    assert 1.3 < up / down < 1.8  # 53.7 and 35.2 microseconds there
+
+
+def program(num: int, shape: int, *, waits: int = 0) -> Program:
+    """So many products forward and back."""
+    matrix = layout(shape, shape)
+    calls = [5 + FORWARD] * num + [10 + FORWARD] * waits
+    return Program(
+        operators=[Operator("module call"), Operator("aten.mm.default", (matrix, matrix), (matrix,)), Operator(WAIT)],
+        stretches=[Stretch(phase="forward", calls=calls), Stretch(phase="backward", calls=[5 + ENGINE] * num)],
+        micro_batch=[0, 1],
+        step=[],
+        added={},
+        num_modules=100,
+    )
+
+
+def test_the_slower_of_host_and_device_sets_the_pace() -> None:
+    small, large = run_time(program(1000, 64), RATES, BARE), run_time(program(100, 8192), RATES, BARE)
+    assert small.host_bound
+    assert not large.host_bound
+    assert small.parts_s["host"] > 0.5 * small.step_s
+    assert large.parts_s["host"] < 0.02 * large.step_s
+    assert small.slower_host_s == pytest.approx(1.3 * small.step_s, rel=0.02)
+    assert large.slower_host_s == pytest.approx(large.step_s, rel=0.01)
+    assert small.step_s == pytest.approx(sum(small.parts_s.values()))
+    fast = run_time(program(1000, 64), RATES, BARE, Host(scale=0.5))
+    assert fast.step_s == pytest.approx(0.5 * small.step_s, rel=0.02)
+
+
+def test_what_waits_joins_host_and_device() -> None:
+    """A host that waits after every forward issues the backward while the device stands still."""
+    apart = run_time(program(300, 2048), RATES, BARE).step_s
+    joined = run_time(program(300, 2048, waits=1), RATES, BARE).step_s
+    assert apart < joined < apart + 300 * 100e-6
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+def test_further_micro_batches_cost_what_the_last_did(size: int) -> None:
+    seconds = [
+        run_time(program(50, size), RATES, Loop(accumulation=steps, tokens=0, waits=True)).step_s for steps in (3, 4, 9)
+    ]
+    assert seconds[2] - seconds[1] == pytest.approx(5 * (seconds[1] - seconds[0]))
+
+
+def test_a_program_survives_a_file() -> None:
+    made = program(3, 64)
+    assert program_of(json.loads(json.dumps(made.rows()))) == made

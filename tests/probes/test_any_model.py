@@ -1,0 +1,66 @@
+"""Every causal language model type of the installed transformers on its first day: its config.json, as transformers
+writes it, is read, and its inventory holds what its module tree holds.
+
+End to end, with plan, dry run and launch files: `python -m benchmarks.any_model` (docs/accuracy/any-model.md).
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import torch
+
+from benchmarks.any_model import causal_types, planned, trees_here, written
+from planner.models.adapters import model_types, spec_from_config
+from planner.models.config_file import CONFIG_NAME, read_config
+from probes.stack.build import bare_model
+from probes.stack.configs import load_config
+from probes.stack.tree import spec_of_model
+
+LAYERS = 12
+"""Most patterns of layers repeat within so many."""
+NOT_BUILT = {
+    "gemma4_assistant": "producing a cache",
+    "gemma4_unified_assistant": "producing a cache",
+    "musicgen": "text config",
+    "musicgen_melody": "text config",
+}
+"""What `AutoModelForCausalLM` does not build of its configuration: drafters that read another model's keys and values,
+and a text encoder with a decoder of sound. Each with the words of transformers' error."""
+READ_OTHERWISE = ("t5", "whisper")
+
+
+@pytest.mark.parametrize("model_type", causal_types())
+def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> None:
+    if model_type == "gemma3n":
+        pytest.importorskip("timm")
+    raw = read_config(written(model_type, tmp_path / model_type, LAYERS) / CONFIG_NAME)
+    if model_type in NOT_BUILT:
+        with pytest.raises(ValueError, match=NOT_BUILT[model_type]):
+            bare_model(load_config(raw), torch.bfloat16, "eager")
+        return
+    model = bare_model(load_config(raw), torch.bfloat16, "eager")
+    held = sum(one.numel() for one in model.parameters())
+    specs = []
+    if model_type not in READ_OTHERWISE:
+        specs.append(spec_of_model(model, raw, model_id="m", source="s"))
+    if model_type in model_types():
+        specs.append(spec_from_config(raw, model_id="m", source="s"))
+    assert [spec.num_params for spec in specs] == [held] * len(specs)
+    assert all(spec.layer_order for spec in specs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["bamba", "jetmoe"])
+def test_a_strangers_plan_is_proven_and_written(model_type: str) -> None:
+    """A hybrid of state spaces and attention; experts in a loop, for which values are followed, without
+    checkpointing."""
+    with trees_here():
+        line = planned(model_type, layers=2)
+    assert "failed" not in line, line
+    assert line["fits"]
+    assert "trl" in line["written"]

@@ -1,0 +1,83 @@
+"""The operators that a dry run sees: those of the full model, whatever depth was run."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.setup import TrainSetup
+from planner.speed.operators import ISSUERS, WAIT, Program
+from planner.speed.run import run_speed
+from probes.dryrun import DryRunReport, dry_run_report
+
+MODEL, GPU = "Qwen/Qwen3-0.6B", find_gpu("h200")
+SETUPS: dict[str, dict[str, Any]] = {
+    "lora, checkpointing, Liger": {"lora_rank": 8, "kernels": "liger", "accumulation_steps": 2},
+    "full": {"method": "full", "lora_rank": 0, "precision": "bf16-pure", "checkpointing": 0, "loss": "chunked"},
+    "qlora": {"method": "qlora", "quantization": "nf4-double", "optimizer": "adamw-8bit", "checkpointing": 0},
+}
+
+
+def report(fields: dict[str, Any], **options: Any) -> DryRunReport:
+    spec = catalogue.load(MODEL)
+    assert spec is not None
+    found = dry_run_report(spec, GPU, TrainSetup(seq_len_tokens=512, **fields), use_cache=False, **options)
+    assert isinstance(found, DryRunReport), found
+    return found
+
+
+def counted(program: Program, places: Any) -> Counter[tuple[Any, int]]:
+    """How often each operator with its layouts is issued, by whom."""
+    found: Counter[tuple[Any, int]] = Counter()
+    for place in places:
+        for call in program.stretches[place].calls:
+            found[program.operators[call // len(ISSUERS)], call % len(ISSUERS)] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_full_depth_issues_what_was_repeated(name: str) -> None:
+    short, whole = report(SETUPS[name]), report(SETUPS[name], full_depth=True)
+    assert short.depth < short.num_layers == whole.depth
+    assert short.program is not None
+    assert whole.program is not None
+    for places in ("micro_batch", "step"):
+        mine = counted(short.program, getattr(short.program, places))
+        assert mine == counted(whole.program, getattr(whole.program, places))
+    assert short.program.num_modules == whole.program.num_modules
+    assert sum(short.program.added.values()) == sum(whole.program.added.values())
+    setup = TrainSetup(seq_len_tokens=512, **SETUPS[name])
+    assert run_speed(short.program, GPU, setup).step_s == pytest.approx(run_speed(whole.program, GPU, setup).step_s)
+    assert short.prediction.tokens_per_s == pytest.approx(whole.prediction.tokens_per_s)
+
+
+def test_a_dry_run_says_how_fast_and_who_waits() -> None:
+    found = report(SETUPS["lora, checkpointing, Liger"])
+    assert found.program is not None
+    names = Counter(one.name for one in found.program.operators)
+    assert {
+        "liger.rms_norm",
+        "liger.swiglu_backward",
+        "trl.logprob_tile",
+    } <= names.keys() or "aten._log_softmax.default" in names
+    prediction = found.prediction
+    assert prediction.step_time_s is not None
+    assert sum(prediction.time_parts_s.values()) == pytest.approx(prediction.step_time_s)
+    assert any("host-bound" in note for note in prediction.notes)  # 512 tokens of a small model: launches, not work
+    larger = report({**SETUPS["lora, checkpointing, Liger"], "micro_batch_seqs": 4}).prediction
+    assert larger.tokens_per_s is not None
+    assert prediction.tokens_per_s is not None
+    assert larger.tokens_per_s > 2 * prediction.tokens_per_s
+
+
+def test_values_that_the_host_looks_at_are_waited_for() -> None:
+    chunked = report({"lora_rank": 8, "loss": "chunked"}).program
+    assert chunked is not None
+    assert any(one.name == WAIT for one in chunked.operators)
+
+
+def test_what_travels_or_generates_has_no_speed_of_its_own() -> None:
+    offloaded = report({"lora_rank": 8, "activation_offload": True}).prediction
+    assert offloaded.tokens_per_s is None
