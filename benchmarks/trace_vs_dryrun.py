@@ -112,6 +112,8 @@ def prepared(
         hyper=choose(setup, max_steps=4),
         dataset=DatasetChoice(path="./train.jsonl", columns="text", local=True),
         gpu=find_gpu(GPU),
+        held_out=0,
+        save=False,
     )
     emitted = EXPORTERS[tool](request)
     if emitted.unsupported:

@@ -59,11 +59,10 @@ class Planned(_Answer):
 
     Attributes:
         answer: the frozen `Plan`, or the `NoPlan` that says what is missing.
-        dataset, targets: as they were asked for: `write` takes them where it is told nothing else.
+        targets: as they were asked for: `write` takes them where it is told nothing else.
     """
 
     answer: Plan | NoPlan
-    dataset: str | None = None
     targets: tuple[str, ...] = ()
 
     @property
@@ -121,32 +120,31 @@ class Planned(_Answer):
         Raises:
             UsageError: an unknown target. EnvironmentProblem: the folder cannot be written.
         """
+        from dataclasses import replace
+
         from planner.app.climb import chosen_timeline
         from planner.cli.writing import check_launch_words, write_out
+        from planner.workload import NO_DATA
         from reports.command import wish_words
 
         place, wish = Path(folder), self.answer.workload
-        data = self.dataset if dataset is None else str(dataset)
+        data = wish.data if dataset is None else replace(NO_DATA, file=str(dataset), loss_on=wish.data.loss_on)
         names = [targets] if isinstance(targets, str) else targets or self.targets or None
-        check_launch_words(names, data, place)
+        check_launch_words(names, place)
         return write_out(
             self.answer,
             place,
             targets=names,
-            dataset=data,
-            command=[*wish_words(wish), *self._beyond(data)],
+            data=data,
+            command=wish_words(replace(wish, data=data)),
             timeline=chosen_timeline(self.answer),
             force=force,
         )
 
-    def _beyond(self, dataset: str | None) -> tuple[str, ...]:
-        """What a command that plans again says and no workload holds."""
-        return () if dataset is None or self.answer.workload.data.file else ("--dataset", dataset)
-
     def _print(self, console: "Console") -> None:
         from reports.terminal import render_plan
 
-        render_plan(self.answer, console, show=(), also=self._beyond(self.dataset))
+        render_plan(self.answer, console, show=())
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,6 +80,8 @@ def plan(
     *,
     dry_run: bool = True,
     dataset: str | Path | None = None,
+    columns: str | None = None,
+    loss_on: str | None = None,
     target: str | Sequence[str] = (),
     like: str | None = None,
     **wish: Unpack[Options],
@@ -90,7 +92,9 @@ def plan(
         model: hub id, directory with config.json, or what people call it ("llama 3.1 8b").
         gpu: key of the GPU table, marketing name ("8xH100" is eight), "NAME:12GiB:360GB/s:29TFLOPS", or "local".
         dry_run: prove the choice with a dry run where torch is installed; False: formula only.
-        dataset: hub id or local file for the launch files; a file's lengths decide length, packing, batch and epochs.
+        dataset: file, directory or hub id to train on; one on this machine decides length, packing, batch and epochs.
+        columns: which columns have other names: "question=Frage,answer=Antwort".
+        loss_on: "answers" (where the data have any) or "all" tokens.
         target: one launch target or several: what is planned is what the first of them runs, and the others run too.
         like: "llama" or "mixture": the geometry of a model_type that nobody knows, with a wide band.
 
@@ -99,6 +103,7 @@ def plan(
     """
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
+    from planner.cli.data_options import DataOptions
     from planner.cli.options import Lookup
     from planner.cli.wish_options import WishOptions
     from planner.hardware.gpus import card_and_count
@@ -106,14 +111,14 @@ def plan(
     gpu, num_gpus = card_and_count(gpu, wish.get("gpus"))
     asked = WishOptions(**(_options(wish) | {"gpus": num_gpus}))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
-    names, data = (target,) if isinstance(target, str) else tuple(target), None if dataset is None else str(dataset)
-    if names or data is not None:
-        from planner.cli.writing import check_launch_words, known_targets
+    names = (target,) if isinstance(target, str) else tuple(target)
+    data = DataOptions(dataset=None if dataset is None else str(dataset), columns=columns, loss_on=loss_on).checked()
+    if names:
+        from planner.cli.writing import known_targets
 
-        check_launch_words(names, data, None)
-        names = known_targets(names) if names else ()
-    workload = workload_for(str(model), gpu, asked, dataset=data, targets=names, lookup=Lookup(like=like))
-    return Planned(answered(workload, dry_run=dry_run), dataset=data, targets=names)
+        names = known_targets(names)
+    workload = workload_for(str(model), gpu, asked, data=data, targets=names, lookup=Lookup(like=like))
+    return Planned(answered(workload, dry_run=dry_run), targets=names)
 
 
 def estimate(

@@ -29,7 +29,12 @@ class Data:
         samples_per_seq: samples that lie in one of them: more than one where rows are packed.
         real_fractions: share of a micro-batch's tokens that is no padding, at 1, 2, 4, ... sequences padded to their
             longest, or one value for packed rows; empty where the samples' lengths are not known.
-        file: the local file that they were read from; num_samples: what the user said of data without a file.
+        file: the data set that they were read from; num_samples: what the user said of data without a file.
+        names: known name -> the column of the file that has it, where the user said so.
+        kind: of its samples (`planner.samples.rows.kinds_of`), "" where nobody has seen them.
+        loss_on: "answers" or "all" tokens; "" where nobody knows whether anything is asked.
+        answers_fraction: share of the tokens that answer, None where that is not known.
+        held_out: samples that are evaluated and not trained on, which no other number here counts; None: not known.
     """
 
     epoch_tokens: int | None = None
@@ -38,6 +43,11 @@ class Data:
     real_fractions: tuple[float, ...] = ()
     file: str = ""
     num_samples: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
+    loss_on: str = ""
+    answers_fraction: float | None = None
+    held_out: int | None = None
 
     def real_fraction(self, num_seqs: int) -> float:
         """Share of the tokens of so many sequences at once that is no padding; 1 where nobody knows."""

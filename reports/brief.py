@@ -87,7 +87,12 @@ def _head(page: Page, answer: Plan | NoPlan) -> None:
     chosen = answer.subject
     page.line(workload_words(answer.workload), style="bold")
     page.line(text.verdict_sentence(answer) if isinstance(answer, Plan) else text.nearest_sentence(answer))
-    for sentence in (text.spread_sentence(chosen), text.epoch_sentence(answer.workload, chosen)):
+    workload = answer.workload
+    for sentence in (
+        text.spread_sentence(chosen),
+        text.epoch_sentence(workload, chosen),
+        text.data_sentence(workload),
+    ):
         if sentence and isinstance(answer, Plan):
             page.line(sentence)
     page.line()

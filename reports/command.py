@@ -47,10 +47,14 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
         words += ["--min-rank", str(wish.min_rank)]
     if wish.data.file:
         words += ["--dataset", clean(wish.data.file)]
-    elif wish.data.epoch_tokens:
+        if wish.data.names:
+            words += ["--columns", ",".join(f"{name}={clean(column)}" for name, column in wish.data.names.items())]
+    if wish.data.epoch_tokens and not wish.data.kind:
         words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
         if wish.data.num_samples is not None:
             words += ["--samples", str(wish.data.num_samples)]
+    if wish.data.loss_on == "all" and wish.data.kind != "text":
+        words += ["--loss-on", "all"]
     if wish.price_source == PRICE_GIVEN and wish.price_per_hour is not None:
         words += ["--price", _shortest(wish.price_per_hour)]
     if wish.prefer != "quality":

@@ -57,6 +57,11 @@ _DATA_KEYS = {
     "real_fractions": "real_fractions",
     "dataset": "file",
     "num_samples": "num_samples",
+    "dataset_columns": "names",
+    "dataset_kind": "kind",
+    "loss_on": "loss_on",
+    "answers_fraction": "answers_fraction",
+    "held_out_samples": "held_out",
 }
 """What stands beside the workload's other keys -> field of `Data`."""
 

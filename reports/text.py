@@ -4,6 +4,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from planner.notes import Place, place_of
@@ -236,6 +237,20 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
 
 
+def data_sentence(workload: Workload) -> str:
+    """What of the data is trained on; empty without a data set of supervised training."""
+    data = workload.data
+    if not data.file or not workload.aim.supervised:
+        return ""
+    name = clean(PurePath(data.file).name if data.kind else data.file)
+    share = "" if data.answers_fraction is None else f" ({percent(data.answers_fraction)} of the tokens)"
+    words = {"answers": f"the answers alone{share}", "all": "all tokens"}[data.loss_on or "answers"]
+    if not data.kind and data.loss_on != "all":
+        words = "answers, where there are any"
+    held_out = f"; {data.held_out} samples are held out and evaluated" if data.held_out else ""
+    return f"{name}: the loss is on {words}{held_out}."
+
+
 def epoch_s(workload: Workload, candidate: Candidate) -> float:
     """Seconds of one pass over the data, padding included."""
     return (workload.data.epoch_tokens or 0) / useful_tokens_per_s(workload, candidate)
@@ -310,6 +325,7 @@ def plan_sentences(plan: Plan) -> list[str]:
         speed_sentence(chosen),
         spread_sentence(chosen),
         epoch_sentence(plan.workload, chosen),
+        data_sentence(plan.workload),
         rank_floor_sentence(plan),
     )
     return [sentence for sentence in found if sentence]

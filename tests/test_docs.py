@@ -103,7 +103,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None) 
     Path("fsdp.yaml").write_text(EXPORTERS["accelerate"](sharded).files[0].text)
     zero = request(TrainSetup(num_gpus=8, parallel="zero3", method="full", lora_rank=0, precision="bf16-mixed"))
     Path("ds_z3.json").write_text(EXPORTERS["deepspeed"](zero).files[0].text)
-    lines = [json.dumps({"messages": [{"role": "user", "content": "word " * (1 + n % 400)}]}) for n in range(400)]
+    said = [("Why?", "word " * (1 + number % 400)) for number in range(400)]
+    lines = [
+        json.dumps({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}) for q, a in said
+    ]
     Path("chats.jsonl").write_text("\n".join(lines))
     Path(UNLISTED).mkdir()
     Path(UNLISTED, "config.json").write_text(json.dumps(UNLISTED_CONFIG))

@@ -74,14 +74,14 @@ def test_a_plan_is_written_as_it_was_planned(tmp_path: Path, monkeypatch: pytest
     planned = plan(MODEL, "rtx-4090", dry_run=False, dataset=Path("data.jsonl"), target="hf", method="lora")
     launches = planned.write("there")
     assert {launch.target for launch in launches if launch.command} == {"hf"}
-    assert 'DATASET = "../data.jsonl"' in Path("there/launch/hf/train_hf.py").read_text()
+    assert 'DATASET = "../data.jsonl"' in Path("there/launch/prepare_data.py").read_text()
     command = shlex.split(json.loads(Path("there/plan.json").read_text())["command"])
     assert run([*command[1:], "--no-dry-run", "--out", "again"]) == 0
     assert Path("again/launch/hf/train_hf.py").read_text() == Path("there/launch/hf/train_hf.py").read_text()
     named = plan(MODEL, "rtx-4090", dry_run=False, dataset="who/what")
     assert "--dataset who/what --out my-plan" in " ".join(str(named).split())
-    (launch,) = named.write("hub", targets="hf", dataset="who/else")
-    assert 'DATASET = "who/else"' in launch.files[0].text
+    named.write("hub", targets="hf", dataset="who/else")
+    assert 'DATASET = "who/else"' in Path("hub/launch/prepare_data.py").read_text()
 
 
 def test_answers_are_copied_and_sent_to_other_processes(small: Planned) -> None:

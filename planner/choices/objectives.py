@@ -48,7 +48,7 @@ class Objective:
         alone: why it is planned on one GPU; "" where it is planned under every engine of SHARED_BY, supervised training
             under all.
         trainer: TRL's class for it; "" where it has none of its own.
-        columns: what its data must have, for people; `data`: the kinds of it (`planner.samples.dataset.columns_of`).
+        columns: what its data must have, for people; `data`: the kinds of it (`planner.samples.rows.kinds_of`).
         source: where all this was read.
     """
 
@@ -182,8 +182,8 @@ _ROWS = (
         losses=("full", "chunked", "liger"),
         supervised=True,
         packs=True,
-        columns="messages, prompt and completion, or text",
-        data=("messages", "prompt-completion", "alpaca", "text"),
+        columns="chats, questions with answers, prompt and completion, or text",
+        data=("messages", "prompt-completion", "text"),
         source="trl 1.16 trainer/sft_trainer.py",
     ),
     Objective(

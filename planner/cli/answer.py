@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.app.progress import say
 from planner.choices.objectives import OBJECTIVES, Objective, aim_of, seqs_per_sample
 from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
+from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from planner.cli.options import Lookup
 from planner.cli.wish_options import WishOptions
 from planner.errors import UsageError
@@ -18,7 +18,7 @@ from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
-    from planner.samples.dataset import LengthChoice
+    from planner.samples.dataset import DatasetStats, LengthChoice
 
 HERE = Lookup()
 """The catalogue and the cache before the hub."""
@@ -29,11 +29,12 @@ def workload_for(
     gpu: str,
     wish: WishOptions,
     *,
-    dataset: str | None = None,
+    data: DataOptions = NO_DATA_OPTIONS,
     targets: Sequence[str] = (),
     lookup: Lookup = HERE,
 ) -> Workload:
-    """The workload that the words mean; a local `dataset` decides what of length, packing and batch was left open.
+    """The workload that the words mean; a data set that is on this machine decides what of length, packing and batch
+    was left open.
 
     Raises:
         PlannerError: a name that is not known, or a wish that contradicts itself.
@@ -42,23 +43,56 @@ def workload_for(
     card = find_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
     aim = aim_of(wish.fixed())
-    lengths = _lengths(dataset, spec, aim, wish) if dataset is not None else None
-    if lengths is not None and aim.rolls_out:
-        lengths = _with_completions(lengths, wish)
+    found = _measured(data, spec, aim, wish)
+    lengths = found[1] if found is not None else None
     if lengths is not None and wish.packing is None:
         wish = replace(wish, packing=lengths.packing)
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
     asked = replace(wish.wish(), targets=tuple(targets), absent_packages=absent_packages() if here else ())
-    if lengths is not None:
-        data = Data(
-            epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
-            epoch_seqs=lengths.epoch_seqs,
-            samples_per_seq=lengths.samples_per_seq,
-            real_fractions=lengths.real_fractions,
-            file=str(dataset),
-        )
-        asked = replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=data)
+    if found is None:
+        file = data.dataset or ""
+        asked = replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
+        return asked.workload(spec, card, wish.cluster(card))
+    stats, lengths = found
+    told = Data(
+        epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
+        epoch_seqs=lengths.epoch_seqs,
+        samples_per_seq=lengths.samples_per_seq,
+        real_fractions=lengths.real_fractions,
+        file=data.dataset or "",
+        names=data.names,
+        kind=stats.columns,
+        loss_on=_loss_on(data, stats, aim),
+        answers_fraction=stats.answers_fraction,
+        held_out=_held_out(stats, aim, spec, wish),
+    )
+    asked = replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=told)
     return asked.workload(spec, card, wish.cluster(card))
+
+
+def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:
+    """What the loss is on: the answers, where the data have any and nobody says otherwise; "" of other objectives.
+
+    Raises:
+        UsageError: answers are asked for that are not there.
+    """
+    if not aim.supervised:
+        return ""
+    answered = stats.answers_fraction is not None
+    if data.loss_on == "answers" and not answered:
+        raise UsageError(
+            f"{data.dataset} has {stats.columns} and no answers to train on alone",
+            hint="leave --loss-on out, or say which columns ask and answer: --columns question=NAME,answer=NAME",
+        )
+    return (data.loss_on or "answers") if answered else "all"
+
+
+def _held_out(stats: "DatasetStats", aim: Objective, spec: "ModelSpec", wish: WishOptions) -> int:
+    """Samples to evaluate on, where the launch files do."""
+    from planner.samples.rows import num_held_out
+
+    evaluated = aim.supervised and spec.front_end is None and wish.images() is None
+    return num_held_out(stats.num_samples) if evaluated else 0
 
 
 def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoice":
@@ -74,33 +108,44 @@ def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoi
     )
 
 
-def _lengths(dataset: str, spec: "ModelSpec", aim: Objective, wish: WishOptions) -> "LengthChoice | None":
-    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub.
+def _measured(
+    data: DataOptions, spec: "ModelSpec", aim: Objective, wish: WishOptions
+) -> "tuple[DatasetStats, LengthChoice] | None":
+    """What is known of a data set that is on this machine, and the sequence length, packing and tokens per epoch that
+    follow; None for another.
 
     Raises:
         UsageError: data of another objective, or a number of samples beside the file that has them.
     """
-    from planner.samples.dataset import choose_length, measure, tokenizer_file
-
-    path = Path(dataset)
-    if not path.exists():
+    if data.dataset is None:
         return None
-    stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
+    from planner.samples.dataset import choose_length, measure, tokenizer_file
+    from planner.samples.found import path_of
+
+    path = path_of(data.dataset)
+    if path is None:
+        say(
+            f"{data.dataset} is not on this machine, so its lengths are not known: the launch files fetch it; "
+            f"`hf download --repo-type dataset {data.dataset}` brings it here to be planned for"
+        )
+        return None
+    stats = measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
     if stats.columns not in aim.data:
         fitting = next(row for row in OBJECTIVES.values() if stats.columns in row.data)
         raise UsageError(
-            f"{dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
+            f"{data.dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
             hint=f"--objective {fitting.name} is for such data",
         )
     if wish.samples is not None:
-        raise UsageError(f"{dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
-    seq_len = None if aim.rolls_out else wish.seq_len
+        raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,
         packs=aim.packs and packs_apart(spec, "sdpa"),
-        seq_len_tokens=seq_len,
+        seq_len_tokens=None if aim.rolls_out else wish.seq_len,
         packing=wish.packing,
+        held_out=_held_out(stats, aim, spec, wish),
     )
-    say(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}")
-    return choice
+    left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
+    say(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
+    return stats, _with_completions(choice, wish) if aim.rolls_out else choice

@@ -11,6 +11,7 @@ import typer
 from planner.app.climb import answered, chosen_timeline, dry_runs_ahead
 from planner.cli import options
 from planner.cli.answer import workload_for
+from planner.cli.data_options import DataOptions
 from planner.cli.output import console, print_json
 from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
@@ -41,7 +42,6 @@ class FileOptions:
         list[str] | None,
         typer.Option(help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
     ] = None
-    dataset: Annotated[str | None, typer.Option(help="Hub id or local file for the launch files.")] = None
 
     def targets(self, gpus: int | None) -> tuple[str, ...]:
         """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
@@ -49,11 +49,11 @@ class FileOptions:
         Raises:
             PlannerError: what the options contradict, or name and is not there.
         """
-        if self.out is None and not (self.target or self.dataset or self.verify):
+        if self.out is None and not (self.target or self.verify):
             return ()
         from planner.cli.writing import check_launch_words, known_targets
 
-        check_launch_words(self.target, self.dataset, self.out)
+        check_launch_words(self.target, self.out)
         if self.verify:
             traced = known_targets(self.verify)
             if self.out is None or gpus not in (None, 1):
@@ -105,6 +105,7 @@ def make(
     gpu: options.Gpu,
     *,
     wish: WishOptions,
+    data: DataOptions,
     files: FileOptions,
     rungs: RungOptions,
     lookup: options.Lookup,
@@ -114,7 +115,7 @@ def make(
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     names = files.targets(wish.gpus)
-    asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
+    asked_for = partial(workload_for, model, wish=wish, data=data.checked(), targets=names)
     if not rungs.no_dry_run:
         dry_runs_ahead(wish.gpus or 1)
     try:
@@ -129,8 +130,7 @@ def make(
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
         written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
-    beyond = () if files.dataset is None or asked.data.file else ("--dataset", files.dataset)
-    _show(written, show.names, (*lookup.words, *beyond), as_json=as_json)
+    _show(written, show.names, lookup.words, as_json=as_json)
     _end(written, files)
 
 
@@ -167,7 +167,7 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
 
     timeline = chosen_timeline(written.plan)
     write = partial(
-        write_out, folder=folder, targets=files.target, dataset=files.dataset, command=command, timeline=timeline,
+        write_out, folder=folder, targets=files.target, command=command, timeline=timeline,
         force=files.force,
     )  # fmt: skip
     verify = files.verify

@@ -106,7 +106,7 @@ def _written(plan: Plan | NoPlan, folder: Path, goal: str) -> tuple[tuple[Launch
     """The plan's files, or why there are none: a full disk must not cost what was measured."""
     command = ["tune", *wish_words(plan.workload), *(["--goal", goal] if goal != "tokens" else [])]
     try:
-        return write_out(plan, folder, targets=None, dataset=None, command=command), None
+        return write_out(plan, folder, targets=None, command=command), None
     except EnvironmentProblem as problem:
         return (), problem
 

@@ -157,7 +157,7 @@ def launch_zip(grid: Grid, at: int) -> bytes:
         raise UsageError("this setup cannot be planned alone", hint="use the command below it")
     with TemporaryDirectory() as folder:
         command = [wish.model.model_id, "--gpu", wish.gpu.key]
-        write_out(plan, Path(folder), targets=None, dataset=None, command=command)
+        write_out(plan, Path(folder), targets=None, command=command)
         return _zipped(Path(folder))
 
 

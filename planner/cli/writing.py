@@ -16,7 +16,7 @@ from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
 from planner.cli.trace import sentence
 from planner.decision.candidates import candidate
-from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.errors import EnvironmentProblem, UsageError
 from planner.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch
 from planner.exporters.chat import lacks_template
 from planner.exporters.folder import folder_files
@@ -27,10 +27,13 @@ from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.planning.expressed import as_run
 from planner.redaction import without_secrets, without_secrets_in_words
-from planner.samples.dataset import sample_columns
+from planner.samples.dataset import kind_of_data
+from planner.samples.found import path_of
+from planner.samples.rows import files_of
+from planner.samples.steps import steps_between_logs, steps_per_epoch
 from planner.setup import TrainSetup
 from planner.units import gib
-from planner.workload import Workload
+from planner.workload import Data, Workload
 from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint, Timeline, sensitivity
 from reports.setup_text import gpus_words
 from reports.write import plan_files
@@ -45,14 +48,15 @@ def write_out(
     folder: Path,
     *,
     targets: Sequence[str] | None,
-    dataset: str | None,
     command: Sequence[str],
+    data: Data | None = None,
     timeline: Timeline | None = None,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
 ) -> tuple[Launch, ...]:
     """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
-    or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before.
+    or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before;
+    `data`: others than those that were planned for.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -60,7 +64,7 @@ def write_out(
     """
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
-        launches = launch_files(plan, targets, dataset, folder, force=force, traces=traces)
+        launches = launch_files(plan, targets, folder, data=data, force=force, traces=traces)
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
@@ -114,20 +118,17 @@ def next_command(launches: Sequence[Launch], folder: Path) -> str:
     return f"open {place}/report.html"
 
 
-def check_launch_words(targets: Sequence[str] | None, dataset: str | None, folder: Path | None) -> None:
+def check_launch_words(targets: Sequence[str] | None, folder: Path | None) -> None:
     """Refuses, before anything is planned, what `write_out` would refuse after it, and targets that nobody writes.
 
     Raises:
         UsageError: an unknown launch target.
-        ConfigError: a data set's path that is not there.
         EnvironmentProblem: a file where the directory should be.
     """
     if folder is not None and folder.exists() and not folder.is_dir():
         raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
     if targets:
         known_targets(targets)
-    if dataset is not None:
-        dataset_choice(dataset, folder or Path())
 
 
 def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
@@ -149,9 +150,9 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
 def launch_files(
     plan: Plan | NoPlan,
     targets: Sequence[str] | None,
-    dataset: str | None,
     folder: Path,
     *,
+    data: Data | None = None,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
 ) -> tuple[Launch, ...]:
@@ -163,7 +164,7 @@ def launch_files(
     said; its figure stands above the plan's rung.
     """
     chosen = plan.subject
-    request = _request(plan.workload, chosen, dataset, folder)
+    request = _request(plan.workload, chosen, plan.workload.data if data is None else data, folder)
     launches = []
     evaluated = {chosen.setup: chosen}
     for name in known_targets(targets):
@@ -191,8 +192,11 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
     return setup.with_(loss="full") if "full" in setup.aim.losses else setup
 
 
-def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> ExportRequest:
+def _request(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
     """What the launch files of every target are made of."""
+    num_steps = None
+    if data.epoch_seqs is not None:
+        num_steps = max(1, round(workload.epochs * steps_per_epoch(data.epoch_seqs, workload.global_batch_seqs)))
     return ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
@@ -201,12 +205,16 @@ def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder:
         hyper=choose(
             chosen.setup,
             num_params=workload.model.num_params,
-            dataset_tokens=workload.data.epoch_tokens,
-            samples_per_seq=workload.data.samples_per_seq,
+            dataset_tokens=data.epoch_tokens,
+            samples_per_seq=data.samples_per_seq,
             num_epochs=workload.epochs,
             learning_rate=workload.learning_rate,
         ),
-        dataset=dataset_choice(dataset, folder),
+        dataset=dataset_choice(data, chosen.setup.aim.data, folder),
+        num_steps=num_steps,
+        logging_steps=steps_between_logs(num_steps),
+        loss_on=data.loss_on or "answers",
+        held_out=data.held_out,
         lacks_template=lacks_template(workload.model.model_id),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
     )
@@ -279,21 +287,28 @@ def _from_folder(name: str, folder: Path) -> str:
     return os.path.relpath(name, folder) if Path(name).exists() else name
 
 
-def dataset_choice(dataset: str | None, folder: Path) -> DatasetChoice | None:
-    """A hub id as it is; a local file or directory by its path and with its columns.
+def dataset_choice(data: Data, kinds: Sequence[str], folder: Path) -> DatasetChoice | None:
+    """What was planned for as launch files in `folder` name it, None where no data set was named.
+
+    Args:
+        kinds: of samples that are trained on.
 
     Raises:
         ConfigError: something that looks like a path and is not there.
     """
-    if dataset is None:
+    if not data.file:
         return None
-
-    path = Path(dataset)
-    if path.exists():
-        return DatasetChoice(path=_from_folder(dataset, folder), columns=sample_columns(path), local=True)
-    if path.suffix in (".json", ".jsonl", ".parquet", ".csv") or dataset.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"no data set at {dataset}", hint="give a hub id, or a file that exists")
-    return DatasetChoice(path=dataset)
+    place = path_of(data.file)
+    kind = data.kind or (kind_of_data(place, kinds, data.names) if place is not None else "")
+    if not Path(data.file).exists():
+        return DatasetChoice(path=data.file, columns=kind, names=data.names)
+    return DatasetChoice(
+        path=_from_folder(data.file, folder),
+        columns=kind,
+        local=True,
+        plain=all(one.suffix in (".json", ".jsonl", ".parquet") for one in files_of(Path(data.file))),
+        names=data.names,
+    )
 
 
 def _extras(

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from planner.choices.images import IMAGE_TARGETS
 from planner.choices.stacks import TARGET_ROWS
-from planner.exporters import rollouts
+from planner.exporters import prepare, rollouts
 from planner.exporters.install import versions
 from planner.exporters.text import comments, header
 from planner.exporters.types import (
@@ -83,15 +83,18 @@ class Target:
         reason = self._unlike(setup)
         if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
             reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
-        if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):
+        reason = reason or rollouts.refusal(setup) or room.refusal(setup, request.model)
+        if reason := reason or prepare.refusal(request, self.name):
             return Launch(target=self.name, refused=reason)
         found, tested = self.differences(setup), versions(room.VALIDATED_WITH, setup)
         draft: Draft = room.export(request, found)
         files, main = draft.files, draft.main
+        made = prepare.command(request, self.name) if draft.complete else ""
         if main is not None:
-            head = header(request, draft.title, draft.command, tested, differences=found, notes=draft.notes)
+            command = f"{made} && {draft.command}" if made else draft.command
+            head = header(request, draft.title, command, tested, differences=found, notes=draft.notes)
             files = (LaunchFile(path=main.path, text=comments(head) + main.text), *files)
-        parts = {**vars(draft), "files": files, "main": None, "title": ""}
+        parts = {**vars(draft), "files": files, "main": None, "title": "", "prepare": made}
         return Launch(target=self.name, differences=found, validated_with=tested, **parts)
 
 

@@ -1,7 +1,7 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
 from planner.choices.kernels import KERNELS, parts_of
-from planner.exporters import common, deepspeed, several_gpus, slurm
+from planner.exporters import common, deepspeed, prepare, several_gpus, slurm
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.trained import layer_numbers
@@ -154,7 +154,9 @@ def _sections(request: ExportRequest) -> list[Section]:
             "output",
             Line("output_dir", shown_path(request.output_dir)),
             Line("logging_steps", request.logging_steps),
-            Line("saves_per_epoch", 1 if request.save else 0),
+            *(common.evaluation_lines(request)),
+            Line("save_steps", common.steps_between(request)) if request.save else Line("save_strategy", "no"),
+            Line("save_total_limit", 1) if request.save else None,
             Line("val_set_size", 0.0),
         ),
     ]
@@ -228,29 +230,25 @@ def _unfrozen(setup: TrainSetup, model: ModelSpec) -> Line:
 
 def _datasets(request: ExportRequest) -> Section:
     dataset = request.dataset
-    kinds: dict[str, dict[str, object]] = {
-        "messages": {"type": "chat_template", "field_messages": "messages"},
-        "alpaca": {"type": "alpaca"},
-        "text": {"type": "completion", "field": dataset.text_field if dataset else "text"},
-        "prompt-completion": {
-            "type": {"field_instruction": "prompt", "field_output": "completion", "format": "{instruction}"}
-        },
-    }
-    columns = request.columns
-    if columns == "preference":
-        fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
-        kinds[columns] = {"type": fields}
-    entry: dict[str, object] = {"path": shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET}
-    if dataset and dataset.local:
+    if prepare.needed(request) and request.setup.aim.supervised:
+        entry: dict[str, object] = {"path": prepare.folder(request, TARGET), "split": "train", "type": None}
+        words = f"tokens made by launch/{prepare.NAME}, the loss is on {prepare.loss_words(request)}"
+        template = "of the saved tokenizer: a base model's may have none"
+        return section(
+            "dataset",
+            Line("datasets", [entry], words),
+            Line("test_datasets", [{**entry, "split": "test"}]) if request.evaluates else None,
+            Line("chat_template", "tokenizer_default_fallback_chatml", template),
+        )
+    made = prepare.needed(request)
+    entry = {"path": PLACEHOLDER_DATASET if dataset is None else shown_path(dataset.path)}
+    if made:
+        entry["path"] = prepare.folder(request, TARGET)
+    elif dataset and dataset.local:
         entry["ds_type"] = "parquet" if dataset.path.endswith(".parquet") else "json"
-    entry |= {"split": dataset.split if dataset else "train", **kinds[columns]}
-    title = "dataset" if dataset else "dataset: PUT YOURS HERE"
-    template = (
-        Line("chat_template", "tokenizer_default_fallback_chatml", "a base model's tokenizer may have none")
-        if columns == "messages"
-        else None
-    )
-    return section(title, Line("datasets", [entry]), template)
+    fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
+    entry |= {"split": dataset.split if dataset and not made else "train", "type": fields}
+    return section("dataset" if dataset else "dataset: PUT YOURS HERE", Line("datasets", [entry]))
 
 
 def _precision(setup: TrainSetup) -> list[Line]:

@@ -7,13 +7,10 @@ text works with any tokenizer: no token is added. Each answer ends in the tokeni
 import re
 from pathlib import Path
 
-from planner.errors import ConfigError
 from planner.exporters.types import ExportRequest
-from planner.inputs import parse_object, read_bytes
+from planner.samples import templates
 
-NAME = "chat_template.jinja"
-MAX_CONFIG_BYTES = 32 << 20
-"""Of a `tokenizer_config.json`, which may list every token: the largest known have some MB."""
+NAME = templates.NAME
 OPTION = "--chat_template_path"
 """`trl sft`'s option for a template in a file (TRL 1.16)."""
 TEMPLATE = (
@@ -57,15 +54,9 @@ def _tokenizer_files(model_id: str) -> list[bool] | None:
 
     tokenizer = tokenizer_file(model_id)
     folder = Path(model_id) if Path(model_id).is_dir() else tokenizer.parent if tokenizer is not None else None
-    config = folder / "tokenizer_config.json" if folder is not None else None
-    if folder is None or config is None or not config.is_file():
+    if folder is None or (config := templates.tokenizer_config(folder)) is None:
         return None
-    try:
-        config_text = read_bytes(config, max_bytes=MAX_CONFIG_BYTES)
-        named = bool(parse_object(config_text, str(config)).get("chat_template"))
-    except ConfigError:
-        return None
-    return [named, (folder / NAME).is_file(), (folder / "chat_templates").is_dir()]
+    return [bool(config.get("chat_template")), (folder / NAME).is_file(), (folder / "chat_templates").is_dir()]
 
 
 def chats(request: ExportRequest) -> bool:

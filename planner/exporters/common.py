@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.choices.precisions import PRECISIONS
 from planner.choices.stacks import TARGET_ROWS
+from planner.exporters import prepare
 from planner.exporters.install import HUB_FLASH, from_hub
 from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
@@ -14,6 +15,7 @@ from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
+from planner.samples.steps import steps_between_saves
 from planner.setup import TrainSetup
 from planner.tools import Tool
 from planner.tools.transformers import ATTENTIONS
@@ -126,11 +128,25 @@ def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> 
     ]
 
 
+def steps_between(request: ExportRequest) -> float:
+    """Steps from one checkpoint, and one evaluation, to the next."""
+    return steps_between_saves(request.hyper.max_steps or request.num_steps)
+
+
+def evaluation_lines(request: ExportRequest) -> list[Line]:
+    """When the samples held out are evaluated, as transformers says it."""
+    if not request.evaluates:
+        return []
+    held_out = f"{request.held_out} samples are held out" if request.held_out else "a share of the samples is held out"
+    return [Line("eval_strategy", "steps", held_out), Line("eval_steps", steps_between(request))]
+
+
 def saving_lines(request: ExportRequest) -> list[Line]:
-    """What is saved on the way, as transformers says it."""
+    """What is evaluated and saved on the way, as transformers says it."""
+    evaluating = evaluation_lines(request)
     if not request.save:
-        return [Line("save_strategy", "no", "the final model is saved all the same")]
-    lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
+        return [*evaluating, Line("save_strategy", "no", "the final model is saved all the same")]
+    lines = [*evaluating, Line("save_steps", steps_between(request)), Line("save_total_limit", 1)]
     if request.setup.sharded_at_loading:
         lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
     return lines
@@ -188,12 +204,15 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     return attention_refusal(model, setup.attention) or class_refusal(model, setup) or stored_refusal(setup, model)
 
 
-def data_constants(request: ExportRequest) -> str:
+def data_constants(request: ExportRequest, target: str = "hf") -> str:
     """What a person changes first in a script: model and data."""
-    dataset = request.dataset
+    dataset, model = request.dataset, constant("MODEL", shown_path(request.model_id))
+    if prepare.needed(request):
+        made = constant("DATASET", prepare.folder(request, target), f"made by launch/{prepare.NAME} of your data set")
+        return model + made + (constant("SPLIT", "train") if not request.setup.aim.supervised else "")
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     return (
-        constant("MODEL", shown_path(request.model_id))
+        model
         + constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment)
         + constant("SPLIT", dataset.split if dataset else "train")
     )

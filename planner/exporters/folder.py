@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from planner.exporters import chat, slurm
+from planner.exporters import chat, prepare, slurm
 from planner.exporters.install import install_calls
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
@@ -68,6 +68,8 @@ def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[La
     found = [LaunchFile(path=README, text=_readme(launches, started, request))]
     if started:
         found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
+    if any(launch.prepare for launch in started):
+        found.append(prepare.file(request))
     return tuple(found)
 
 
@@ -109,7 +111,7 @@ def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: Expo
         pip = [f"pip install {shlex.join(call)}" for call in install_calls(launch, request)]
         lines += [f"## {launch.target}", "", *(f"{_plain(words)}." for words in launch.about), ""]
         if launch.complete:
-            lines += ["```bash", *pip, launch.command, "```", ""]
+            lines += ["```bash", *pip, *([launch.prepare] if launch.prepare else []), launch.command, "```", ""]
         else:
             lines += ["A part, for use with another target's files.", ""]
         jobs = [f"With Slurm, instead: `sbatch launch/{one.path}`" for one in launch.files if slurm.is_job(one)]
@@ -119,8 +121,14 @@ def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: Expo
     if left_out:
         lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]
     lines += ["## What to change", ""]
+    where = f"`launch/{prepare.NAME}` names it" if prepare.needed(request) else "every target's file names it"
     if request.dataset is None:
-        lines.append(f"- the dataset: `{PLACEHOLDER_DATASET}` stands where yours belongs (or plan with --dataset)")
+        where = f"`{PLACEHOLDER_DATASET}` stands where yours belongs (or plan with --dataset); {where}"
+    lines.append(f"- the dataset: {where}")
+    if prepare.needed(request) and request.setup.aim.supervised:
+        lines.append(
+            f"- what the loss is on: {prepare.loss_words(request)}; plan with --loss-on to change it everywhere"
+        )
     lines += [
         f"- where the run writes: `{_plain(shown_path(request.output_dir))}`",
         "- learning rate, epochs, logging and saving: as you like; they change no memory",
@@ -156,6 +164,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     words = shlex.split(launch.command)
     tool = next(word for word in words if "=" not in word)
     placed = [file.path for file in launch.files]
+    asked = [prepare.NAME, *placed] if launch.prepare else placed
     command = launch.command
     asks: list[str] = []
     if any(path.endswith(chat.NAME) for path in placed) and request.lacks_template is None:
@@ -174,12 +183,13 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     return [
         f"  {launch.target})",
         f"    tool={shlex.quote(tool)} oldest={launch.python}",
-        f"    files=({shlex.join(f'launch/{path}' for path in placed)})",
+        f"    files=({shlex.join(f'launch/{path}' for path in asked)})",
         "    install() {",
         *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),
         "    }",
         "    run() {",
         *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
+        *([f"      {launch.prepare}"] if launch.prepare else []),
         *asks,
         f"      {command}",
         "    }",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.exporters import accelerate, chat, common, deepspeed, script_sound, several_gpus, slurm
 from planner.exporters.install import checkpointing_key, versions
-from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS, SAMPLES
+from planner.exporters.script_data import COUNTS, CUT, LABELLED, PACKED, PADDED, ROWS
 from planner.exporters.text import Code, Line, call, constant, said, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.trained import scaled_inputs, tuned_norms
@@ -145,13 +145,13 @@ def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        collator = CUT if setup.context_degree > 1 else PACKED if setup.packing else PADDED
-        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + collator + "\n\n")
-        parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
-    if setup.packing:
-        parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
+        parts.append("\n" + (CUT if setup.context_degree > 1 else PADDED) + "\n" + PACKED * setup.packing)
+        parts.append("\n\nrows = load_dataset(DATASET)\n")
+        if setup.packing:
+            packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
+            parts.append(f'rows["train"] = rows["train"].map({packed})\n')
     parts.append("\n" + arguments(request, runs))
-    parts.append(run("Trainer", "tokenizer"))
+    parts.append(run("Trainer", "tokenizer") if scored else run("Trainer", "tokenizer", rows=_splits(request)))
     return "".join(parts)
 
 
@@ -171,14 +171,13 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
 
 
 def constants(request: ExportRequest) -> str:
-    """What a person changes first: model, data, length; of text also its column, and whether it is packed."""
-    setup, dataset = request.setup, request.dataset
-    of_text, comment_text = setup.aim.head != "none", "only for datasets without chat columns"
+    """What a person changes first: model, data, length; of text also whether it is packed."""
+    setup = request.setup
     return (
         common.data_constants(request)
-        + of_text * constant("TEXT_FIELD", dataset.text_field if dataset else "text", comment_text)
+        + (setup.aim.head == "score") * constant("TEXT_FIELD", "text")
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
-        + of_text * constant("PACKING", setup.packing)
+        + (setup.aim.head != "none") * constant("PACKING", setup.packing)
         + (setup.context_degree > 1) * constant("PIECES", setup.pieces, "every sequence is cut into so many")
     )
 
@@ -357,10 +356,15 @@ def _ulysses(setup: TrainSetup) -> list[Line]:
     return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
 
 
-def run(trainer: str, processing: str, then: str = "") -> str:
+def _splits(request: ExportRequest) -> str:
+    """What of the rows is trained on, and evaluated."""
+    return 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates
+
+
+def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:
     """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
-    made = f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows, data_collator=collate, "
-    return f"\n{made}processing_class={processing})\n{then}{COUNTS}{_RUN}"
+    made = f"trainer = {trainer}(\n    model=model, args=arguments, train_dataset={rows}, data_collator=collate, "
+    return f"\n{made}processing_class={processing}\n)\n{then}{COUNTS}{_RUN}"
 
 
 _RUN = """\

@@ -3,7 +3,7 @@
 import json
 
 from planner.choices.kernels import LIGER_LOSS
-from planner.exporters import chat, common, deepspeed, slurm
+from planner.exporters import chat, common, deepspeed, prepare, slurm
 from planner.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
@@ -167,6 +167,8 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
+    if request.evaluates and not _evaluates(request):
+        notes.append("Evaluates nothing between steps: its transformers would make whole logits for that.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
     files = [_dataset_info(request), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
@@ -185,11 +187,15 @@ def _sections(request: ExportRequest) -> list[Section]:
             *_quantization(setup),
             *_images(request),
         ),
-        section("method", Line("stage", setup.aim.targets[TARGET]), Line("do_train", True), *_method(request)),
+        section("method", Line("stage", _stage(request)), Line("do_train", True), *_method(request)),
         *_objective(setup),
         section(
-            "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)",
+            "dataset"
+            if request.dataset or prepare.needed(request)
+            else "dataset: PUT YOURS HERE (in dataset_info.json)",
             Line("dataset", DATASET_KEY),
+            Line("eval_dataset", f"{DATASET_KEY}_test") if _evaluates(request) else None,
+            _loss(request),
             _template(request),
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
             said(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
@@ -209,8 +215,10 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("output_dir", shown_path(request.output_dir)),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),
+            *(common.evaluation_lines(request) if _evaluates(request) else []),
             Line("save_strategy", "steps" if request.save else "no"),
-            Line("save_steps", 500) if request.save else None,
+            Line("save_steps", common.steps_between(request)) if request.save else None,
+            Line("save_total_limit", 1) if request.save else None,
         ),
     ]
 
@@ -231,7 +239,36 @@ def _template(request: ExportRequest) -> Line | None:
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
         text = model.config.get("text_config", {}).get("model_type", "")
         return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
+    if request.columns == "prompt-completion" and request.setup.aim.supervised:
+        return Line("template", "empty", "a text and how it goes on, no chat")
     return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
+
+
+def _stage(request: ExportRequest) -> str:
+    """Its name of what is trained: texts without questions are no samples of its "sft"."""
+    aim = request.setup.aim
+    return "pt" if aim.supervised and request.columns == "text" else aim.targets[TARGET]
+
+
+def _loss(request: ExportRequest) -> Line | None:
+    """Whether questions have a loss too; nothing of data without any.
+
+    Source: LLaMA-Factory 0.9.5 `data/processor/supervised.py`: every answer of a chat has one (`mask_history` false).
+    """
+    if not prepare.needed(request) or _stage(request) != "sft":
+        return None
+    return Line("train_on_prompt", request.loss_on == "all", f"the loss is on {prepare.loss_words(request)}")
+
+
+def _evaluates(request: ExportRequest) -> bool:
+    """Whether samples are evaluated between steps: with Liger its transformers (5.6) would make their logits whole."""
+    setup = request.setup
+    return request.evaluates and not _runs_liger(setup)
+
+
+def _runs_liger(setup: TrainSetup) -> bool:
+    liger = setup.loss in ("chunked", "liger") or setup.kernels == "liger"
+    return setup.aim.supervised and setup.images is None and liger
 
 
 def _images(request: ExportRequest) -> list[Line]:
@@ -250,17 +287,12 @@ def _images(request: ExportRequest) -> list[Line]:
 
 def _memory(setup: TrainSetup) -> list[Line | None]:
     runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
-    liger = (
-        setup.aim.supervised
-        and setup.images is None
-        and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
-    )
     return [
         *_precision(runs),
         Line("disable_gradient_checkpointing", setup.checkpointing == 0),
         Line("use_reentrant_gc", False) if setup.checkpointing else None,
         Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
-        Line("enable_liger_kernel", True) if liger else None,
+        Line("enable_liger_kernel", True) if _runs_liger(setup) else None,
         said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
@@ -315,22 +347,23 @@ def _precision(setup: TrainSetup) -> list[Line]:
 
 
 def _dataset_info(request: ExportRequest) -> LaunchFile:
-    dataset = request.dataset
+    dataset, setup = request.dataset, request.setup
     entry: dict[str, object] = {}
-    if dataset is None:
-        entry["hf_hub_url"] = PLACEHOLDER_DATASET
-    elif dataset.local:
+    if made := prepare.needed(request):
+        entry["file_name"] = f"../../{prepare.folder(request, TARGET)}/train.jsonl"
+    elif dataset is not None and dataset.local:
         entry["file_name"] = "../../" + shown_path(dataset.path).removeprefix("./")
     else:
-        entry["hf_hub_url"] = shown_path(dataset.path)
-    columns = request.columns
-    if columns == "preference":
+        entry["hf_hub_url"] = shown_path(dataset.path) if dataset is not None else PLACEHOLDER_DATASET
+    if not setup.aim.supervised:
         entry["ranking"] = True
         entry["columns"] = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    elif columns == "messages":
+    elif _stage(request) == "pt":
+        entry["columns"] = {"prompt": "text"}
+    else:
         entry |= {
             "formatting": "sharegpt",
-            "columns": {"messages": "messages"} | ({"images": "images"} if request.setup.images is not None else {}),
+            "columns": {"messages": "messages"} | ({"images": "images"} if setup.images is not None else {}),
             "tags": {
                 "role_tag": "role",
                 "content_tag": "content",
@@ -339,12 +372,9 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
                 "system_tag": "system",
             },
         }
-    elif columns == "alpaca":
-        entry["columns"] = {"prompt": "instruction", "query": "input", "response": "output"}
-    elif columns == "prompt-completion":
-        entry["columns"] = {"prompt": "prompt", "response": "completion"}
-    else:
-        entry["columns"] = {"prompt": dataset.text_field if dataset else "text"}
-    if dataset and dataset.split != "train":
+    if dataset and dataset.split != "train" and not made:
         entry["split"] = dataset.split
-    return LaunchFile(path=DATASET_INFO, text=json.dumps({DATASET_KEY: entry}, indent=2) + "\n")
+    info = {DATASET_KEY: entry}
+    if _evaluates(request):
+        info[f"{DATASET_KEY}_test"] = {**entry, "file_name": str(entry["file_name"]).replace("train.", "test.")}
+    return LaunchFile(path=DATASET_INFO, text=json.dumps(info, indent=2) + "\n")

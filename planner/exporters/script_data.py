@@ -1,4 +1,4 @@
-"""The data part of the plain script: a dataset with chat, prompt-completion, instruction or text columns to tokens."""
+"""The data part of the plain script: tokens with labels as `launch/prepare_data.py` makes them, padded or packed."""
 
 ROWS = '''
 def load_rows():
@@ -9,45 +9,26 @@ def load_rows():
     return load_dataset(DATASET, split=SPLIT)
 '''
 
-SAMPLES = '''
-def to_text(row):
-    """One sample as text, by the columns it has."""
-    if row.get("messages"):
-        return tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    if "prompt" in row and "completion" in row:
-        return row["prompt"] + row["completion"] + tokenizer.eos_token
-    if "instruction" in row and "output" in row:
-        question = row["instruction"] + ("\\n" + row["input"] if row.get("input") else "")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-        if tokenizer.chat_template:
-            return tokenizer.apply_chat_template(turns, tokenize=False)
-        return question + "\\n" + row["output"] + tokenizer.eos_token
-    return row[TEXT_FIELD] + tokenizer.eos_token
-
-
-def tokenize(row):
-    return {"input_ids": tokenizer(to_text(row), add_special_tokens=False)["input_ids"][:MAX_LENGTH]}
-'''
-
 PADDED = '''
 def collate(samples):
-    """Pads to the longest sample of the batch; the loss skips padding."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    pad = tokenizer.pad_token_id
-    ids = [sample["input_ids"] + [pad] * (longest - len(sample["input_ids"])) for sample in samples]
-    mask = [[1] * len(sample["input_ids"]) + [0] * (longest - len(sample["input_ids"])) for sample in samples]
-    labels = [[token if keep else -100 for token, keep in zip(*row)] for row in zip(ids, mask)]
-    return {name: torch.tensor(rows) for name, rows in
-            (("input_ids", ids), ("attention_mask", mask), ("labels", labels))}
+    """Pads to the longest sample of the batch; the loss skips padding, and questions where it is on answers alone."""
+    longest = min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples))
+    ids, labels = (
+        [sample[name][:longest] + [fill] * (longest - len(sample[name])) for sample in samples]
+        for name, fill in (("input_ids", tokenizer.pad_token_id), ("labels", -100))
+    )
+    mask = [[int(place < len(sample["input_ids"])) for place in range(longest)] for sample in samples]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
 '''
 
 CUT = '''
 def collate(samples):
     """Pads to the longest sample of the batch, up to a length that can be cut over the GPUs; the loss skips padding."""
-    longest = -(-max(len(sample["input_ids"]) for sample in samples) // PIECES) * PIECES
-    pad = tokenizer.pad_token_id
-    ids = [sample["input_ids"] + [pad] * (longest - len(sample["input_ids"])) for sample in samples]
-    labels = [sample["input_ids"] + [-100] * (longest - len(sample["input_ids"])) for sample in samples]
+    longest = -(-min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples)) // PIECES) * PIECES
+    ids, labels = (
+        [sample[name][:longest] + [fill] * (longest - len(sample[name])) for sample in samples]
+        for name, fill in (("input_ids", tokenizer.pad_token_id), ("labels", -100))
+    )
     return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels),
             "position_ids": torch.arange(longest).repeat(len(samples), 1)}
 '''
@@ -56,13 +37,11 @@ def collate(samples):
 PACKED = '''
 def pack(rows):
     """Samples one after another in blocks of MAX_LENGTH tokens; the last, shorter block is left out."""
-    tokens = [token for sample in rows["input_ids"] for token in sample]
-    return {"input_ids": [tokens[i : i + MAX_LENGTH] for i in range(0, len(tokens) - MAX_LENGTH + 1, MAX_LENGTH)]}
-
-
-def collate(samples):
-    ids = torch.tensor([sample["input_ids"] for sample in samples])
-    return {"input_ids": ids, "labels": ids.clone()}
+    return {
+        name: [row[i : i + MAX_LENGTH] for i in range(0, len(row) - MAX_LENGTH + 1, MAX_LENGTH)]
+        for name in ("input_ids", "labels")
+        for row in [[token for sample in rows[name] for token in sample]]
+    }
 '''
 
 COUNTS = """\

@@ -12,13 +12,13 @@ WORKERS = 2
 
 def constants(request: ExportRequest) -> str:
     """What a person changes first: model, data, columns, language, length of the text."""
-    setup, dataset = request.setup, request.dataset
+    setup = request.setup
     narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
     kind = DTYPES[setup.weight_dtype if narrow else "fp32"]
     return (
         common.data_constants(request)
         + constant("AUDIO_FIELD", "audio", "clips of at most 30 s: what is longer is cut, so split it before")
-        + constant("TEXT_FIELD", dataset.text_field if dataset else "text", "what is said in them")
+        + constant("TEXT_FIELD", "text", "what is said in them")
         + constant("LANGUAGE", None, 'of the texts, like "hindi"; None for English-only models')
         + constant("TASK", None, '"transcribe" or "translate"; None for English-only models')
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens of text; clips with longer ones are left out")

@@ -2,7 +2,7 @@
 
 import shlex
 
-from planner.exporters import deepspeed
+from planner.exporters import deepspeed, prepare
 from planner.exporters.several_gpus import processes
 from planner.exporters.text import comments, header
 from planner.exporters.types import ExportRequest, LaunchFile
@@ -52,6 +52,7 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node do not meet",
         "export MASTER_ADDR MASTER_PORT",
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',
+        *([made] if (made := prepare.command(request, target)) else []),
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote('export NODE_RANK=$SLURM_NODEID; ' + command)}",
     ]
     return LaunchFile(path=path, text="#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")

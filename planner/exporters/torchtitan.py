@@ -6,12 +6,13 @@ architectures, loaded from and saved to transformers' format.
 
 import json
 
-from planner.exporters import slurm
+from planner.exporters import prepare, slurm
 from planner.exporters.common import differing
 from planner.exporters.several_gpus import PER_NODE, context_refusal, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, section, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
+from planner.samples.steps import steps_between_saves
 from planner.setup import TrainSetup
 from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
 
@@ -97,7 +98,6 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     command = torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
-        "torchtitan reads a data set's `text` column: render chats to text first.",
         f"It counts steps, not epochs: training.steps is yours to set (here {_steps(request)}).",
         "Accepted by torchtitan's own parser; it was not run here (no GPU).",
     ]
@@ -109,7 +109,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 
 def _steps(request: ExportRequest) -> int:
-    return request.hyper.max_steps or STEPS
+    return request.hyper.max_steps or request.num_steps or STEPS
 
 
 def _sections(request: ExportRequest) -> list[Section]:
@@ -146,7 +146,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             "checkpoint",
             Line("enable", True, "also what loads the model"),
             Line("initial_load_in_hf", True, "the weights in model.hf_assets_path"),
-            Line("interval", 500 if request.save else _steps(request)),
+            Line("interval", steps_between_saves(_steps(request)) if request.save else _steps(request)),
             Line("last_save_in_hf", True),
         ),
         section("metrics", Line("log_freq", request.logging_steps)),
@@ -155,7 +155,7 @@ def _sections(request: ExportRequest) -> list[Section]:
 
 
 def _training(request: ExportRequest) -> list[Line]:
-    setup, dataset = request.setup, request.dataset
+    setup = request.setup
     staged = setup.pipeline_degree > 1
     half = setup.precision == "bf16-pure"
     compute = "float32" if setup.precision == "fp32" else "bfloat16"
@@ -164,8 +164,8 @@ def _training(request: ExportRequest) -> list[Line]:
         Line("dataset", "c4_test", "its loader reads any data set with a text column"),
         Line(
             "dataset_path",
-            shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET,
-            "" if dataset else "PUT YOURS HERE",
+            prepare.folder(request, TARGET),
+            f"text made by launch/{prepare.NAME}: the loss is on all tokens",
         ),
         Line(
             "local_batch_size",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from planner.exporters import accelerate, chat, common, deepspeed, rollouts, several_gpus, slurm
+from planner.exporters import accelerate, chat, common, deepspeed, prepare, rollouts, several_gpus, slurm
 from planner.exporters.install import checkpointing_key, versions
 from planner.exporters.text import Line, Section, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
@@ -21,7 +21,7 @@ VALIDATED_WITH = {
     "accelerate": "1.15.0",
     "datasets": "5.2.0",
 }
-FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "csv"}
+FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
 
 ORPO_SCRIPT = "trl/trl-orpo.py"
@@ -324,20 +324,26 @@ def _dataset(request: ExportRequest) -> Section:
     Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
     """
     dataset, images, aim = request.dataset, request.setup.images, request.setup.aim
+    if prepare.needed(request):
+        made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{_labels(request)}")
+        return section("dataset", made, Line("dataset_train_split", "train"))
     shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
     if dataset is None:
         columns = "messages or text" if aim.name == "sft" else aim.columns
         comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
         return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
     comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"
-    named = not shown and dataset.columns == "text" and dataset.text_field != "text"
-    text = Line("dataset_text_field", dataset.text_field) if named else None
     loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local and not shown else None
     if loader is not None:
         entry = {"path": loader, "data_files": shown_path(dataset.path), "split": "train"}
-        return section("dataset", Line("datasets", [entry], comment), text)
+        return section("dataset", Line("datasets", [entry], comment))
     name = Line("dataset_name", shown_path(dataset.path), comment)
-    return section("dataset", name, Line("dataset_train_split", dataset.split), text)
+    return section("dataset", name, Line("dataset_train_split", dataset.split))
+
+
+def _labels(request: ExportRequest) -> str:
+    """What the labels in the prepared rows say."""
+    return f", the loss is on {prepare.loss_words(request)}" if request.setup.aim.supervised else ""
 
 
 def _checkpointing(setup: TrainSetup) -> list[Line]:

@@ -21,16 +21,17 @@ class DatasetChoice:
 
     Attributes:
         path: hub id, or a local file or directory, relative to where the launch command runs.
-        columns: "messages" (chat), "prompt-completion", "alpaca" (instruction, input, output), "preference"
-            (chosen, rejected) or "text".
-        local: whether `path` is on disk.
+        columns: the kind of its samples (`planner.samples.rows.kinds_of`); "" where nobody has seen them.
+        local: whether `path` is on disk; plain: whether every target's loader takes such a file.
+        names: known name -> the column that has it, where columns have other names.
     """
 
     path: str
     columns: str = "messages"
     split: str = "train"
     local: bool = False
-    text_field: str = "text"
+    plain: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class ExportRequest:
         dataset: None writes a marked placeholder.
         output_dir: relative directory the run writes to.
         save: whether checkpoints are saved on the way (the final model always is).
+        num_steps: optimizer steps of the run, None where they are not known.
+        loss_on: "answers", where the data have any, or "all" tokens.
+        held_out: samples that are evaluated instead of trained on; None: a share, of data whose number is not known.
         about: sentences for the header (predicted peak, rung).
         lacks_template: whether the tokenizer has no chat template; None: not known.
         num_nodes: machines over which `setup.num_gpus` are spread evenly.
@@ -60,6 +64,9 @@ class ExportRequest:
     output_dir: str = "outputs"
     save: bool = True
     logging_steps: int = 10
+    num_steps: int | None = None
+    loss_on: str = "answers"
+    held_out: int | None = None
     about: tuple[str, ...] = ()
     lacks_template: bool | None = None
     num_nodes: int = 1
@@ -77,6 +84,14 @@ class ExportRequest:
         kinds = self.setup.aim.data
         found = self.dataset.columns if self.dataset is not None else kinds[0]
         return found if found in kinds else kinds[0]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether samples are held out and evaluated between steps, which takes no more than a step."""
+        setup = self.setup
+        seen = setup.images is None and not (self.model is not None and self.model.front_end is not None)
+        whole = setup.context_degree == 1 and setup.pipeline_degree == 1
+        return setup.aim.supervised and seen and whole and self.held_out != 0
 
     @property
     def gpus_per_node(self) -> int:
@@ -116,6 +131,7 @@ class Draft:
             files: all others.
         command: the one command that starts the run, from the directory that holds `launch/`.
         complete: False for a part that other files need, which its command alone does not start.
+        prepare: the command before it that makes the data, "" where they are read as they are.
         python: oldest Python that the tested versions install on.
     """
 
@@ -125,6 +141,7 @@ class Draft:
     command: str = ""
     notes: tuple[str, ...] = ()
     complete: bool = True
+    prepare: str = ""
     python: str = "3.10"
 
 

@@ -82,12 +82,12 @@ def _script(request: ExportRequest) -> str:
     ]
     parts.append("\nfrom unsloth import FastLanguageModel  # before trl and transformers: it patches them\n\n")
     parts.append("import torch\nfrom datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n\n")
-    parts.append(common.data_constants(request) + "\n" + _model(request) + chat.FALLBACK)
+    parts.append(common.data_constants(request, TARGET) + "\n" + _model(request) + chat.FALLBACK)
     if setup.method != "full":
         parts.append(_adapters(request))
     parts.append(_DATA)
     parts.append(_config(request))
-    parts.append(_RUN)
+    parts.append(_RUN.replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates))
     return "".join(parts)
 
 
@@ -174,23 +174,22 @@ def _config(request: ExportRequest) -> str:
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),
-            Line("save_strategy", "steps" if request.save else "no"),
+            *common.saving_lines(request),
         ],
     )
 
 
 _DATA = """
-kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(DATASET.rpartition(".")[2])
-if kind and os.path.isfile(DATASET):
-    rows = load_dataset(kind, data_files=DATASET, split="train")
-else:
-    rows = load_dataset(DATASET, split=SPLIT)
-if "messages" in rows.column_names:
-    rows = rows.map(lambda row: {"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)})
+
+def masked(row):  # what is 0 has no loss: of rows with masks alone Unsloth keeps the collator that packs
+    return {"assistant_masks": [int(label != -100) for label in row["labels"]]}
+
+
+rows = load_dataset(DATASET).map(masked, remove_columns=["labels", "attention_mask"])
 """
 
 _RUN = """
-trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=arguments)
+trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=ROWS, args=arguments)
 trainer.train()
 model.save_pretrained(arguments.output_dir)
 tokenizer.save_pretrained(arguments.output_dir)

@@ -1,7 +1,8 @@
 """Counts tokens with a stranger's tokenizer.json in a process that can be ended.
 
 The tokenizers library may panic on such a file, take all memory, or match a pattern for ever: nothing that an `except`
-here would catch. The child answers each line of JSON (a text) with a line of JSON (its number of tokens).
+here would catch, nor a loop in its template. The child answers each line of JSON (a text, or the turns of a chat) with
+a line of JSON (its number of tokens).
 """
 
 import json
@@ -10,10 +11,13 @@ import subprocess
 import sys
 import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from planner.children import child_environment, python_argv
 from planner.errors import ConfigError
+from planner.samples.templates import Render, renderer
 
 LOAD_LIMIT_S = 60
 """CPU seconds for reading the file."""
@@ -41,7 +45,11 @@ class TokenizerChild:
         self._end = weakref.finalize(self, _close, self.process)
         self._answer("is no tokenizer that can be read")
 
-    def __call__(self, text: str) -> int:
+    def chat(self, turns: list[dict[str, Any]]) -> int:
+        """Those of a chat as the template beside the file writes it; -1 where none does."""
+        return self(turns)
+
+    def __call__(self, text: str | list[dict[str, Any]]) -> int:
         """The number of tokens of a text."""
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended: `_answer` says so
@@ -74,6 +82,13 @@ def _within(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
+def _written(render: Render | None, turns: list[dict[str, Any]]) -> str | None:
+    try:
+        return None if render is None else render(turns)
+    except Exception:  # whatever somebody's template raises: for one, that it knows no system
+        return None
+
+
 def main() -> None:
     """The child."""
     try:
@@ -89,9 +104,14 @@ def main() -> None:
         _within(LOAD_LIMIT_S)
         tokenizer = Tokenizer.from_file(sys.argv[1])
         print(0, flush=True)
+        render = cache(lambda: renderer(Path(sys.argv[1]).parent))
         for line in sys.stdin.buffer:
             _within(float(sys.argv[2]))
-            print(len(tokenizer.encode(json.loads(line), add_special_tokens=False).ids), flush=True)
+            text = json.loads(line)
+            if isinstance(text, list):
+                text = _written(render(), text)
+            num = -1 if text is None else len(tokenizer.encode(text, add_special_tokens=False).ids)
+            print(num, flush=True)
     except BaseException as error:  # a panic of the library is no Exception
         print(json.dumps(str(error)[:200] or type(error).__name__), flush=True)
 

@@ -1,48 +1,41 @@
-"""Token lengths of a local data set (JSON lines or Parquet), and what they mean for sequence length and batches.
+"""Token lengths of a data set (`planner.samples.rows` reads it), and what they mean for sequence length and batches.
 
 Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, else a stated bytes-per-token ratio.
 """
 
 import random
-import re
 from bisect import bisect_left, insort_left
-from collections.abc import Callable, Iterator
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from importlib.util import find_spec
-from itertools import chain
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 from planner.errors import ConfigError, EnvironmentProblem
-from planner.inputs import open_regular, parse_json, read_lines
+from planner.inputs import open_regular, parse_json
 from planner.install import packages_command
 from planner.records import dataclass
 from planner.samples.counting import TokenizerChild
+from planner.samples.rows import DataError, Row, kinds_of, read_rows, renamed, sample_of
 from planner.samples.steps import PADDING_LIMIT
-
-T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes per token assumed without a tokenizer: about right for English text and vocabularies from 100k."""
 
 TOKENS_PER_MESSAGE = 5
 """What a chat template adds to each message. ChatML: start, role, line break, end, line break."""
+TOKENS_BEFORE_CHAT = 24
+"""What it may say before a chat without a system's turn, where nobody sees it: Qwen 2.5's begins with 86 bytes and four
+tokens, Llama 3.1's with 60 bytes and nine (trl 1.16 chat_templates/)."""
 
-MAX_LINE_BYTES = 16 * 1024 * 1024
-MAX_ARRAY_BYTES = 64 * 1024 * 1024
-"""Python's values take several times the bytes of the text."""
 MAX_SAMPLES = 20_000
 """Samples that are tokenized; of a larger file a fixed random choice."""
-
-COLUMNS = {
-    "messages": {"messages"},
-    "prompt-completion": {"prompt", "completion"},
-    "alpaca": {"instruction", "output"},
-    "preference": {"chosen", "rejected"},
-    "pairs": {"anchor", "positive"},
-}
-"""Kind of sample -> the columns that it has."""
+SUPERVISED = ("messages", "prompt-completion", "text")
+"""Kinds of samples that supervised training takes."""
+AS_IT_IS: Mapping[str, str] = MappingProxyType({})
+"""No column has another name than it says."""
 CountTokens = Callable[[str], int]
 
 
@@ -51,9 +44,10 @@ class DatasetStats:
     """Token lengths of one data set.
 
     Attributes:
-        columns: "messages", "prompt-completion", "alpaca", "preference" (the longer half counts) or "text".
-        num_samples: in the whole file.
+        columns: the kind of its samples (`planner.samples.rows.kinds_of`); of "preference" the longer half counts.
+        num_samples: in the whole file; num_left_out: rows beside them that have nothing to learn.
         lengths_tokens: of the measured samples, ascending.
+        answers_fraction: share of their tokens that answer; None where nothing is asked.
         counted_with: what counted the tokens.
     """
 
@@ -62,6 +56,8 @@ class DatasetStats:
     num_samples: int
     lengths_tokens: tuple[int, ...] = field(repr=False)
     counted_with: str
+    num_left_out: int = 0
+    answers_fraction: float | None = None
 
     def __post_init__(self) -> None:
         if not self.lengths_tokens:
@@ -80,6 +76,13 @@ class DatasetStats:
     def kept_tokens(self, seq_len_tokens: int) -> int:
         """Tokens of one epoch with longer samples cut."""
         return round(sum(min(length, seq_len_tokens) for length in self.lengths_tokens) * self.scale)
+
+    def in_pieces(self, seq_len_tokens: int) -> "DatasetStats":
+        """Of texts, which go on in another row where one is full (`launch/prepare_data.py`)."""
+        whole = self.lengths_tokens
+        lengths = [min(left, seq_len_tokens) for length in whole for left in range(length, 0, -seq_len_tokens)]
+        num = round(len(lengths) * self.scale)
+        return replace(self, lengths_tokens=tuple(sorted(lengths)), num_samples=num)
 
     def cut_fraction(self, seq_len_tokens: int) -> float:
         """Share of the samples that are cut."""
@@ -139,15 +142,20 @@ def choose_length(
     packs: bool = True,
     seq_len_tokens: int | None = None,
     packing: bool | None = None,
+    held_out: int = 0,
 ) -> LengthChoice:
     """A sequence length that cuts at most 1 % of the samples, and packing where padding would waste PADDING_LIMIT.
 
     Lengths are multiples of 256 (64 below that). Rows of packed samples are long enough for the longest where that is
     at most twice as long: nothing is cut then. `max_tokens` is what the model can take; without `packs` no trainer of
-    the objective packs. `seq_len_tokens` and `packing` are the user's where not None.
+    the objective packs. `seq_len_tokens` and `packing` are the user's where not None. Of the samples `held_out` are
+    not trained on.
     """
+    whole, trained = stats, 1 - held_out / stats.num_samples
     length, step = _usual_length(stats)
     length = seq_len_tokens or min(length, max_tokens or length)
+    if stats.columns == "text":
+        stats = stats.in_pieces(length)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
     if packing is None:
@@ -156,17 +164,17 @@ def choose_length(
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
     shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
-    rows = ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples
+    rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_samples))
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
     return LengthChoice(
         seq_len_tokens=length,
         packing=packing,
         real_fractions=(packed,) if packing else tuple(stats.padding_fraction(num, length) for num in doublings),
         cut_fraction=stats.cut_fraction(length),
-        epoch_tokens=stats.kept_tokens(length),
+        epoch_tokens=round(trained * stats.kept_tokens(length)),
         epoch_seqs=rows,
-        samples_per_seq=stats.num_samples / rows,
-        reason=f"{length} tokens {_cut_words(stats, length)}; real tokens: {shares}",
+        samples_per_seq=trained * whole.num_samples / rows,
+        reason=f"{length} tokens {_cut_words(whole, length)}; real tokens: {shares}",
     )
 
 
@@ -181,14 +189,24 @@ def _usual_length(stats: DatasetStats) -> tuple[int, int]:
 
 
 def _cut_words(stats: DatasetStats, length: int) -> str:
+    verb = "split" if stats.columns == "text" else "cut"
     return (
-        f"cut {stats.cut_fraction(length):.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
+        f"{verb} {stats.cut_fraction(length):.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
         f"99th percentile {stats.percentile(0.99)}, longest {stats.lengths_tokens[-1]}, {stats.counted_with})"
     )
 
 
-def measure(path: Path, *, tokenizer: Path | None = None, text_field: str = "text") -> DatasetStats:
-    """Token lengths of a JSON-lines, JSON or Parquet file, or of the training split in a directory of them.
+def measure(
+    path: Path,
+    *,
+    tokenizer: Path | None = None,
+    columns: Mapping[str, str] = AS_IT_IS,
+    kinds: Sequence[str] = SUPERVISED,
+) -> DatasetStats:
+    """Token lengths of a file of samples, or of the training split in a directory of them.
+
+    Args:
+        columns: known name -> the column that has it; kinds: of samples that are trained on.
 
     Raises:
         ConfigError: no such file, a line that is not a sample, or columns that are not known.
@@ -196,22 +214,60 @@ def measure(path: Path, *, tokenizer: Path | None = None, text_field: str = "tex
     """
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
-    lengths: list[int] = []
-    columns, total = "", 0
-    for row in _all_rows(path):
-        columns = columns or columns_of(row, text_field, str(path))
+    lengths: list[tuple[int, int]] = []  # whole, answers
+    kind, total, left_out = "", 0, 0
+    for number, row in enumerate(_rows(path, columns), 1):
+        kind = kind or _kind(row, kinds, str(path))
+        try:
+            sample = sample_of(row, kind) if kind in SUPERVISED and kind in kinds else row
+        except KeyError as error:
+            raise _unlike(f"{path}: sample {number}", kind, f"no column {error}") from error
+        except DataError as error:
+            raise _unlike(f"{path}: sample {number}", kind, str(error)) from error
+        if sample is None:
+            left_out += 1
+            continue
         total += 1
         # Reservoir: every row with the same chance. Its length is kept, not the row: those may have megabytes.
         index = total - 1 if total <= MAX_SAMPLES else dice.randrange(total)
         if index < MAX_SAMPLES:
-            lengths[index : index + 1] = [_length(row, columns, text_field, count, f"{path}: sample {total}")]
+            lengths[index : index + 1] = [_length(sample, kind, count, f"{path}: sample {number}")]
+    if left_out and not total:
+        raise _unlike(str(path), kind, f"none of its {left_out:,} rows has one")
+    whole = sum(length for length, _ in lengths)
     return DatasetStats(
         path=str(path),
-        columns=columns,
+        columns=kind,
         num_samples=total,
-        lengths_tokens=tuple(sorted(lengths)),
+        lengths_tokens=tuple(sorted(length for length, _ in lengths)),
         counted_with=counted_with,
+        num_left_out=left_out,
+        answers_fraction=sum(answers for _, answers in lengths) / whole if kind in SUPERVISED[:2] and whole else None,
     )
+
+
+def _unlike(where: str, kind: str, why: str) -> ConfigError:
+    said = {"messages": "question with an answer", "text": "text"}.get(kind, f"{kind} columns")
+    return ConfigError(f"{where} has no {said}: {why}", hint="--columns question=NAME,answer=NAME says which columns")
+
+
+def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Every row under known names.
+
+    Raises:
+        ConfigError: what cannot be read.
+        EnvironmentProblem: Parquet without pyarrow.
+    """
+    hint = "one JSON object per line"
+    try:
+        for row in read_rows(path, opened=open_regular, parsed=lambda text, at: parse_json(text, at, hint=hint)):
+            yield renamed(row, columns)
+    except DataError as error:
+        raise ConfigError(str(error), hint=error.hint) from error
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "Parquet needs pyarrow", hint=f"{packages_command('pyarrow')}, or give the data set as .jsonl"
+        ) from error
 
 
 def token_counter(tokenizer: Path | None) -> tuple[CountTokens, str]:
@@ -244,48 +300,54 @@ def tokenizer_file(model_id: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
-    """Which kind of sample a row is.
+def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
+    """What a row is, of the kinds that are trained on; another where it is none of them.
 
     Raises:
-        ConfigError: none of the known kinds.
+        ConfigError: its columns are not known.
     """
-    for kind, names in (*COLUMNS.items(), ("text", {text_field}), ("prompt", {"prompt"})):
-        if names <= set(row):
-            return kind
-    raise ConfigError(
-        f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
-        hint="messages; prompt and completion; instruction and output; chosen and rejected; anchor and positive; "
-        f"prompt; or {text_field}",
-    )
+    found = kinds_of(row)
+    if not found:
+        there = ", ".join(sorted(map(str, row))[:8])
+        raise ConfigError(
+            f"{name}: columns {there} are not known",
+            hint="say which they are: --columns question=NAME,answer=NAME, text=NAME or messages=NAME; known are "
+            "messages, conversations, instruction/question/query/prompt/input with output/answer/response/completion, "
+            "text, and pairs of chosen and rejected or anchor and positive",
+        )
+    return next((kind for kind in found if kind in kinds), found[0])
 
 
-def _length(row: dict[str, Any], columns: str, text_field: str, count: CountTokens, name: str) -> int:
+def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int]:
+    """(tokens of a sample, those of its answers)."""
     try:
-        if columns == "messages":
-            return sum(count(_content(one)) + TOKENS_PER_MESSAGE for one in _of(list, row["messages"]))
-        if columns == "prompt":
-            return count(_content(row["prompt"]))
-        if columns == "preference":
-            halves = (count(_content(row[half])) for half in ("chosen", "rejected"))
-            return count(_content(row.get("prompt") or "")) + max(halves) + 1
-        if columns == "pairs":
-            return max(count(_of(str, row[one])) for one in ("anchor", "positive")) + 1
-        if columns == "prompt-completion":
-            return count(_content(row["prompt"])) + count(_content(row["completion"])) + 1
-        if columns == "alpaca":
-            question = count(_of(str, row["instruction"])) + count(_of(str, row.get("input") or ""))
-            return question + count(_of(str, row["output"])) + 2 * TOKENS_PER_MESSAGE
-        return count(_of(str, row[text_field])) + 1
+        if kind == "messages":
+            return _chat_length(sample["messages"], count)
+        if kind == "prompt":
+            return count(_content(sample["prompt"])), 0
+        if kind == "preference":
+            halves = (count(_content(sample[half])) for half in ("chosen", "rejected"))
+            return count(_content(sample.get("prompt") or "")) + max(halves) + 1, 0
+        if kind == "pairs":
+            return max(count(_content(sample[one])) for one in ("anchor", "positive")) + 1, 0
+        if kind == "prompt-completion":
+            answer = count(_content(sample["completion"])) + 1
+            return count(_content(sample["prompt"])) + answer, answer
+        return count(sample["text"]) + 1, 0
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{name} has no {columns} like the first one: {str(row)[:80]}") from error
+        raise ConfigError(f"{name} has no {kind} like the first one: {str(sample)[:80]}") from error
 
 
-def _of(kind: type[T], value: Any) -> T:
-    """The value, which trainers take only as this kind: null or a number is no text."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
-    return value
+def _chat_length(turns: list[Row], count: CountTokens) -> tuple[int, int]:
+    sizes = [(one["role"], count(one["content"]) + TOKENS_PER_MESSAGE) for one in turns]
+    answers = sum(size for role, size in sizes if role == "assistant")
+    if isinstance(count, TokenizerChild):
+        whole = count.chat(turns)
+        if whole > max(
+            0, answers - TOKENS_PER_MESSAGE * len(turns)
+        ):  # else it takes contents in parts, or is not there
+            return max(answers, whole), answers
+    return sum(size for _, size in sizes) + TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system"), answers
 
 
 def _content(value: Any) -> str:
@@ -299,102 +361,12 @@ def _content(value: Any) -> str:
     return "" if content is None else content if isinstance(content, str) else _content(content)
 
 
-def _files_of(path: Path) -> list[Path]:
-    """The file, or those that `load_dataset(DIRECTORY, split="train")` reads: in several parts, by name or folder.
-
-    Source: datasets 5.2, data_files.py (SPLIT_KEYWORDS, FILES_TO_IGNORE), load.py (the commonest ending decides).
-
-    Raises:
-        ConfigError: nothing there.
-    """
-    if path.is_file():
-        return [path]
-    found = [
-        one
-        for one in sorted(path.rglob("*"))
-        if one.suffix in SUFFIXES and one.is_file() and one.name not in NO_SAMPLES and not _hidden(one, path)
-    ]
-    if not found:
-        raise ConfigError(f"no data set at {path}", hint="a .jsonl, .json or .parquet file, or a directory with one")
-    train = [one for one in found if any(_TRAIN.search(f"{part}.") for part in one.relative_to(path).parts)] or found
-    kinds = [SUFFIXES[one.suffix] for one in train]
-    return [one for one in train if SUFFIXES[one.suffix] == max(kinds, key=kinds.count)]
-
-
-def _hidden(file: Path, below: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in file.relative_to(below).parts)
-
-
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Ending of a file with samples -> what reads it in `datasets`."""
-NO_SAMPLES = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-_TRAIN = re.compile(r"(?:^|[-._ 0-9])train(?:ing)?[-._ 0-9]")
-
-
-def _all_rows(path: Path) -> Iterator[dict[str, Any]]:
-    return chain.from_iterable(map(_rows, _files_of(path)))
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    if file.suffix == ".parquet":
-        yield from _parquet_rows(file)
-        return
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(
-            f"{file.name}: only .jsonl, .json and .parquet files are read",
-            hint="convert it, for example with load_dataset('csv', data_files=...).to_json('data.jsonl') of `datasets`",
-        )
-    with open_regular(file) as handle:
-        first = handle.read(1)
-        if file.suffix == ".json" and first == b"[":
-            rest = handle.read(MAX_ARRAY_BYTES + 1)
-            if len(rest) > MAX_ARRAY_BYTES:
-                raise ConfigError(
-                    f"{file.name} is one JSON array of more than {MAX_ARRAY_BYTES:,} bytes",
-                    hint="write it as JSON lines (.jsonl), which is read line by line",
-                )
-            yield from _json_rows(first + rest, file.name)
-            return
-        handle.seek(0)
-        for number, line in read_lines(handle, file.name, max_line_bytes=MAX_LINE_BYTES):
-            yield _row(line, f"{file.name} line {number}")
-
-
-def _json_rows(raw: bytes, name: str) -> Iterator[dict[str, Any]]:
-    for number, value in enumerate(parse_json(raw, name), 1):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name}: sample {number} is no object")
-        yield value
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    value = parse_json(line, where, hint="one JSON object per line")
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no JSON object", hint="one sample per line, as an object with columns")
-    return value
-
-
-def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "Parquet needs pyarrow", hint=f"{packages_command('pyarrow')}, or give the data set as .jsonl"
-        ) from error
-    try:
-        for batch in ParquetFile(file).iter_batches(batch_size=64):
-            yield from batch.to_pylist()
-    except (ArrowException, OSError) as error:
-        raise ConfigError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error
-
-
-def sample_columns(path: Path, text_field: str = "text") -> str:
+def kind_of_data(path: Path, kinds: Sequence[str] = SUPERVISED, columns: Mapping[str, str] = AS_IT_IS) -> str:
     """Which kind of samples a local data set holds, from its first row; nothing else is read.
 
     Raises:
         ConfigError: no such file, no sample, or columns that are not known.
     """
-    for row in _all_rows(path):
-        return columns_of(row, text_field, str(path))
+    for row in _rows(path, columns):
+        return _kind(row, kinds, str(path))
     raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")

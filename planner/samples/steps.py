@@ -54,3 +54,19 @@ def small_data_note(epoch_seqs: int | None, global_batch_seqs: int, epochs: floa
     if steps * epochs < MIN_STEPS:
         note += f", {round(steps * epochs)} steps, still fewer than {MIN_STEPS}: more data helps most"
     return note
+
+
+MOST_STEPS_UNSAVED = 500
+SAVES = 4
+"""Checkpoints, and evaluations, of a run that is not too long: a crash costs at most a quarter of it. A judgement."""
+
+
+def steps_between_saves(num_steps: int | None) -> float:
+    """Optimizer steps from one checkpoint, and one evaluation, to the next; of a run of unknown length a share of it
+    (transformers reads what is below 1 so)."""
+    return 0.1 if num_steps is None else min(MOST_STEPS_UNSAVED, max(1, ceil(num_steps / SAVES)))
+
+
+def steps_between_logs(num_steps: int | None) -> int:
+    """Optimizer steps from one logged loss to the next: every tenth, oftener in a run with fewer than a hundred."""
+    return 10 if num_steps is None else max(1, min(10, num_steps // 10))

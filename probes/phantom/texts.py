@@ -235,11 +235,16 @@ def columns_of(
         return {"chosen": "b" * (num_tokens - 2), "rejected": "c" * (num_tokens - 2)}
     if objective == "embedding":
         return {"anchor": of.long, "positive": of.long}
+    if name.strip().endswith(PREPARED):
+        ids = [1] * num_tokens
+        return {"input_ids": ids, "labels": ids, "attention_mask": ids}
     low = f"{name} {objective}".lower()
     make = next((make for words, make in _ROWS if any(word in low for word in words)), None)
     return {"text": of.long} if make is None else make(of)
 
 
+PREPARED = "launch/data/tokens"
+"""Where our own launch files read rows that `launch/prepare_data.py` makes."""
 _STAND_IN = "stand-in rows"
 _ASKS = ("instruction", "question", "query", "prompt", "input", "context", "system")
 """Columns that stand before an answer."""

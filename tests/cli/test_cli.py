@@ -305,7 +305,7 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     [
         ["--adapter", "ia3"],
         ["--adapter", "ln-tuning"],
-        ["--dataset", "who/what"],
+        ["--dataset", "who/what", "--loss-on", "all", "--columns", "question=Frage,answer=Antwort"],
         ["--memory-gib", "11.3333333", "--headroom", "1.23456789", "--lr", "0.00012345678"],
     ],
 )
@@ -324,7 +324,7 @@ def test_the_command_under_next_plans_the_same(
     capsys.readouterr()
     assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json", *asked]) == 0
     assert made["workload"] == json.loads(capsys.readouterr().out)["workload"]
-    script = (tmp_path / "my-plan" / "launch" / "hf" / "train_hf.py").read_text()
+    script = (tmp_path / "my-plan" / "launch" / "prepare_data.py").read_text()
     assert ('DATASET = "who/what"' in script) == ("--dataset" in asked)
 
 

@@ -118,7 +118,8 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                 for line in file.text.splitlines():
                     if line.startswith("# Launch:") and target == file.path.split("/")[0]:
                         command = line.removeprefix("# Launch:").strip()
-                        assert not file.path.startswith(f"{target}/{target}") or command == launch.command
+                        whole = f"{launch.prepare} && {launch.command}" if launch.prepare else launch.command
+                        assert not file.path.startswith(f"{target}/{target}") or command == whole
                         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
                         seen.add(target)
     assert seen == set(written_by("sft")) - {
@@ -168,8 +169,9 @@ SETUP = TrainSetup(loss="chunked", method="qlora", quantization="nf4-double")
 def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     folder = launched(tmp_path, request(SETUP, lacks_template=False))
     assert os.stat(folder / "run.sh").st_mode & stat.S_IXUSR
-    assert started(folder) == (0, "CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
-    assert started(folder, "hf") == (0, "CALLED python launch/hf/train_hf.py\n")
+    made = "CALLED python launch/prepare_data.py tokens\n"
+    assert started(folder) == (0, f"{made}CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
+    assert started(folder, "hf") == (0, f"{made}CALLED python launch/hf/train_hf.py\n")
     looking = launched(tmp_path / "unknown", request(SETUP))  # the stub of python3 says: no template
     assert (
         started(looking)[1].rstrip().endswith("--num_processes 1 --chat_template_path launch/trl/chat_template.jinja")

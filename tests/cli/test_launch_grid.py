@@ -41,7 +41,7 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
     if not isinstance(plan, Plan):
         return
     written, refused = 0, {}
-    for launch in launch_files(plan, None, None, tmp_path):
+    for launch in launch_files(plan, None, tmp_path):
         if launch.target not in TARGETS or not launch.files:
             assert launch.refused or launch.target == "launch"
             refused[launch.target] = launch.refused
@@ -63,7 +63,7 @@ def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path
     if not isinstance(plan, Plan):
         assert (name, card) not in TWO
         return
-    launches = write_out(plan, tmp_path, targets=None, dataset=None, command=["x"])
+    launches = write_out(plan, tmp_path, targets=None, command=["x"])
     document = json.loads((tmp_path / "plan.json").read_text())
     printed = json.loads(json.dumps(plan_to_dict(plan)))
     assert {key: document[key] for key in printed} == printed  # `--json` is the plan.json without what is written

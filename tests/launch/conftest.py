@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planner.exporters import Launch
+from planner.exporters import DatasetChoice, ExportRequest, Launch, prepare
+from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 
 CHAT_TEMPLATE = (
@@ -53,6 +55,45 @@ def write_launch(folder: Path, emitted: Launch) -> None:
         path = folder / "launch" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text)
+
+
+def prepared(folder: Path, asked: ExportRequest, form: str = "tokens") -> None:
+    """`launch/prepare_data.py` of a request, run in this process."""
+    path = folder / "launch" / prepare.NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(prepare.file(asked).text)
+    scope: dict[str, Any] = {"__name__": "prepared", "__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    scope["main"](form)
+
+
+def run_trl(text: str, folder: Path) -> Any:
+    """`trl sft --config FILE` without a process of its own; the trainer."""
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+    from trl.scripts import sft
+
+    path = folder / "trl-sft.yaml"
+    path.write_text(text)
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    parsed = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
+    kept = []
+    train = SFTTrainer.train
+
+    def keep(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append(trainer)
+        return train(trainer, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SFTTrainer, "train", keep)
+        sft.main(*parsed[:4])
+    return kept[0]
+
+
+def run_script(text: str, folder: Path) -> Any:
+    """`python train_hf.py` without a process of its own; the trainer."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "train_hf.py", "exec"), scope)
+    return scope["trainer"]
 
 
 def num_saved(folder: Path) -> int:
@@ -179,9 +220,12 @@ def place(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def furnish(folder: Path, tiny_model: Path) -> Path:
-    """`folder` with the tiny model linked in and the chat dataset."""
+    """`folder` with the tiny model linked in, the chat dataset, and the rows made of it."""
     (folder / "tiny-llama").symlink_to(tiny_model, target_is_directory=True)
     write_jsonl(folder / "chats" / "train.jsonl", chats(24))
+    setup = TrainSetup(seq_len_tokens=64)
+    data = DatasetChoice(path="./chats", local=True)
+    prepared(folder, ExportRequest(model_id="./tiny-llama", setup=setup, hyper=choose(setup), dataset=data, held_out=0))
     return folder
 
 

@@ -40,13 +40,14 @@ def test_a_tokenizer_without_a_template_is_given_one(
         hyper=choose(setup, max_steps=2),
         dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
         logging_steps=1,
+        held_out=0,
         save=True,
         lacks_template=None if target == "run.sh" else True,  # run.sh finds out for itself
     )
     emitted = EXPORTERS["trl" if target == "run.sh" else target](asked)
     write_launch(tmp_path, emitted)
     write_launch(tmp_path, Launch(target="launch", files=folder_files([emitted], asked)))
-    run = launch("bash launch/run.sh" if target == "run.sh" else emitted.command)
+    run = launch("bash launch/run.sh" if target == "run.sh" else f"{emitted.prepare} && {emitted.command}")
     assert len(run.losses) == 2
     saved = tmp_path / "outputs"
     assert "<|im_start|>" in (saved / chat.NAME).read_text() + (saved / "tokenizer_config.json").read_text()

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.stack.build import auto_class  # noqa: E402
 from probes.stack.quantize import is_router  # noqa: E402
+from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
 from tests.launch.tiny_models import (  # noqa: E402
     TYPES,
     built_config,
@@ -41,6 +43,7 @@ from tests.launch.tiny_models import (  # noqa: E402
     tiny_config,
     tiny_request,
     tiny_spec,
+    tokenizer,
     write_rows,
 )  # fmt: skip
 from tests.whole import these  # noqa: E402
@@ -139,40 +142,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with the data; checkpoints are made when asked for."""
     folder = tmp_path_factory.mktemp("every-model")
     write_rows(folder / "rows" / "train.jsonl", 4)
+    tokenizer().save_pretrained(folder / "tokenizer")  # every type's
+    prepared(folder, replace(tiny_request("llama", TrainSetup(seq_len_tokens=16)), model_id="./tokenizer"))
     before = Path.cwd()
     os.chdir(folder)
     yield folder
     os.chdir(before)
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def run_trl(text: str, folder: Path) -> Any:
-    """`trl sft --config FILE` without a process of its own; the trainer."""
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
-    from trl.scripts import sft
-
-    path = folder / "trl-sft.yaml"
-    path.write_text(text)
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
-    parsed = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
-    kept = []
-    train = SFTTrainer.train
-
-    def keep(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        kept.append(trainer)
-        return train(trainer, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SFTTrainer, "train", keep)
-        sft.main(*parsed[:4])
-    return kept[0]
-
-
-def run_script(text: str, folder: Path) -> Any:
-    """`python train_hf.py` without a process of its own; the trainer."""
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "train_hf.py", "exec"), scope)
-    return scope["trainer"]
 
 
 RUNS: dict[str, tuple[Callable[[str, Path], Any], dict[str, Any]]] = {

@@ -49,6 +49,7 @@ def request(setup: TrainSetup) -> ExportRequest:
         hyper=replace(choose(setup, max_steps=8), learning_rate=0.05),
         dataset=DatasetChoice(path="./chats", local=True),
         logging_steps=1,
+        held_out=0,
     )
 
 

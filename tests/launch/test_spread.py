@@ -49,6 +49,7 @@ def emitted(target: str, setup: TrainSetup, num_nodes: int = 1) -> Launch:
             hyper=replace(choose(setup, max_steps=STEPS), learning_rate=0.01),
             dataset=DatasetChoice(path="./chats", local=True),
             logging_steps=1,
+            held_out=0,
         )
     )
     assert not launch.unsupported

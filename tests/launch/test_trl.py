@@ -13,7 +13,7 @@ import pytest
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, chats, num_saved, write_jsonl, write_launch
+from tests.launch.conftest import Run, chats, num_saved, prepared, write_jsonl, write_launch
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +40,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
         hyper=hyper,
         dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
         logging_steps=1,
+        held_out=0,
     )
     emitted = EXPORTERS["trl"](request)
     assert not emitted.unsupported
@@ -77,9 +78,11 @@ def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, lau
         hyper=replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=2e-3),
         dataset=DatasetChoice(path="./chats", local=True),
         logging_steps=1,
+        held_out=0,
     )
     emitted = EXPORTERS["trl"](request)
     write_launch(tmp_path, emitted)
+    prepared(tmp_path, request)
     run = launch(emitted.command)
     assert len(run.losses) == 6
     assert run.losses[-1] < 0.8 * run.losses[0]

@@ -137,6 +137,7 @@ def tiny_request(model_type: str, setup: TrainSetup) -> ExportRequest:
         model=replace(tiny_spec(model_type), model_type=TYPES[model_type].model_type, config=config),
         dataset=DatasetChoice(path="./rows", columns="text", local=True),
         logging_steps=1,
+        held_out=0,
         save=False,
     )
 
@@ -151,7 +152,7 @@ def built_config(config: Mapping[str, Any]) -> Any:
 @cache
 def tokenizer() -> Any:
     """Bytes and a chat template, ids below VOCAB; every tokenizer class of transformers reads it alike."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from tests.launch.conftest import CHAT_TEMPLATE
@@ -160,6 +161,7 @@ def tokenizer() -> Any:
     words = {word: index for index, word in enumerate(("<pad>", "<|end|>", "<unk>", *letters))}
     made = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<|end|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast

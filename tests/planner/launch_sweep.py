@@ -152,7 +152,7 @@ def request(setup: TrainSetup, **changes: object) -> ExportRequest:
         "model_id": "Qwen/Qwen2.5-1.5B",
         "setup": setup,
         "hyper": choose(setup, num_params=1_543_714_304),
-        "dataset": DatasetChoice(path="HuggingFaceH4/no_robots"),
+        "dataset": DatasetChoice(path="HuggingFaceH4/no_robots", columns=""),
         **changes,
     }
     return ExportRequest(**values)  # type: ignore[arg-type]

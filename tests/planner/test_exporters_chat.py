@@ -52,7 +52,7 @@ def test_without_files_the_name_says_whether_a_tokenizer_has_a_template(
 def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "base-instruct"
     folder.mkdir()
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "model_max_length": int(1e30)}))
     assert chat.lacks_template(str(folder)) is True
     (folder / chat.NAME).write_text(chat.TEMPLATE)
     assert chat.lacks_template(str(folder)) is False

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from planner.errors import ConfigError
-from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch
+from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch, prepare
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import supported_attentions
 from planner.models import catalogue
@@ -125,17 +125,20 @@ def test_every_setting_is_one_the_tool_knows(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
 def test_without_a_dataset_every_file_marks_where_it_belongs(target: str) -> None:
-    launch = EXPORTERS[target](request(TrainSetup(loss="chunked"), dataset=None))
-    assert any(PLACEHOLDER_DATASET in file.text for file in launch.files)
-    assert "PUT YOURS HERE" in launch.files[0].text
+    asked = request(TrainSetup(loss="chunked"), dataset=None)
+    launch = EXPORTERS[target](asked)
+    assert launch.prepare
+    text = prepare.file(asked).text
+    assert f'DATASET = "{PLACEHOLDER_DATASET}"  # PUT YOURS HERE' in text
+    assert prepare.folder(asked, target) in "".join(file.text for file in launch.files)
 
 
-@pytest.mark.parametrize("columns", ["messages", "prompt-completion", "alpaca", "text"])
+@pytest.mark.parametrize("columns", ["messages", "prompt-completion", "text"])
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
 def test_a_local_dataset_is_named_without_machine_paths(target: str, columns: str) -> None:
     dataset = DatasetChoice(path="/home/someone/data.jsonl", columns=columns, local=True)
-    launch = EXPORTERS[target](request(TrainSetup(loss="chunked"), dataset=dataset))
-    text = "".join(file.text for file in launch.files)
+    asked = request(TrainSetup(loss="chunked"), dataset=dataset)
+    text = "".join(file.text for file in (*EXPORTERS[target](asked).files, prepare.file(asked)))
     assert "data.jsonl" in text
     assert "/home" not in text
 

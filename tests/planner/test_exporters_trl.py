@@ -41,7 +41,7 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
             (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
         )  # keeps defaults of the last file
         script, args, model, _ = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
-        assert script.dataset_name == "HuggingFaceH4/no_robots"
+        assert script.dataset_name == "launch/data/tokens"
         assert args.per_device_train_batch_size == setup.micro_batch_seqs
         assert args.gradient_accumulation_steps == setup.accumulation_steps
         assert args.max_length == setup.seq_len_tokens

@@ -223,7 +223,7 @@ def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
     llamafactory = text_of(setup, "llamafactory")
     assert "stage: pt" in llamafactory
     assert read_text(llamafactory, "llamafactory.yaml").setup.objective == "pretrain"
-    assert "type: completion" in text_of(setup, "axolotl")
+    assert "path: launch/data/tokens" in text_of(setup, "axolotl")
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
@@ -279,19 +279,20 @@ def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from planner.cli.answer import workload_for
+    from planner.cli.data_options import DataOptions
     from planner.cli.wish_options import WishOptions
 
     data = tmp_path / "pairs.jsonl"
     row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
     data.write_text((json.dumps(row) + "\n") * 200)
-    wish = workload_for("gpt2", "rtx-4090", WishOptions(objective="dpo"), dataset=str(data))
+    wish = workload_for("gpt2", "rtx-4090", WishOptions(objective="dpo"), data=DataOptions(dataset=str(data)))
     assert 500 <= wish.seq_len_tokens <= 512  # 2,001 bytes, 4 a token, up to the next 64
     assert wish.data.epoch_seqs == 200
     assert wish.fixed["packing"] == (False,)
     assert wish.data.epoch_tokens is not None
     assert wish.data.epoch_tokens > 2 * 200 * 400
     with pytest.raises(UsageError, match=r"preference columns.*") as refused:
-        workload_for("gpt2", "rtx-4090", WishOptions(), dataset=str(data))
+        workload_for("gpt2", "rtx-4090", WishOptions(), data=DataOptions(dataset=str(data)))
     assert "--objective dpo" in str(refused.value.hint)
     capsys.readouterr()
 

@@ -1,0 +1,373 @@
+"""Rows of a data set, and what each of them says: a chat, a prompt with its completion, a text.
+
+The standard library alone (and pyarrow for Parquet): `launch/prepare_data.py` carries the text of this file, so that
+what was planned is what is trained on.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Row = dict[str, Any]
+SUFFIXES = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text",
+    ".parquet": "parquet",
+}  # fmt: skip
+"""Ending of a file, behind which ".gz" may stand -> how it is read."""
+NO_SAMPLES = frozenset({
+    "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt",
+    "license.txt", "readme.txt",
+})  # fmt: skip
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Of one sample."""
+DELIMITERS = ",;\t|"
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(
+        ("assistant", "gpt", "chatgpt", "bot", "model", "ai", "bing", "bard", "function_call"), "assistant"
+    ),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+}
+"""What data sets call who speaks -> what chat templates call them."""
+CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+QUESTIONS = ("instruction", "question", "query", "prompt", "input", "user")
+ANSWERS = ("output", "answer", "response", "completion", "assistant")
+CONTEXTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
+TEXTS = ("text", "content")
+"""Columns of each meaning, the first that a row has counts."""
+OTHERS = {
+    "preference": {"chosen", "rejected"}, "pairs": {"anchor", "positive"}, "prompt": {"prompt"},
+}  # fmt: skip
+"""Kind of sample that is not trained on as it is -> the columns that it has."""
+
+HELD_OUT_FRACTION, MOST_HELD_OUT, LEAST_HELD_OUT = 0.05, 200, 10
+"""Samples to evaluate on: a share, at most so many; fewer than the last say nothing. A judgement."""
+
+
+class DataError(ValueError):
+    """Data that cannot be read; the message says where, `hint` what helps."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+# Files
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or those of a directory's training split, as `load_dataset(DIRECTORY, split="train")` takes them.
+
+    Source: datasets 5.2, data_files.py (SPLIT_KEYWORDS, FILES_TO_IGNORE), load.py (the commonest ending decides).
+
+    Raises:
+        DataError: nothing there, or another kind of file.
+    """
+    if path.is_file():
+        if loader_of(path):
+            return [path]
+        known = ", ".join(SUFFIXES)
+        raise DataError(f"{path.name}: files that are read end in {known}, or these and .gz", "convert or rename it")
+    found = [
+        one
+        for one in sorted(path.rglob("*"))
+        if loader_of(one) and one.is_file() and one.name.lower() not in NO_SAMPLES
+        if not any(part.startswith((".", "__")) for part in one.relative_to(path).parts)
+    ]
+    if not found:
+        raise DataError(f"no data set at {path}", f"a file ending in {', '.join(SUFFIXES)}, or a directory of them")
+    train = [one for one in found if any(_TRAIN.search(f"{part}.") for part in one.relative_to(path).parts)] or found
+    kinds = [loader_of(one) for one in train]
+    return [one for one in train if loader_of(one) == max(kinds, key=kinds.count)]
+
+
+_TRAIN = re.compile(r"(?:^|[-._ 0-9])train(?:ing)?[-._ 0-9]")
+
+
+def loader_of(path: Path) -> str:
+    """How a file is read, by its name; "" where it is none of samples."""
+    name = path.name.lower().removesuffix(".gz")
+    return SUFFIXES.get(os.path.splitext(name)[1], "")
+
+
+def read_rows(
+    path: Path,
+    *,
+    opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+    parsed: Callable[[str, str], Any] = lambda text, where: json.loads(text),
+) -> Iterator[Row]:
+    """Every row of a file or of a directory's training split, one at a time.
+
+    Args:
+        opened: opens a file; parsed: reads a JSON text, of which the second argument says where it stands.
+
+    Raises:
+        DataError: what is no row.
+        ImportError: Parquet without pyarrow.
+    """
+    for file in files_of(path):
+        if loader_of(file) == "parquet":
+            yield from _parquet_rows(file)
+            continue
+        with opened(file) as plain:
+            handle: Any = gzip.GzipFile(fileobj=plain) if file.suffix.lower() == ".gz" else plain
+            try:
+                yield from _READERS[loader_of(file)](handle, file.name, parsed)
+            except (EOFError, OSError, UnicodeDecodeError, csv.Error) as error:
+                raise DataError(f"{file.name} cannot be read: {str(error)[:120]}", "save it as UTF-8") from error
+
+
+def _lines(handle: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+    """(where it stands, line) of every line."""
+    number = 0
+    while line := handle.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{name} line {number} is longer than {MAX_LINE_BYTES:,} bytes")
+        yield f"{name} line {number}", line
+
+
+def _json_rows(handle: Any, name: str, parsed: Callable[[str, str], Any]) -> Iterator[Row]:
+    """JSON lines, or one array of objects."""
+    head = handle.read(1 << 10).lstrip(b"\xef\xbb\xbf \t\r\n")
+    handle.seek(0)
+    lines = ((where, line.decode("utf-8-sig")) for where, line in _lines(handle, name) if line.strip())
+    for where, text in _array(handle, name) if head.startswith(b"[") else lines:
+        try:
+            value = parsed(text, where)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {str(error)[:80]}", "one JSON object per line") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{where} is no JSON object", "one sample per line, as an object with columns")
+        yield value
+
+
+def _array(handle: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
+    """(where it stands, JSON text) of every value of an array, which may be larger than memory."""
+    reader, decoder = codecs.getreader("utf-8-sig")(handle), json.JSONDecoder()
+    text, place, number = reader.read(_PIECE), 1, 1
+    place += text.index("[")
+    while True:
+        place = gap.end() if (gap := _GAP.match(text, place)) else place
+        if text.startswith("]", place):
+            return
+        where = f"{name}: sample {number}"
+        try:
+            end = decoder.raw_decode(text, place)[1]
+        except RecursionError as error:
+            raise DataError(f"{where} is not JSON: nested too deeply") from error
+        except ValueError as error:
+            more = reader.read(max(_PIECE, len(text) - place))
+            if not more or len(text) - place > MAX_LINE_BYTES:
+                raise DataError(f"{where} is not JSON: {str(error)[:80]}") from error
+            text, place = text[place:] + more, 0
+            continue
+        yield where, text[place:end]
+        place, number = end, number + 1
+
+
+_PIECE = 1 << 20
+_GAP = re.compile(r"[\s,]*")
+
+
+def _csv_rows(handle: BinaryIO, name: str, parsed: Callable[[str, str], Any]) -> Iterator[Row]:
+    """Rows under a header line, whose commonest delimiter is the file's."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
+    try:
+        header = text.readline(MAX_LINE_BYTES)
+        text.seek(0)
+        for row in csv.DictReader(text, delimiter=max(DELIMITERS, key=header.count)):
+            row.pop(None, None)  # fields beyond the header's
+            yield row
+    finally:
+        text.detach()  # the file is closed by who opened it
+
+
+def _text_rows(handle: BinaryIO, name: str, parsed: Callable[[str, str], Any]) -> Iterator[Row]:
+    """Paragraphs: a blank line ends one."""
+    paragraph, size = [], 0
+    for _, line in _lines(handle, name):
+        paragraph.append(line)
+        size += len(line)
+        if not line.strip() or size > MAX_LINE_BYTES:
+            yield {"text": b"".join(paragraph).decode("utf-8-sig").strip()}
+            paragraph, size = [], 0
+    yield {"text": b"".join(paragraph).decode("utf-8-sig").strip()}
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        for batch in ParquetFile(file).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error
+
+
+_READERS = {"json": _json_rows, "csv": _csv_rows, "text": _text_rows}
+
+# Samples
+
+
+def renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row under the names that are known, in lower case.
+
+    Args:
+        columns: known name -> its column, no other is read; empty: every column has the name that it says.
+
+    Raises:
+        DataError: it lacks one of them.
+    """
+    if not columns:
+        return {str(name).strip().lower(): value for name, value in row.items()}
+    if missing := [column for column in columns.values() if column not in row]:
+        raise DataError(f"no column {missing[0]!r}; there are {', '.join(sorted(map(str, row))[:12])}")
+    return {name: row[column] for name, column in columns.items()}
+
+
+def kinds_of(row: Row) -> tuple[str, ...]:
+    """What a row can be taken as, likeliest first: "messages" (who said what), "prompt-completion" (a text and how it
+    goes on), "text", "preference", "pairs", "prompt"; empty where its columns are not known."""
+    found = []
+    raw = {"prompt", "completion"} <= set(row)
+    if _first(row, CHATS) or (raw and isinstance(row["prompt"], list)):
+        found.append("messages")
+    if raw:
+        found.append("prompt-completion")
+    elif _question(row) and _first(row, ANSWERS):
+        found.append("messages")
+    if _first(row, TEXTS):
+        found.append("text")
+    found += [kind for kind, names in OTHERS.items() if names <= set(row)]
+    return tuple(dict.fromkeys(found))
+
+
+def _first(row: Row, names: Iterable[str]) -> str:
+    return next((name for name in names if name in row), "")
+
+
+def _question(row: Row) -> str:
+    """The column that asks."""
+    return _first(row, QUESTIONS)
+
+
+def sample_of(row: Row, kind: str) -> Row | None:
+    """What is trained on: {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} or {"text"}; None where a
+    row has nothing to learn: no answer, no text.
+
+    Turns of one speaker in a row are joined; what stands before the first question or behind the last answer is left
+    out, as templates of chats take turns about.
+
+    Raises:
+        DataError: a row unlike its kind.
+    """
+    if kind == "text":
+        text = _text(row, _first(row, TEXTS) or TEXTS[0])
+        return {"text": text} if text.strip() else None
+    if kind == "prompt-completion":
+        prompt, completion = _text(row, "prompt"), _text(row, "completion")
+        return {"prompt": prompt, "completion": completion} if completion.strip() else None
+    turns = _alternating(_turns(row))
+    if not any(turn["role"] == "assistant" for turn in turns):
+        return None
+    tools = row.get("tools")
+    return (
+        {"messages": turns, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+        if tools
+        else {"messages": turns}
+    )
+
+
+def _text(row: Row, column: str) -> str:
+    value = row[column]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{column} is {type(value).__name__} instead of text")
+    return value
+
+
+def _turns(row: Row) -> list[Row]:
+    """Who said what, as it stands."""
+    found: list[Row] = []
+    if column := _first(row, CHATS):
+        turns = row[column]
+        if isinstance(turns, str):  # JSON in a column of text, as in CSV
+            try:
+                turns = json.loads(turns)
+            except ValueError:
+                turns = None
+        if not isinstance(turns, list):
+            raise DataError(f"{column} is no list of turns")
+        for number, turn in enumerate(turns):  # plain texts take turns
+            found.append(_turn(turn) if isinstance(turn, dict) else _said(("user", "assistant")[number % 2], turn))
+    elif isinstance(row.get("prompt"), list) and "completion" in row:
+        completion = row["completion"]
+        found = [_turn(turn) for turn in [*row["prompt"], *(completion if isinstance(completion, list) else [])]]
+        found += [_said("assistant", completion)] * isinstance(completion, str)
+    else:
+        question, answer = _question(row), _first(row, ANSWERS)
+        for pair in row.get("history") or ():
+            found += [_said(*one) for one in zip(("user", "assistant"), pair, strict=False)]
+        context = next((row[one] for one in CONTEXTS if one != question and row.get(one)), None)
+        asked = _said("user", row[question])
+        if context is not None:
+            asked["content"] = f"{asked['content']}\n{_said('user', context)['content']}"
+        found += [asked, _said("assistant", row[answer])]
+    system = next((row[one] for one in SYSTEMS if row.get(one)), None)
+    if system is not None and not (found and found[0]["role"] == "system"):
+        found.insert(0, _said("system", system))
+    return found
+
+
+def _turn(turn: Any) -> Row:
+    if not isinstance(turn, dict):
+        raise DataError(f"a turn is {type(turn).__name__}, no object")
+    who = turn.get("role") or turn.get("from")
+    role = ROLES.get(str(who).lower())
+    if role is None:
+        raise DataError(f"nobody is called {str(who)[:40]!r}: {', '.join(sorted(ROLES))} are known")
+    said = _said(role, turn["content"] if "content" in turn else turn.get("value", turn.get("text")))
+    return said | {key: turn[key] for key in ("tool_calls", "name") if turn.get(key)}
+
+
+def _said(role: str, content: Any) -> Row:
+    if isinstance(content, list):  # parts, of which the texts count
+        content = "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+    if isinstance(content, (dict, bool)):
+        raise DataError(f"what {role} says is {type(content).__name__} instead of text")
+    return {"role": role, "content": "" if content is None else str(content)}
+
+
+def _alternating(turns: list[Row]) -> list[Row]:
+    """Turns that templates of chats take: a question after what the system says, an answer last."""
+    found: list[Row] = []
+    for turn in turns:
+        said = turn["content"].strip() or turn.get("tool_calls")
+        if not said or (turn["role"] == "assistant" and all(one["role"] == "system" for one in found)):
+            continue
+        if found and found[-1]["role"] == turn["role"] != "tool" and not {"tool_calls"} & {*turn, *found[-1]}:
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{turn['content']}"}
+        else:
+            found.append(turn)
+    while found and found[-1]["role"] != "assistant":
+        found.pop()
+    return found
+
+
+def num_held_out(num_samples: int) -> int:
+    """Samples that are not trained on but evaluated: 0 of small data, where every sample is worth more trained on."""
+    num = min(MOST_HELD_OUT, round(HELD_OUT_FRACTION * num_samples))
+    return num if num >= LEAST_HELD_OUT else 0

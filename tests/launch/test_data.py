@@ -1,0 +1,304 @@
+"""Every form of data with every target that trains from the emitted files: what was measured is what is trained on, the
+loss is on the answers and nothing else, and one process trains every case."""
+
+import io
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+
+from planner.cli.app import run  # noqa: E402
+from planner.exporters import EXPORTERS, DatasetChoice, prepare  # noqa: E402
+from planner.samples.dataset import measure  # noqa: E402
+from planner.samples.found import path_of  # noqa: E402
+from planner.setup import TrainSetup  # noqa: E402
+from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
+from tests.launch.data_formats import FORMATS, NUM, RAW, TEXTS, answers_of, pairs  # noqa: E402
+from tests.launch.tiny_models import save_tiny, tiny_request, tokenizer  # noqa: E402
+from tests.whole import these  # noqa: E402
+
+END = "<|end|>"
+SETUP = TrainSetup(seq_len_tokens=256, loss="chunked")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with every form of data and two tiny models, in which commands run; the hub is out of reach."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, write in FORMATS.items():
+        write(folder if name == "who/what" else folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.chdir(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for model_type in ("llama", "qwen2"):
+                save_tiny(model_type, folder / model_type)
+        yield folder
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def asked(name: str, **changes: Any) -> Any:
+    """A request for a form of data as `plan` makes it."""
+    path = path_of(name)
+    assert path is not None
+    kind = measure(path).columns
+    data = DatasetChoice(path=name, columns=kind, local=Path(name).exists())
+    return replace(tiny_request("llama", SETUP), dataset=data, **changes)
+
+
+def made(place: Path, form: str, name: str = "train") -> list[dict[str, Any]]:
+    if form == "tokens":
+        import pyarrow.parquet
+
+        return list(pyarrow.parquet.read_table(place / "launch" / "data" / form / f"{name}.parquet").to_pylist())
+    lines = (place / "launch" / "data" / form / f"{name}.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def taught(row: dict[str, Any]) -> str:
+    """What the loss of a row is on."""
+    assert all(label in (-100, token) for label, token in zip(row["labels"], row["input_ids"], strict=True))
+    return str(tokenizer().decode([label for label in row["labels"] if label != -100]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_measured_is_what_is_trained_on(name: str, place: Path) -> None:
+    """Number, kind and length in tokens of every sample; the loss is on the answers with their ends, in their order."""
+    path = path_of(name)
+    assert path is not None
+    stats = measure(path, tokenizer=place / "llama")
+    assert stats.columns == ("text" if name in TEXTS else "prompt-completion" if name in RAW else "messages")
+    prepared(place, asked(name))
+    rows = made(place, "tokens")
+    assert len(rows) == stats.num_samples == NUM
+    assert sorted(len(row["input_ids"]) for row in rows) == list(stats.lengths_tokens)
+    assert [taught(row) for row in rows] == ["".join(one + END for one in said) for said in answers_of(name)]
+    assert (stats.answers_fraction is None) == (name in TEXTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_loss_on_all_is_on_all(name: str, place: Path) -> None:
+    prepared(place, asked(name, loss_on="all"))
+    assert all(row["labels"] == row["input_ids"] for row in made(place, "tokens"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_other_targets_read_says_the_same(name: str, place: Path) -> None:
+    """LLaMA-Factory's chats and torchtitan's text; `tools/validators/llamafactory.sh` shows them to its own loader."""
+    request = asked(name)
+    info = json.loads(next(one.text for one in EXPORTERS["llamafactory"](request).files if one.path.endswith("n")))
+    form, (entry, *_) = prepare.form(request, "llamafactory"), info.values()
+    prepared(place, request, form)
+    assert (
+        place / "launch" / "llamafactory" / entry["file_name"]
+    ).resolve() == place / f"launch/data/{form}/train.jsonl"
+    for row, said in zip(made(place, form), answers_of(name), strict=True):
+        if form == "text":
+            assert [row["text"]] == said
+            continue
+        tags = entry["tags"]
+        turns = [(one[tags["role_tag"]], one[tags["content_tag"]]) for one in row[entry["columns"]["messages"]]]
+        ends = END * (name in RAW)  # of what is no chat no template writes the end
+        assert [text for role, text in turns if role == tags["assistant_tag"]] == [one + ends for one in said]
+        roles = [role for role, _ in turns if role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+    prepared(place, request, "text")
+    assert len(made(place, "text")) == NUM
+    assert all(
+        "".join(said[-1:]) in row["text"] for row, said in zip(made(place, "text"), answers_of(name), strict=True)
+    )
+
+
+CASES = [(name, ("trl", "hf")[at % 2], ("llama", "qwen2")[at // 2 % 2]) for at, name in enumerate(FORMATS)]
+"""Each form once, each target with each model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target", "model"), these(CASES[::3], CASES))
+def test_a_step_trains_from_the_emitted_files(
+    name: str, target: str, model: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan` as it is typed, `prepare_data.py` and the target's file as they are written; only precision and kernels
+    are those of a CPU."""
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
+    out = place / f"{target}-{Path(name).name}"
+    words = ["--precision", "fp32", "--attention", "sdpa", "--kernels", "eager", "--loss", "full", "--epochs", "0.4"]
+    wish = [f"./{model}", "--gpu", "rtx-3060-12gb", "--dataset", name, "--out", str(out), "--no-dry-run", *words]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run([*wish, "--no-packing", "--optimizer", "adamw"]) == 0, said.getvalue()
+        monkeypatch.chdir(out)
+        scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
+        exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
+        scope["main"](prepare.FORMS[target])
+        file = out / "launch" / {"trl": "trl/trl-sft.yaml", "hf": "hf/train_hf.py"}[target]
+        trainer = {"trl": run_trl, "hf": run_script}[target](file.read_text(), out)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses
+    assert all(1 < one < 20 for one in losses)
+    batch = next(iter(trainer.get_train_dataloader()))
+    said_then = {"".join(one + END for one in answers) for answers in answers_of(name)}
+    for labels in batch["labels"]:
+        assert tokenizer().decode([label for label in labels.tolist() if label != -100]) in said_then
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
+def test_every_file_says_what_its_loss_is_on_and_reads_what_is_made(target: str, place: Path) -> None:
+    for name, loss_on, words in (
+        ("faq.csv", "answers", "the answers alone"),
+        ("faq.csv", "all", "all tokens"),
+        ("notes.txt", "answers", "all tokens"),
+    ):
+        request = asked(name, loss_on=loss_on)
+        launch = EXPORTERS[target](request)
+        assert launch.prepare == f"python launch/prepare_data.py {prepare.form(request, target)}"
+        text = "".join(file.text for file in launch.files)
+        assert prepare.folder(request, target) in text
+        assert words in text or target in ("hf", "unsloth") or name in TEXTS
+        assert f'LOSS_ON = "{loss_on}"' in prepare.file(request).text
+    assert EXPORTERS["torchtitan"](asked("faq.csv")).refused
+
+
+def test_hundreds_of_samples_are_evaluated_and_saved_within_the_run(place: Path) -> None:
+    """A twentieth is held out, the same for every form; nothing else of the data is trained on."""
+    rows = [{"question": question, "answer": answer} for question, answer in pairs(400)]
+    file = place / "many.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = place / "many"
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        assert run(["./llama", "--gpu", "rtx-3060-12gb", "--dataset", file.name, "--out", "many", "--no-dry-run"]) == 0
+    document = json.loads((out / "plan.json").read_text())["workload"]
+    assert (document["held_out_samples"], document["loss_on"]) == (20, "answers")
+    trl = yaml.safe_load((out / "launch" / "trl" / "trl-sft.yaml").read_text())
+    assert trl["eval_strategy"] == "steps"
+    steps = -(-document["epoch_seqs"] // document["global_batch_seqs"]) * trl["num_train_epochs"]
+    assert trl["save_steps"] == trl["eval_steps"] == -(-steps // 4)
+    assert trl["logging_steps"] <= steps
+    written = {}
+    for form in ("tokens", "chats"):
+        scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
+        exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
+        scope["main"](form)
+        written[form] = [made(out, form, part) for part in ("train", "test")]
+    assert [len(part) for part in written["tokens"]] == [380, 20]
+    for tokens, chats in zip(*written.values(), strict=True):
+        assert [taught(row) for row in tokens] == [row["messages"][-1]["content"] + END for row in chats]
+
+
+def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "german.csv").write_text("Frage,Antwort,text\nWer?,Er.,never read\nWas?,Das.,never read\n")
+    wish = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "german.csv", "--no-dry-run"]
+    assert run([*wish, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"]["dataset_kind"] == "text"
+    assert run([*wish, "--columns", "question=Frage,answer=Antwort", "--out", "german"]) == 0
+    scope: dict[str, Any] = {"__name__": "made", "__file__": str(place / "german" / "launch" / prepare.NAME)}
+    exec((place / "german" / "launch" / prepare.NAME).read_text(), scope)
+    scope["main"]("chats")
+    assert [row["messages"][1]["content"] for row in made(place / "german", "chats")] == ["Er.", "Das."]
+    capsys.readouterr()
+    for words, message in (
+        (["--columns", "frage=Frage"], "--columns takes NAME=COLUMN"),
+        (["--columns", "text=Frag"], "no column 'Frag'"),
+        (["--loss-on", "answers"], "has text and no answers"),
+        (["--loss-on", "questions"], "--loss-on must be one of"),
+    ):
+        assert run([*wish, *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "hint:" in error
+
+
+def test_a_file_that_says_nothing_to_learn_is_an_error_with_a_row(place: Path) -> None:
+    (place / "bad.jsonl").write_text(
+        '{"question": "a", "answer": "b"}\n{"question": "a", "answer": ["b", {"text": 1}]}\n'
+    )
+    prepared(place, replace(asked("faq.csv"), dataset=DatasetChoice(path="bad.jsonl", local=True)))
+    (place / "worse.jsonl").write_text('{"question": "a", "answer": "b"}\n{"conversations": 5, "question": "a"}\n')
+    with pytest.raises(ValueError, match="row 2"):
+        prepared(place, replace(asked("faq.csv"), dataset=DatasetChoice(path="worse.jsonl", local=True)))
+
+
+# Templates of chats
+
+
+TEMPLATES = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+TALK = [("Why is it so?", "Because."), ("And then?", "Then <b>it</b> ends.")]
+
+
+def spans_with(template: str | None, place: Path, **changes: Any) -> Any:
+    """`spans` of the program for a chat template, which prepares nothing."""
+    scope: dict[str, Any] = {"__name__": "made", "__file__": str(place / "launch" / prepare.NAME)}
+    exec(prepare.file(asked("faq.csv", setup=TrainSetup(seq_len_tokens=8192), **changes)).text, scope)
+    made_with = tokenizer_with(template or scope["TEMPLATE"])
+    scope["tokenizer"] = lambda: made_with
+    return scope
+
+
+def tokenizer_with(template: str) -> Any:
+    import copy
+
+    made_with = copy.deepcopy(tokenizer())
+    made_with.chat_template = template
+    made_with.add_special_tokens({"bos_token": "<s>"})
+    return made_with
+
+
+def turns(num: int, system: bool = False) -> list[dict[str, str]]:
+    found = [{"role": "system", "content": "Be brief."}] * system
+    for question, answer in TALK[:num]:
+        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return found
+
+
+NOT_COMPARED = {"idefics3", "smolvlm", "llava_next", "glm4moe"}
+"""Of pictures, whose contents come in parts; and one that ends an answer with the beginning of the next question."""
+BEGIN_IN_THE_PROMPT = {
+    "deepseek_r1_distill", "deepseekv3", "gptoss", "muse_glimmer", "nemotron_3_5_lightning", "nemotron_3_nano",
+    "nemotron_3_super", "nemotron_3_ultra", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8",
+}  # fmt: skip
+"""TRL also marks what the prompt for an answer says already: who speaks, an opened thought."""
+NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if not path.stem.endswith("_training")]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ours"])
+def test_every_template_that_trl_ships_has_its_loss_on_the_answers(name: str, place: Path) -> None:
+    """One turn, two turns, with a system and without: every answer is learned once, whole, with an end, and no
+    question; as TRL's own template for training marks it, where there is one."""
+    text = None if name == "ours" else (TEMPLATES / f"{name}.jinja").read_text()
+    scope = spans_with(text, place)
+    training = TEMPLATES / f"{name}_training.jinja"
+    for num in (1, 2):
+        for system in (False, True):
+            talk = turns(num, system)
+            rows = scope["encode"]({"messages": talk})
+            learned = [scope["tokenizer"]().decode([label for label in labels if label != -100]) for _, labels in rows]
+            assert len(rows) in (1, num)
+            whole = "".join(learned)
+            for question, answer in TALK[:num]:
+                assert whole.count(answer) == 1, (name, learned)
+                assert question not in whole
+            assert "Be brief." not in whole
+            for one in learned:
+                assert not one.endswith(tuple(answer for _, answer in TALK)), "an answer has to end"
+            if num == 1 and not system and training.exists() and name not in NOT_COMPARED:
+                theirs = tokenizer_with(training.read_text()).apply_chat_template(
+                    talk, return_assistant_tokens_mask=True, return_dict=True
+                )
+                marked = [token for token, on in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if on]
+                theirs = scope["tokenizer"]().decode(marked).strip()
+                assert theirs.endswith(whole.strip())
+                assert theirs == whole.strip() or name in BEGIN_IN_THE_PROMPT
