@@ -301,9 +301,9 @@ def trace_files(
 def with_trace(plan: Plan, traces: Mapping[str, Prediction | ProbeFailure]) -> Plan:
     """The plan whose chosen setup carries the trace of the launch file that runs just that setup, its own stack's
     first."""
-    setup, model = plan.chosen.setup, plan.workload.model
+    setup = plan.chosen.setup
     same = sorted(
-        (name for name in traces if as_run(name, setup, model) == setup), key=lambda name: name != setup.stack
+        (name for name in traces if as_run(name, setup, plan.workload) == setup), key=lambda name: name != setup.stack
     )
     if not same:
         return plan

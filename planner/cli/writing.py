@@ -169,7 +169,7 @@ def launch_files(
     evaluated = {chosen.setup: chosen}
     for name in known_targets(targets):
         given = _without_packages(name, chosen.setup, plan.workload)
-        runs = as_run(name, given, plan.workload.model)
+        runs = as_run(name, given, plan.workload)
         if isinstance(runs, str):
             launches.append(Launch(target=name, refused=runs))
             continue
@@ -186,7 +186,7 @@ def launch_files(
 def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
     """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
     one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
-    runs = as_run(target, setup, workload.model)
+    runs = as_run(target, setup, workload)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
         return setup
     return setup.with_(loss="full") if "full" in setup.aim.losses else setup

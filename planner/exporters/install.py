@@ -29,6 +29,8 @@ HUB_VERSIONS = {"transformers": "5.22.0", "kernels": "0.17.2"}
 Source: transformers 5.22.0 and 5.23.0 `utils/import_utils.py` KERNELS_MIN_VERSION, KERNELS_MAX_VERSION;
 `modeling_flash_attention_utils.py` FLASH_ATTN_KERNEL_VERSIONS (flash-attn2: 4, from torch 2.10 on).
 """
+OLDER = {"llamafactory": {DELTA: "0.5.2"}}
+"""Versions of packages for a target's older transformers: flash-linear-attention 0.6 wants 5.6.2."""
 BRINGS = {"axolotl": {LIGER, DELTA, CONV}}
 """What a target has among its own requirements, or does without (Axolotl's convolution of hybrids is fla's)."""
 
@@ -69,8 +71,11 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         DELTA: hybrid,
     }
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]
-    packages += [requirement(name) for name, on in needed.items() if on and name not in tested and name not in brings]
-    calls = [[*packages, *FLASH_BUILDS] if flash else packages]
+    older = OLDER.get(launch.target, {})
+    for name, on in needed.items():
+        if on and name not in tested and name not in brings:
+            packages.append(f"{name}=={older[name]}" if name in older else requirement(name))
+    calls = [[*packages, *FLASH_BUILDS] if flash and vendor == "NVIDIA" else packages]
     if vendor == "AMD":
         calls.insert(0, ["torch", "--index-url", ROCM_INDEX])
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package

@@ -162,21 +162,22 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     job = common.after(env | meeting, COMMAND)
     command = job if request.num_nodes > 1 else common.after(env, COMMAND)
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
     notes = []
     if _template(request) is None:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
     if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
-    if request.evaluates and not _evaluates(request):
+    if request.evaluates and not _evaluates(request, runs):
         notes.append("Evaluates nothing between steps: its transformers would make whole logits for that.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    files = [_dataset_info(request), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
-    main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
+    files = [_dataset_info(request, runs), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
+    main = LaunchFile(path=FILE, text=yaml_text(_sections(request, runs)))
     return Draft(title="LLaMA-Factory", main=main, files=tuple(files), command=command, notes=tuple(notes))
 
 
-def _sections(request: ExportRequest) -> list[Section]:
+def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper, model = request.setup, request.hyper, request.model
     open_ = model is not None and left_unnamed(model.config, setup.attention)
     return [
@@ -194,7 +195,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             if request.dataset or prepare.needed(request)
             else "dataset: PUT YOURS HERE (in dataset_info.json)",
             Line("dataset", DATASET_KEY),
-            Line("eval_dataset", f"{DATASET_KEY}_test") if _evaluates(request) else None,
+            Line("eval_dataset", f"{DATASET_KEY}_test") if _evaluates(request, runs) else None,
             _loss(request),
             _template(request),
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
@@ -203,7 +204,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
         section("batch", *common.batch_lines(LLAMAFACTORY, setup)),
-        section("memory and speed", *_memory(setup)),
+        section("memory and speed", *_memory(setup, runs)),
         section(
             "optimization",
             said(LLAMAFACTORY, setup, "optimizer"),
@@ -215,7 +216,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("output_dir", shown_path(request.output_dir)),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),
-            *(common.evaluation_lines(request) if _evaluates(request) else []),
+            *(common.evaluation_lines(request) if _evaluates(request, runs) else []),
             Line("save_strategy", "steps" if request.save else "no"),
             Line("save_steps", common.steps_between(request)) if request.save else None,
             Line("save_total_limit", 1) if request.save else None,
@@ -260,15 +261,9 @@ def _loss(request: ExportRequest) -> Line | None:
     return Line("train_on_prompt", request.loss_on == "all", f"the loss is on {prepare.loss_words(request)}")
 
 
-def _evaluates(request: ExportRequest) -> bool:
+def _evaluates(request: ExportRequest, runs: TrainSetup) -> bool:
     """Whether samples are evaluated between steps: with Liger its transformers (5.6) would make their logits whole."""
-    setup = request.setup
-    return request.evaluates and not _runs_liger(setup)
-
-
-def _runs_liger(setup: TrainSetup) -> bool:
-    liger = setup.loss in ("chunked", "liger") or setup.kernels == "liger"
-    return setup.aim.supervised and setup.images is None and liger
+    return request.evaluates and "liger" not in (runs.loss, runs.kernels)
 
 
 def _images(request: ExportRequest) -> list[Line]:
@@ -285,14 +280,13 @@ def _images(request: ExportRequest) -> list[Line]:
     return [most, Line("freeze_vision_tower", frozen), Line("freeze_multi_modal_projector", frozen)]
 
 
-def _memory(setup: TrainSetup) -> list[Line | None]:
-    runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
+def _memory(setup: TrainSetup, runs: TrainSetup) -> list[Line | None]:
     return [
         *_precision(runs),
         Line("disable_gradient_checkpointing", setup.checkpointing == 0),
         Line("use_reentrant_gc", False) if setup.checkpointing else None,
         Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
-        Line("enable_liger_kernel", True) if _runs_liger(setup) else None,
+        Line("enable_liger_kernel", True) if "liger" in (runs.loss, runs.kernels) else None,
         said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
@@ -346,7 +340,7 @@ def _precision(setup: TrainSetup) -> list[Line]:
     return [Line("bf16", setup.autocast_dtype == "bf16", "autocast"), Line("fp16", setup.autocast_dtype == "fp16")]
 
 
-def _dataset_info(request: ExportRequest) -> LaunchFile:
+def _dataset_info(request: ExportRequest, runs: TrainSetup) -> LaunchFile:
     dataset, setup = request.dataset, request.setup
     entry: dict[str, object] = {}
     if made := prepare.needed(request):
@@ -375,6 +369,6 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
     if dataset and dataset.split != "train" and not made:
         entry["split"] = dataset.split
     info = {DATASET_KEY: entry}
-    if _evaluates(request):
+    if _evaluates(request, runs):
         info[f"{DATASET_KEY}_test"] = {**entry, "file_name": str(entry["file_name"]).replace("train.", "test.")}
     return LaunchFile(path=DATASET_INFO, text=json.dumps(info, indent=2) + "\n")

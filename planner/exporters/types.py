@@ -142,7 +142,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     complete: bool = True
     prepare: str = ""
-    python: str = "3.10"
+    python: str = "3.11"
 
 
 @dataclass(frozen=True, kw_only=True)

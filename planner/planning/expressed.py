@@ -11,7 +11,6 @@ from typing import Any
 
 from planner.choices.stacks import written_by
 from planner.errors import NotExpressed, SetupError, UsageError
-from planner.models.spec import ModelSpec
 from planner.notes import found
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -22,11 +21,11 @@ NOT_PLANNED = ("adapter_dtype", "packing", "compile")
 """Fields that are no dimension of the space: a target that sets them itself gets its own value."""
 
 
-def as_run(target: str, setup: TrainSetup, model: ModelSpec) -> TrainSetup | str:
-    """The setup that a launch target really runs, or why it runs none."""
+def as_run(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup | str:
+    """The setup of a workload that a launch target really runs, or why it runs none."""
     from planner.exporters import TARGETS  # late: a plan for no target in particular needs none
 
-    return TARGETS[target].as_run(setup, model)
+    return TARGETS[target].as_run(setup, workload.model, workload.gpu)
 
 
 def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSetup]:
@@ -38,7 +37,7 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
         spreads.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
     found: dict[TrainSetup, None] = {}
     for spread in spreads:
-        differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread))
+        differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread), workload.gpu)
         changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
         changes = {name: value for name, value in changes.items() if name not in workload.fixed}
         with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
@@ -52,9 +51,9 @@ def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] 
     from planner.exporters import TARGETS
 
     first, *others = workload.targets
-    if not TARGETS[first].expresses(family, workload.model):
+    if not TARGETS[first].expresses(family, workload.model, workload.gpu):
         return None
-    found = dict.fromkeys(as_run(target, family, workload.model) for target in others)
+    found = dict.fromkeys(as_run(target, family, workload) for target in others)
     if any(isinstance(one, str) for one in found):
         return None
     return [one for one in found if isinstance(one, TrainSetup) and one != family]
@@ -73,11 +72,11 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
         refused: Counter[str] = Counter()
         otherwise: Counter[str] = Counter()
         for setup in setups:
-            runs = as_run(target, setup, workload.model)
+            runs = as_run(target, setup, workload)
             if isinstance(runs, str):
                 refused[runs] += 1
             elif runs != setup and not place:
-                otherwise.update(one.sentence() for one in TARGETS[target].differences(setup))
+                otherwise.update(one.sentence() for one in TARGETS[target].differences(setup, workload.gpu))
         reasons = otherwise or refused  # what it does run is nearer
         if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
             reason = reasons.most_common(1)[0][0]
@@ -98,7 +97,7 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
     """Why no target runs such a setup, what most of them say; "" where one does or targets were named."""
     reasons: Counter[str] = Counter()
     for target in writers(workload) if not workload.targets else ():
-        runs = as_run(target, setup, workload.model)
+        runs = as_run(target, setup, workload)
         if not isinstance(runs, str):
             return ""
         reasons[runs] += 1

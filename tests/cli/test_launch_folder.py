@@ -187,9 +187,9 @@ def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_m
     code, said = started(folder, "install", stubs=())
     assert code == 0
     assert "CALLED python3 -m venv .venv-trl" in said
-    assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 10))" in said
+    assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 11))" in said
     code, said = started(folder, "install", stubs=(), PYTHON="false")
-    assert (code, "trl needs Python 3.10 or newer" in said, "venv" in said) == (3, True, False)
+    assert (code, "trl needs Python 3.11 or newer" in said, "venv" in said) == (3, True, False)
     _, said = started(folder, "install", stubs=())
     called = re.search(r"CALLED pip install (.+)", said)
     assert called is not None

@@ -83,7 +83,7 @@ def test_the_plan_for_a_target_is_what_its_file_runs_and_it_fits(target: str, na
     assert not launch.differences
     assert device_peak_bytes(workload.model, workload.gpu, setup) <= workload.budget_bytes
     for other in plan.alternatives:
-        assert as_run(target, other.candidate.setup, workload.model) == other.candidate.setup, other.label
+        assert as_run(target, other.candidate.setup, workload) == other.candidate.setup, other.label
     assert any(f"planned as {target} runs it" in note for note in plan.notes)
 
 
@@ -95,7 +95,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
     every = {"kernels": KERNEL_FAMILIES, "attention": ATTENTIONS}  # none is left out for being outrun
     free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"), **every)
     families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
-    images = {as_run("axolotl", family, free.model) for family in families}
+    images = {as_run("axolotl", family, free) for family in families}
     points = list(walk(replace(free, targets=("axolotl",))))
     assert {point.family for point in points} == {one for one in images if isinstance(one, TrainSetup)}
     for point in points[::97]:
@@ -106,7 +106,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
 def test_several_gpus_are_spread_only_as_the_target_can(target: str) -> None:
     plan = plan_workload(wish(LLAMA, "a100-80gb", target, num_gpus=4, method=("full",), loss=("full", "liger")))
     assert isinstance(plan, Plan)
-    assert as_run(target, plan.chosen.setup, plan.workload.model) == plan.chosen.setup
+    assert as_run(target, plan.chosen.setup, plan.workload) == plan.chosen.setup
 
 
 def test_the_second_target_has_to_fit_as_well() -> None:
@@ -116,14 +116,14 @@ def test_the_second_target_has_to_fit_as_well() -> None:
     alone = plan_workload(replace(both, targets=("trl",)))
     assert isinstance(alone, Plan)
     model, gpu = both.model, both.gpu
-    runs = as_run("axolotl", alone.chosen.setup, model)
+    runs = as_run("axolotl", alone.chosen.setup, alone.workload)
     assert isinstance(runs, TrainSetup)
     peaks = device_peak_bytes(model, gpu, alone.chosen.setup), device_peak_bytes(model, gpu, runs)
     tight = replace(both, headroom_bytes=both.memory_bytes - sum(peaks) // 2)
     taken = plan_workload(tight)
     assert isinstance(taken, Plan)
     assert taken.chosen.setup != alone.chosen.setup
-    runs = as_run("axolotl", taken.chosen.setup, model)
+    runs = as_run("axolotl", taken.chosen.setup, taken.workload)
     assert isinstance(runs, TrainSetup)
     assert device_peak_bytes(model, gpu, runs) <= tight.budget_bytes
 
@@ -187,7 +187,7 @@ def test_a_plan_for_no_target_in_particular_has_a_file(
     assert isinstance(plan, Plan)
     assert not unwritten(plan.workload, plan.chosen.setup)
     (target,) = plan.workload.targets
-    assert as_run(target, plan.chosen.setup, plan.workload.model) == plan.chosen.setup
+    assert as_run(target, plan.chosen.setup, plan.workload) == plan.chosen.setup
     assert any(str(note).startswith("no tool has a file for the fastest setup") for note in plan.notes)
 
 

@@ -147,7 +147,6 @@ def say_that_flash_attention_is_installed() -> None:
     from transformers import PreTrainedModel, modeling_flash_attention_utils, modeling_utils
 
     transformers.utils.is_flash_attn_2_available = lambda: True
-    transformers.modeling_utils.lazy_import_flash_attention = lambda *args, **kwargs: None
     PreTrainedModel._flash_attn_can_dispatch = lambda *args, **kwargs: True
     PreTrainedModel._flash_attn_import_error = lambda *args, **kwargs: None
     modeling_utils.lazy_import_flash_attention = lambda *args, **kwargs: None

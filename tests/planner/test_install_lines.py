@@ -1,0 +1,173 @@
+"""Every `pip install` that a launch folder can write, proven installable: resolved by uv for the Python and the system
+that it is for, without a download of any package (metadata alone).
+
+What is resolved is every largest set of requirements: what satisfies it satisfies all its subsets. A set that was
+resolved stands in `resolved_installs.txt` and is not asked for again; RESOLVE_INSTALLS=1 resolves all and writes the
+file anew (80 s, 19 CPU seconds, most of them Axolotl's). flash-attn and
+causal-conv1d, which come as source alone and whose metadata takes a build, are looked up by their version. PyTorch's
+ROCm index answers on no machine of the tests: of a line for AMD's cards all but torch's origin is proven.
+"""
+
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.packages import TESTED
+from planner.exporters import EXPORTERS
+from planner.exporters.install import BUILDS, ROCM_INDEX, install_calls
+from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import missing_kernels
+from planner.models import catalogue
+from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request as asked_for
+from tests.planner.launch_sweep import setups
+
+SYSTEMS = {"NVIDIA": "x86_64-manylinux_2_28", "AMD": "x86_64-manylinux_2_28", "Apple": "aarch64-apple-darwin"}
+CARDS = ("rtx-3060", "mi300x", "apple-m3-max")
+MODELS = ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-Next-80B-A3B-Instruct")
+RESOLVED = Path(__file__).with_name("resolved_installs.txt")
+SOURCE_ONLY = ("flash-attn", "causal-conv1d")
+EMBEDDING = TrainSetup(objective="embedding", micro_batch_seqs=8)
+EMBEDDINGS = (EMBEDDING, EMBEDDING.with_(method="qlora", quantization="nf4-double"))
+Line = tuple[str, str, str]
+"""Target, oldest Python, system."""
+
+
+@cache
+def calls_of_all() -> Mapping[Line, frozenset[tuple[tuple[str, ...], ...]]]:
+    """Every distinct list of calls of every target, by what it is installed on."""
+    found: dict[Line, set[tuple[tuple[str, ...], ...]]] = {}
+    for card in CARDS:
+        gpu = find_gpu(card)
+        for name in MODELS:
+            model = catalogue.load(name)
+            assert model is not None
+            for setup in unlike():
+                if missing_kernels(model, gpu, setup) or (gpu.vendor == "Apple" and setup.num_gpus > 1):
+                    continue
+                asked = asked_for(setup, gpu=gpu, model=model)
+                for target, export in EXPORTERS.items():
+                    launch = export(asked)
+                    if launch.complete and not launch.refused:
+                        line = (target, launch.python, SYSTEMS[gpu.vendor])
+                        calls = tuple(map(tuple, install_calls(launch, asked)))
+                        found.setdefault(line, set()).add(calls)
+    return {line: frozenset(calls) for line, calls in found.items()}
+
+
+def unlike() -> list[TrainSetup]:
+    """Of the sweep two of each combination of what a package can hang on."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    found = []
+    for setup in (*setups(), *EMBEDDINGS):
+        row = OPTIMIZERS[setup.optimizer]
+        key = (
+            setup.objective == "embedding",
+            setup.quantized,
+            row.bitsandbytes,
+            setup.zero,
+            setup.loss,
+            setup.kernels,
+            setup.attention,
+            setup.packing,
+        )
+        seen[key] += 1
+        if seen[key] <= 2:
+            found.append(setup)
+    return found
+
+
+def largest_sets() -> list[tuple[Line, frozenset[str]]]:
+    """The sets of requirements that no other set of the same line holds."""
+    found = []
+    for line, every in calls_of_all().items():
+        sets = {frozenset(word for call in calls for word in call if not is_option(word)) for calls in every}
+        found += [(line, one) for one in sets if not any(one < other for other in sets)]
+    return sorted(found, key=lambda row: (row[0], sorted(row[1])))
+
+
+def is_option(word: str) -> bool:
+    """Whether a word of a call is no requirement, or one that is looked up by its version."""
+    return word.startswith("--") or word == ROCM_INDEX or word.partition("==")[0] in SOURCE_ONLY
+
+
+def test_what_is_built_from_source_comes_last_and_after_what_builds_it() -> None:
+    """`pip install flash-attn` in a bare environment: "No module named 'wheel'" (flash-attn 2.8.3 setup.py)."""
+    built = 0
+    for every in calls_of_all().values():
+        for calls in every:
+            names = [[word.partition("==")[0] for word in call] for call in calls]
+            first = next((place for place, call in enumerate(names) if set(call) & {*SOURCE_ONLY}), None)
+            if first is None:
+                assert not any("--no-build-isolation" in call for call in calls)
+                continue
+            built += 1
+            assert names[first - 1] == list(BUILDS)
+            assert all(len(call) == 2 and call[1] == "--no-build-isolation" for call in calls[first:])
+    assert built >= 4
+
+
+def test_no_line_for_a_mac_has_tritons_kernels_and_amds_torch_is_rocms() -> None:
+    for (target, _, system), every in calls_of_all().items():
+        for calls in every:
+            words = {word.partition("==")[0] for call in calls for word in call}
+            if "darwin" in system:
+                assert not words & {"liger-kernel", "flash-linear-attention", "flash-attn", "unsloth"}, target
+    asked = asked_for(next(iter(setups())), gpu=find_gpu("mi300x"))
+    assert install_calls(EXPORTERS["trl"](asked), asked)[0] == ["torch", "--index-url", ROCM_INDEX]
+
+
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """uv, told where pip finds packages, as setup.sh tells it."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        pytest.skip("uv is not here")
+    command = [
+        found,
+        "pip",
+        "compile",
+        "-",
+        "--quiet",
+        "--no-annotate",
+        "--no-header",
+        "--index-strategy=unsafe-best-match",
+    ]
+    done = subprocess.run([*command, "--no-deps"], input="packaging", capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"no package index answers: {done.stderr.strip().splitlines()[-1][:100]}")
+    return command
+
+
+def test_every_largest_set_of_requirements_resolves(request: pytest.FixtureRequest) -> None:
+    sets = {f"{' '.join(line)}: {' '.join(sorted(words))}": (line, words) for line, words in largest_sets()}
+    again = bool(os.environ.get("RESOLVE_INSTALLS"))
+    known = () if again else RESOLVED.read_text().splitlines()[1:]
+    assert len(sets) >= 12
+    failed, open_ = {}, [name for name in sets if name not in known]
+    uv = request.getfixturevalue("uv") if open_ else []
+    environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"}  # what torch's wheels are for
+    for name in open_:
+        (_, python, system), words = sets[name]
+        command = [*uv, "--python-version", python, "--python-platform", system]
+        asked = "\n".join(sorted(words))
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, env=environment)
+        if done.returncode:
+            failed[name] = done.stderr[-800:]
+    assert not failed
+    if again:
+        for name in SOURCE_ONLY:
+            asking = [sys.executable, "-m", "pip", "index", "versions", name]
+            assert f"{TESTED[name]}," in subprocess.run(asking, capture_output=True, text=True, timeout=120).stdout
+        day = datetime.datetime.now(datetime.UTC).date()
+        RESOLVED.write_text("\n".join([f"# resolved on {day}: target, oldest Python, system: requirements", *sets, ""]))
