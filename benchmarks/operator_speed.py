@@ -34,8 +34,6 @@ from probes.dryrun import DryRunReport, dry_run_report
 PAGE = FOLDER / "operators.md"
 H100 = Path(__file__).parent / "data" / "h100"
 COMPILED = ("l1-lora-compiled", "l1-lora-compiled-4", "l1-full-compiled")
-FIRST_CALL = 11
-"""Profiles of the first call with that machine, which the shares in `planner.speed.prices` were read off."""
 HEAD = """# Seconds from the operators of a run
 
 Written by `python -m benchmarks.operator_speed --write`. The dry run's speed: every operator that the real step
@@ -178,7 +176,7 @@ def kernel_table() -> Iterator[str]:
     yield "| profiled step | device ms | predicted | |"
     yield "|---|---:|---:|---:|"
     with gzip.open(H100 / "profiles.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for place, line in enumerate(lines):
+        for line in lines:
             profile = json.loads(line)
             if profile["case"] not in steps:
                 continue
@@ -196,9 +194,8 @@ def kernel_table() -> Iterator[str]:
                 by_family[name][0] += mine[name]
                 by_family[name][1] += theirs[name]
             total, truth = sum(mine.values()), sum(theirs.values())
-            after = "" if place < FIRST_CALL else " (after the prices)"
             error = 100 * (total / truth - 1)
-            yield f"| {profile['case']}{after} | {1e3 * truth:.1f} | {1e3 * total:.1f} | {error:+.1f} % |"
+            yield f"| {profile['case']} | {1e3 * truth:.1f} | {1e3 * total:.1f} | {error:+.1f} % |"
     yield ""
     yield "| operators, all steps together | device ms | predicted |"
     yield "|---|---:|---:|"
@@ -245,18 +242,19 @@ def page() -> str:
             f"| {card} | {len(errors)} | {100 * median(runs):.1f} % | {100 * mean:+.1f} % | {100 * max(runs):.1f} % | "
         )
         text += f"{100 * median(formulas):.1f} % | {100 * max(formulas):.1f} % |\n"
-    return text + "\n## Device time, kernel by kernel\n\n" + "\n".join(kernel_table()) + "\n" + TAIL
+    text += (
+        "\n## Device time, kernel by kernel\n\nThe rows' shares of the rates were read off these profiles, whatever "
+    )
+    return text + "the model.\n\n" + "\n".join(kernel_table()) + "\n" + TAIL
 
 
 TAIL = """
 ## What falls short
 
 - LLM.int8() multiplies outlier columns apart, as many as the values give: with random weights up to 12,000 of 12,288
-  (170 ms of
-  `q8-int8-mb2-ck-liger`); none are counted.
+  (170 ms of `q8-int8-mb2-ck-liger`); none are counted.
 - The host is the class of machine that was measured, a rented virtual one. A bare server's CPU is up to twice as fast
-  (a B200's
-  published runs at 512 tokens); the band says what 30 % do.
+  (a B200's published runs at 512 tokens); the band says what 30 % do.
 - Copies between devices and the host, `torch.compile`, generation and several GPUs are not priced: there the formula's
   speed stands.
 - QLoRA with eager kernels and checkpointing waits more for the host than its calls say (-13 % on both machines).

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,9 @@ class TraceResult:
         timeline: (fraction of the run, allocated bytes), thinned.
         kernels: launches of Triton kernels and attention kernels, by name.
         protection: what whoever ran it says, never the process itself.
+        program: the last whole optimizer step, `planner.speed.operators.Program.rows` with the place of every call
+            ("places", by stretch: numbers of "names", which are lines and modules); None where no step ended, of one
+            rank of several, and of a program that compiles.
     """
 
     status: str
@@ -96,6 +99,7 @@ class TraceResult:
     libraries: Mapping[str, str] = field(default_factory=dict)
     elapsed_s: float = 0.0
     protection: Protection | None = None
+    program: Mapping[str, Any] | None = None
 
     @property
     def peak_device_bytes(self) -> int:
@@ -105,7 +109,8 @@ class TraceResult:
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
         beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # no copy of the program's lists
+        beside.write_text(json.dumps(values, default=asdict), encoding="utf-8")
         beside.rename(path)
 
     @classmethod

@@ -2,12 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from typing import Any
 
+from planner.speed.traced import TracedSpeed
 from planner.trace_result import TraceResult
-from planner.units import gib
+from planner.units import gib, percent, seconds
 from reports.plain import clean
 
 SCHEMA = 1
@@ -43,11 +44,13 @@ def document(
     memory_bytes: int,
     budget_bytes: int,
     num_steps: int,
+    speed: TracedSpeed | None = None,
 ) -> dict[str, Any]:
     """The whole answer as plain data.
 
     Args:
         needs: the same program on a card without limit, where the card ran out of memory.
+        speed: of its last step, None where that is not known.
     """
     shown = needs or found
     refused = found.refusal is not None and found.status == "out of memory"
@@ -69,7 +72,8 @@ def document(
         "largest": largest,
         "shrinks_by": SHRINKERS.get(largest, ""),
         "out_of_memory": None if found.refusal is None else asdict(found.refusal),
-        **asdict(shown),
+        "speed": None if speed is None else asdict(speed),
+        **{name: value for name, value in asdict(replace(shown, program=None)).items() if name != "program"},
     }
 
 
@@ -102,16 +106,41 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
         *_largest_lines("By module", answer["by_module"]),
         *_largest_lines("By line of the program", answer["by_line"]),
     ]
+    lines += _speed_lines(answer["speed"])
     if answer["shrinks_by"]:
         lines += ["", f"Largest: {answer['largest']}. Shrunk by: {answer['shrinks_by']}."]
     lines += ["", *_protection_lines(answer["protection"])]
-    if answer["notes"] or answer["questions"]:
+    speed_notes = answer["speed"]["notes"] if answer["speed"] is not None else ()
+    if answer["notes"] or answer["questions"] or speed_notes:
         lines += ["", "Notes"]
-        lines += [f"  {clean(note)}" for note in answer["notes"]]
+        lines += [f"  {clean(note)}" for note in (*answer["notes"], *speed_notes)]
     for what, line, times in answer["questions"]:
         where = f" at {clean(line)}" if line else ""
         lines.append(f"  the program asked for {what}{where} ({times} times), which only a GPU knows")
     return lines
+
+
+def _speed_lines(speed: Mapping[str, Any] | None) -> Iterator[str]:
+    """How fast the last step is, and what takes its time."""
+    if speed is None:
+        return
+    rate = f"{speed['tokens_per_s']:,.0f} tokens/s, " if speed["tokens_per_s"] else ""
+    yield from (
+        "",
+        f"Speed: {rate}{seconds(speed['step_time_s'])} per step, {percent(speed['mfu_fraction'])} of the card's peak",
+    )
+    yield f"  (plus or minus {percent(speed['band_fraction'])}; operators priced by the card's rates)  [trace]"
+    for title, parts in (("By phase", speed["phases_s"]), ("By kind", speed["parts_s"])):
+        words = [
+            f"{clean(RESERVED_WORDS.get(name, name))} {percent(one / speed['step_time_s'])}"
+            for name, one in sorted(parts.items(), key=lambda part: -part[1])
+            if one >= 0.005 * speed["step_time_s"]
+        ]
+        yield f"  {title}: {', '.join(words)}"
+    for title, rows in (("Lines that take the time", speed["by_line"]), ("Modules", speed["by_module"])):
+        yield from ("", f"{title} (GPU, then CPU)")
+        for one in rows[:_ROWS]:
+            yield f"  {seconds(one['device_s']):>8}  {seconds(one['host_s']):>8}  {clean(one['name'])}"
 
 
 def _protection_lines(protection: Mapping[str, Any]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from planner.units import gib
 from reports.trace import PROTECTIONS, document, svg, text_lines
 
 if TYPE_CHECKING:
+    from planner.speed.traced import TracedSpeed
     from probes.phantom.runner import Ended, TraceOrder
 
 NUM_TOKENS = 8192
@@ -147,9 +148,23 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
         memory_bytes=memory,
         budget_bytes=memory - reserve,
         num_steps=order.options.num_steps or found.num_steps,
+        speed=speed_of(needs or found, card),
     )
     shown: dict[str, Any] = without_secrets_in(answer, secrets_known(order.command))
     return shown
+
+
+def speed_of(found: TraceResult, card: GpuSpec) -> "TracedSpeed | None":
+    """The speed of the program's last step; None where no step ended, of one rank of several, and where what the traced
+    process wrote makes no program (the program could write to it too)."""
+    if found.program is None:
+        return None
+    from planner.speed.traced import traced_speed
+
+    try:
+        return traced_speed(found.program, card)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
+        return None
 
 
 def _pixels(text: str) -> tuple[int, int]:

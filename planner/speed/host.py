@@ -8,7 +8,7 @@ microseconds an event.
 """
 
 from planner.records import dataclass
-from planner.speed.operators import ISSUERS, Operator
+from planner.speed.operators import ISSUERS, TRAINER, Operator
 from planner.speed.prices import Price
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
@@ -49,7 +49,7 @@ _PRODUCTS = (
     "bitsandbytes.gemm_4bit",
     "bitsandbytes.int8_linear_matmul",
 )
-_KERNELS = ("liger.", "trl.", "unsloth.")
+_KERNELS = ("liger.", "trl.", "unsloth.", "triton.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,9 @@ def issued_s(call: Operator, issuer: int, price: Price, *, checkpointed: bool) -
     name = call.name.rpartition(".")[0] if call.name.count(".") > 1 else call.name
     if name.startswith(_KERNELS):
         return TRITON_S
+    if name.startswith(TRAINER):
+        what = name.removeprefix(TRAINER)
+        return call.numbers[0] * WALK_S[what] + {"micro-batch": MICRO_BATCH_S, "step": STEP_S}[what]
     if "empty" in name:
         return EMPTY_S
     if name == "aten.detach" and issuer == _ENGINE and checkpointed:

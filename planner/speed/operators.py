@@ -74,6 +74,9 @@ class Operator(NamedTuple):
     listed: int = 0
 
 
+TRAINER = "trainer."
+"""Before the names of what is no operator either: what a trainer's Python does with its model, whose only number is how
+many modules that has."""
 WAIT = "wait"
 """The name of what is no operator: the host looks at a value, and waits for all that was issued."""
 ISSUERS = ("module", "forward", "no-grad", "engine", "recompute")

@@ -392,6 +392,12 @@ ROWS: dict[str, Row] = {
     "trl.logprob_tile": _moved(0.44, "loss"),
     "trl.logprob_tile_backward": _moved(0.95, "loss"),
     "liger.cross_entropy": _moved(0.6, "loss"),
+    "unsloth.cross_entropy": _moved(0.5, "loss"),
+    "unsloth.cross_entropy_backward": _moved(0.6, "loss"),
+    "triton._rms_norm_backward_kernel": _norm_backward,
+    "triton._block_rms_norm_backward_kernel": _norm_backward,
+    "triton._forward_kernel": _moved(0.44, "loss"),
+    "triton._backward_kernel": _moved(0.95, "loss"),
 }
 """By operator without its overload."""
 
@@ -402,7 +408,22 @@ def price(call: Operator, rates: CardRates) -> Price:
     name = rest.partition(".")[0]
     if name in VIEWS or not (call.inputs or call.outputs) or call.name == WAIT:
         return FREE
-    row = ROWS.get(f"{space}.{name}")
-    if row is None and name.startswith("_foreach"):
-        row = _foreach
+    row = ROWS.get(f"{space}.{name}") or (_foreach if name.startswith("_foreach") else _LAUNCHED.get(space))
     return (row or _elementwise)(call, rates)
+
+
+_LAUNCHED = {"triton": _moved(0.9)}
+"""What is launched from Python and has no row: every tensor that it is given is read or written once."""
+
+
+def needed_flops(call: Operator) -> float:
+    """Floating-point operations of a product or an attention, 0 of all else."""
+    name = call.name.split(".")[1] if "." in call.name else ""
+    if name in ("mm", "addmm", "bmm", "baddbmm", "gemm_4bit", "_grouped_mm", "int8_linear_matmul") and call.outputs:
+        return 2.0 * call.outputs[0].numel * call.inputs[1 if name.endswith("addmm") else 0].shape[-1]
+    if name.startswith("_scaled_dot_product"):
+        backward = name.endswith("backward")
+        query, key = call.inputs[1:3] if backward else call.inputs[:2]
+        pairs = query.shape[-2] * key.shape[-2] * 0.5
+        return (10.0 if backward else 4.0) * query.numel / query.shape[-2] * pairs
+    return 0.0

@@ -1,5 +1,6 @@
 """Which operators a run issues, in which order and by whom: what `planner.speed` prices."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -148,7 +149,7 @@ def _collect(values: Any, layouts: list[Layout], numbers: list[float]) -> int:
             if one.dim() or not numbers:
                 layouts.append(layout_of(one))
         elif isinstance(one, _NUMBERS):
-            numbers.append(float(one))
+            numbers.append(float(one) if math.isfinite(one) else 0.0)  # a file holds no infinity
         elif isinstance(one, (list, tuple)):
             if len(one) >= _MANY and type(one) is list and isinstance(one[0], torch.Tensor):
                 many += len(one)

@@ -20,6 +20,7 @@ from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.patching import nothing
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
+from probes.phantom.issued import Issued
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
 from probes.phantom.values import Values, answer, floating_bytes
@@ -56,6 +57,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.log = KernelLog(capability=card.capability)
         self.stand_in_rows = ""
         self.hears = False
+        self.issued = Issued(self.origins)
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
@@ -161,6 +163,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             with self:  # without autograd composite operators arrive whole, and would hide what they allocate
                 return func.decompose(*args, **(kwargs or {}))
         if func is _ADD and len(args) == 2 and adds_in_place(args, kwargs or {}):
+            self._remembered.number = None
+            self.issued.ran(_ADD_IN_PLACE, args, {}, args[0], self._remembered)
             return _ADD_IN_PLACE(*args)
         claims = self.claims
         claims.depth += 1
@@ -183,6 +187,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if handler is not None:
             out = handler(self, func, args, kwargs)
             if out is not NotImplemented:
+                if self._target(kind, metas, func) is CUDA:
+                    self._remembered.number = None
+                    self.issued.ran(func, args, kwargs, out, self._remembered)
                 return out
         if func is _ITEM:
             return self._item(args[0])
@@ -194,6 +201,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if target is CUDA:
             self.on_op(func)
         done, out = (False, None) if target is None else self.values.computed(func, args, kwargs, metas)
+        self._remembered.number = None
         if not done:
             if kind and kind != "meta":
                 kwargs = {**kwargs, "device": META}
@@ -202,6 +210,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             out = self._remembered.call(func, args, kwargs)
             self.values.after(func, args, kwargs, out, metas)
         self._outputs(func, args, kwargs, out, target)
+        if target is CUDA:
+            self.issued.ran(func, args, kwargs, out, self._remembered)
         return out
 
     def _target(self, kind: str, metas: list[torch.Tensor], func: Any) -> torch.device | None:
@@ -260,6 +270,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """A copy on the CPU: real where the values are known or few."""
         dtype = kwargs.get("dtype") or tensor.dtype
+        if self._on_card(tensor) and not kwargs.get("non_blocking"):
+            self.issued.waited()
         known = self.values.known(tensor)
         on_host = self.claims.devices.get(tensor.untyped_storage()._cdata) is CPU
         if known is not None and not on_host:
@@ -292,7 +304,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self.values.drop(key)
         return destination
 
+    def _on_card(self, tensor: torch.Tensor) -> bool:
+        return self.claims.devices.get(tensor.untyped_storage()._cdata) is CUDA
+
     def _item(self, tensor: torch.Tensor) -> Any:
+        if self._on_card(tensor):
+            self.issued.waited()
         known = self.values.known(tensor)
         if known is not None:
             return known.item()

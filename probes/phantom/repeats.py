@@ -159,9 +159,14 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
     @wraps(true)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         phantom.num_micro_batches += 1
+        phantom.issued.micro_batch_begins()
+        phantom.issued.trainer("micro-batch", self.model)
         if self.accelerator.sync_gradients or phantom.options.every_micro_batch:
             step.clear()
-            return true(self, *args, **kwargs)
+            found = true(self, *args, **kwargs)
+            phantom.issued.micro_batch_ends()
+            phantom.issued.trainer("step", self.model)
+            return found
         prepare = self._prepare_inputs
 
         def prepared(inputs: Any) -> Any:
@@ -173,7 +178,9 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
             with mock.patch.object(self, "_prepare_inputs", prepared):
                 loss = true(self, *args, **kwargs)
         except _Repeats:
+            phantom.issued.micro_batch_repeats()
             return step.again()
+        phantom.issued.micro_batch_ends()
         step.returned(loss)
         return loss
 

@@ -57,6 +57,7 @@ def phantom_gpu(
             methods.answering(phantom),
             lying(phantom.claims),
             phantom.origins.following(),
+            phantom.issued.following(),
             steps.counted(phantom, finished),
             mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
         ):

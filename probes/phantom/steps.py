@@ -27,9 +27,11 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
                     origins.own(phantom.number_of(one.grad), "gradients", origins.parameter_name(one))
                 origins.own(phantom.number_of(one), "trained weights", origins.parameter_name(one))
         origins.stepping += 1
+        phantom.issued.step_begins()
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         origins.stepping = 0
+        phantom.issued.step_ends(id(optimizer))
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

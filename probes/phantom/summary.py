@@ -8,6 +8,7 @@ from planner.trace_result import Holding, TraceResult
 from probes.allocator import Alloc, Free
 from probes.allocator.stretches import rounded
 from probes.installed import installed
+from probes.phantom.compiled import EAGER
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin
 
@@ -42,6 +43,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         timeline=_timeline(phantom, totals),
         libraries=installed(LIBRARIES),
         elapsed_s=elapsed_s,
+        program=None if phantom.memory.group_bytes or EAGER in phantom.notes else phantom.issued.rows(),
     )
 
 

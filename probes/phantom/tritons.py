@@ -45,7 +45,9 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     """What is done to Triton once it is imported."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        phantom.kernels[getattr(self, "__name__", None) or _name(self)] += 1
+        name = getattr(self, "__name__", None) or _name(self)
+        phantom.kernels[name] += 1
+        phantom.issued.launch(f"triton.{name}", (*args, *kwargs.values()))
 
     def launching_nothing(*classes: str) -> Hook:
         return lambda module: stack.enter_context(replaced((getattr(module, name), "run", run) for name in classes))
@@ -123,6 +125,7 @@ def _kernel_of(phantom: Phantom) -> Callable[[Any], Any]:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             def launch(*args: Any, **kwargs: Any) -> None:
                 phantom.kernels[self._name] += 1
+                phantom.issued.launch(f"triton.{self._name}", (*args, *kwargs.values()))
 
             return launch
 

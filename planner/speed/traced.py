@@ -1,0 +1,119 @@
+"""The speed of a traced program: what its last step issued, priced; and which of its lines and modules take the
+time."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from planner.hardware.gpu import GpuSpec
+from planner.records import dataclass
+from planner.speed.host import BETWEEN_S, COLLATED_TOKEN_S, issued_s
+from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
+from planner.speed.prices import Price, needed_flops, price
+from planner.speed.rates import card_rates
+from planner.speed.run import BAND_FRACTION, host_notes
+from planner.speed.timeline import Loop, run_time
+
+_RECOMPUTE, _NUM = ISSUERS.index("recompute"), len(ISSUERS)
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a line or a module takes of a step: seconds of the device and of the host, and its calls."""
+
+    name: str
+    device_s: float
+    host_s: float
+    num_calls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSpeed:
+    """The predicted speed of a program's own step.
+
+    Attributes:
+        tokens_per_s: by the rows that it looks up in its largest embedding; None where it looks up none.
+        mfu_fraction: products and attention but what is recomputed, over the data sheet's 16-bit rate.
+        parts_s, phases_s: see `planner.speed.timeline.RunTime`.
+        by_line, by_module: the dearest first; modules of equal layers together.
+    """
+
+    step_time_s: float
+    tokens_per_s: float | None
+    mfu_fraction: float
+    band_fraction: float
+    parts_s: Mapping[str, float]
+    phases_s: Mapping[str, float]
+    by_line: tuple[Cost, ...]
+    by_module: tuple[Cost, ...]
+    notes: tuple[str, ...]
+
+
+def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
+    """The speed of the program whose `rows` a trace wrote (`TraceResult.program`)."""
+    program = program_of(rows)
+    rates = card_rates(gpu)
+    run = run_time(program, rates, Loop(accumulation=1, tokens=0, waits=False, trainer=False))
+    times = _times(program)
+    flops = tokens = 0.0
+    for call, count in times.items():
+        operator = program.operators[call // _NUM]
+        flops += 0.0 if call % _NUM == _RECOMPUTE else count * needed_flops(operator)
+    tokens = _tokens(program, times)
+    trained = any(one.name.startswith(TRAINER) for one in program.operators)
+    step_s = run.step_s + (BETWEEN_S + COLLATED_TOKEN_S * tokens if trained else 0.0)
+    nominal = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 0.0
+    prices = [price(one, rates) for one in program.operators]
+    return TracedSpeed(
+        step_time_s=step_s,
+        tokens_per_s=tokens / step_s if tokens else None,
+        mfu_fraction=flops / step_s / nominal if nominal else 0.0,
+        band_fraction=max(BAND_FRACTION, run.slower_host_s / run.step_s - 1),
+        parts_s={**run.parts_s, "trainer": step_s - run.step_s},
+        phases_s=run.phases_s,
+        by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),
+        by_module=_costs(
+            rows, program, prices, lambda line, module: re.sub(r"\.\d+(?=\.|$)", ".*", module) or "(none)"
+        ),
+        notes=host_notes(run),
+    )
+
+
+def _times(program: Program) -> dict[int, int]:
+    """How often each call comes in the step."""
+    found: dict[int, int] = defaultdict(int)
+    for place in (*program.micro_batch, *program.step):
+        for call in program.stretches[place].calls:
+            found[call] += 1
+    return found
+
+
+def _tokens(program: Program, times: Mapping[int, int]) -> float:
+    """Rows looked up in the embedding with the most of them, recomputation aside."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for call, count in times.items():
+        one = program.operators[call // _NUM]
+        if one.name.startswith("aten.embedding.") and call % _NUM != _RECOMPUTE and len(one.inputs) > 1:
+            found[one.inputs[0].shape] += count * one.inputs[1].numel
+    return found[max(found)] if found else 0.0
+
+
+def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_of: Any) -> tuple[Cost, ...]:
+    device: dict[str, float] = defaultdict(float)
+    host: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    names = [name_of(line, module) for line, module in rows["names"]]
+    checkpointed = any(call % _NUM == _RECOMPUTE for one in program.stretches for call in one.calls)
+    for stretch in (*program.micro_batch, *program.step):
+        for call, place in zip(program.stretches[stretch].calls, rows["places"][stretch], strict=True):
+            number, issuer = divmod(call, _NUM)
+            name = names[place]
+            device[name] += prices[number].seconds
+            host[name] += issued_s(program.operators[number], issuer, prices[number], checkpointed=checkpointed)
+            calls[name] += 1
+    ordered = sorted(device, key=lambda name: -max(device[name], host[name]))
+    return tuple(
+        Cost(name=name, device_s=device[name], host_s=host[name], num_calls=calls[name]) for name in ordered[:_SHOWN]
+    )

@@ -1,0 +1,138 @@
+"""What a traced program issues, step by step, and the speed that is made of it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from planner.hardware.gpus import find_gpu
+from planner.speed.operators import TRAINER, WAIT, program_of
+from planner.speed.traced import traced_speed
+from probes.phantom.card import card_of
+from probes.phantom.issued import Issued
+from probes.phantom.mode import Phantom
+from probes.phantom.origins import Origins
+from probes.phantom.session import phantom_gpu
+from probes.phantom.summary import summary
+
+GPU = find_gpu("h100-sxm")
+VOCABULARY, WIDTH, SEQS, TOKENS = 512, 64, 4, 128
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).relu()
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+def train(phantom: Phantom, *, steps: int = 2, micro_batches: int = 1, looks: bool = False) -> None:
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            ids = torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            if looks:
+                loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def phantom() -> Iterator[Phantom]:
+    with phantom_gpu(card_of(GPU)) as found:
+        yield found
+
+
+def test_the_last_step_has_a_speed_lines_and_modules(phantom: Phantom) -> None:
+    train(phantom)
+    rows = summary(phantom, "done").program
+    assert rows is not None
+    program = program_of(rows)
+    assert [[len(calls) for calls in rows["places"]]] == [[len(one.calls) for one in program.stretches]]
+    assert {one.phase for one in program.stretches} == {"forward", "backward", "step"}
+    speed = traced_speed(rows, GPU)
+    assert speed.tokens_per_s == pytest.approx(SEQS * TOKENS / speed.step_time_s)
+    assert sum(speed.parts_s.values()) == pytest.approx(speed.step_time_s)
+    assert sum(speed.phases_s.values()) == pytest.approx(speed.step_time_s, rel=0.02)
+    assert any("host-bound" in note for note in speed.notes)
+    assert {"layers.*", "head", "table"} <= {one.name for one in speed.by_module}
+    matrices = 2 * SEQS * TOKENS * WIDTH * (3 * WIDTH + VOCABULARY) * 3
+    assert speed.mfu_fraction == pytest.approx(matrices / speed.step_time_s / (GPU.bf16_flops_per_s or 1))
+
+
+def test_more_micro_batches_take_as_much_more(phantom: Phantom) -> None:
+    train(phantom, micro_batches=1)
+    one = traced_speed(summary(phantom, "done").program or {}, GPU)
+    train(phantom, micro_batches=3)
+    three = traced_speed(summary(phantom, "done").program or {}, GPU)
+    assert three.tokens_per_s == pytest.approx(3 * SEQS * TOKENS / three.step_time_s)
+    assert 2.2 < three.step_time_s / one.step_time_s < 3.0  # one optimizer step
+
+
+def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
+    train(phantom, looks=True)
+    program = program_of(summary(phantom, "done").program or {})
+    waits = {number for number, one in enumerate(program.operators) if one.name == WAIT}
+    (step,) = program.step  # what follows the last backward is the step's
+    assert sum(call // 5 in waits for call in program.stretches[step].calls) == 1
+
+
+def test_what_did_not_train_has_no_step(phantom: Phantom) -> None:
+    Net().cuda()(torch.zeros(1, 4, dtype=torch.int64, device="cuda"))
+    assert summary(phantom, "done").program is None
+
+
+def test_micro_batches_that_were_left_out_count() -> None:
+    """Three alike, of which the last two were left out, then the last one, clipping and the optimizer."""
+    origins = Origins()
+    origins.num_forwards = 1
+    log = Issued(origins)
+    kernel = torch.ops.aten.mul.Tensor
+    rows = torch.empty(8, 8, device="meta")
+
+    def runs(times: int) -> None:
+        for _ in range(times):
+            log.ran(kernel, (rows, rows), {}, rows, _Unknown())
+
+    log._training = 0
+    model = nn.Linear(2, 2)
+    for repeated in (False, True, True, False):
+        log.micro_batch_begins()
+        log.trainer("micro-batch", model)
+        if repeated:
+            log.micro_batch_repeats()
+            continue
+        runs(5)
+        log.micro_batch_ends()
+    log.trainer("step", model)
+    runs(2)
+    log.step_begins()
+    runs(1)
+    log.step_ends(7)
+    found = log.rows()
+    assert found is not None
+    program = program_of(found)
+    names = [
+        program.operators[call // 5].name
+        for place in (*program.micro_batch, *program.step)
+        for call in program.stretches[place].calls
+    ]
+    assert names.count(f"{TRAINER}micro-batch") == 4
+    assert names.count(f"{TRAINER}step") == 1
+    assert names.count("aten.mul.Tensor") == 4 * 5 + 2 + 1
+
+
+class _Unknown:
+    number = None
