@@ -160,8 +160,8 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if unknown_mixers(model):
         notes.append(
             risk(
-                f"{model.model_type} mixes tokens in plain PyTorch unless its packages are installed (mamba-ssm, "
-                "causal-conv1d, flash-linear-attention), some token by token: the speed is an upper bound"
+                f"{model.model_type} mixes tokens in plain PyTorch: its packages (mamba-ssm and causal-conv1d, or "
+                "flash-linear-attention), where they are installed, take less memory and far less time"
             )
         )
     if model.like:

@@ -4,9 +4,10 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from planner.evidence.bands import with_evidence
+from planner.evidence.bands import unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
@@ -17,11 +18,13 @@ from probes.dryrun import cache
 from probes.dryrun.ahead import reported
 from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
+from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused
 
 VERSION = 19
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
+WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"
 LIKE = "the model's type is unknown to transformers, which cannot build it (--like reads its sizes alone)"
 APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"
@@ -49,7 +52,8 @@ def dry_run_report(
 
     Where PyTorch would reserve more than the card has although what is allocated fits, the replay is repeated under
     the card's limit: PyTorch then gives cached blocks back and tries again. When that suffices, the reserved peak is
-    the one under the limit, and a note says so.
+    the one under the limit, and a note says so. A model that walks through its tokens is run in shorter rows
+    (`probes.dryrun.rows`).
 
     Args:
         full_depth: run every layer instead of repeating.
@@ -59,6 +63,23 @@ def dry_run_report(
     """
     if moe not in ("balanced", "worst"):
         raise ValueError(f"moe must be 'balanced' or 'worst', got {moe!r}")
+    run = partial(_report, model, gpu, full_depth=full_depth, use_cache=use_cache, planned=planned)
+    short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
+    if not short or not reported(WALKS, dict(model.config)):
+        return run(setup)
+    found = []
+    for one in short:
+        report = run(one)
+        if isinstance(report, ProbeFailure):
+            return report
+        found.append(report)
+    return carried(found, short, setup)
+
+
+def _report(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool, use_cache: bool, planned: bool
+) -> DryRunReport | ProbeFailure:
+    """`dry_run_report` of the very setup."""
     options: dict[str, Any] = {"full_depth": full_depth}
     outcome = _asked(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):

@@ -73,7 +73,14 @@ def _plan(raw_config: Mapping[str, Any], setup: TrainSetup, full_depth: bool) ->
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
     """The events of the full model: of a run of the plan's layers, repeated, of more of them, or of a run at full depth
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
-    trace = _run(plan, capability, setup, world)
+    try:
+        trace = _run(plan, capability, setup, world)
+    except (KeyError, IndexError, AttributeError):  # what some layers look up, others of the full model hold
+        if plan.layers is None:
+            raise
+        log.debug("all %s layers instead of %s", plan.full, plan.depth, exc_info=True)
+        plan = replace(plan, depth=plan.full, config=copy.deepcopy(plan.whole), layers=None, wider=None)
+        trace = _run(plan, capability, setup, world)
     if plan.layers is not None:
         try:
             trace = splice(trace, plan.layers, setup) if world is None else world.splice(trace, plan.layers)
