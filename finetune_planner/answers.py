@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import EnvironmentProblem
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate
+from planner.outcome import Candidate, speed_rung
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 
@@ -275,7 +275,7 @@ def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
         "peak_device_bytes": memory.peak_device_bytes,
         "memory_rung": memory.rung.value,
         "tokens_per_s": speed.tokens_per_s,
-        "speed_rung": speed.rung.value,
+        "speed_rung": speed_rung(speed).value,
         "trade": trade,
         **setup_to_dict(candidate.setup),
     }

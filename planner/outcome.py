@@ -14,6 +14,7 @@ class Rung(StrEnum):
     """Where a number comes from. A higher rung corrects the lower ones."""
 
     FORMULA = "formula"
+    PROFILE = "profile"
     DRY_RUN = "dry_run"
     TRACE = "trace"
     PROBE = "probe"
@@ -186,6 +187,11 @@ Evidence = Prediction | Measurement | ProbeFailure
 Verdict = Literal["fits", "tight", "over"]
 
 
+def speed_rung(evidence: Evidence) -> Rung:
+    """Where a speed figure comes from: beside a step profile's memory stands the formula's speed."""
+    return Rung.FORMULA if evidence.rung is Rung.PROFILE else evidence.rung
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One setup with all that is known about it.
@@ -210,7 +216,7 @@ class Candidate:
             (Rung.PROBE, self.probe),
             (Rung.RUN, self.run),
         )
-        return ((Rung.FORMULA, self.formula), *((rung, one) for rung, one in asked if one is not None))
+        return ((self.formula.rung, self.formula), *((rung, one) for rung, one in asked if one is not None))
 
     @property
     def memory_evidence(self) -> Prediction | Measurement:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from planner.evidence.bands import memory_band, of_a_plan, time_band, unknown_mixers, with_evidence
+from planner.evidence.bands import memory_band, of_a_plan, profile_band, time_band, unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
 from planner.memory.dtypes import flow_of
-from planner.memory.model import predict_memory, rank_memories
+from planner.memory.model import memory_of
 from planner.memory.optimizer import paged_bytes
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def predict(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
 ) -> Prediction:
-    """Memory peaks and step time of one setup from closed forms alone, in well under a millisecond on one GPU.
+    """Memory peaks and step time of one setup without running anything, in well under a millisecond on one GPU: memory
+    by its structure's step profile where there is one, else by closed forms, which speed always is.
 
     Args:
         cluster: the GPUs and their links; None: one GPU, or the cluster that the setup's number of GPUs suggests. With
@@ -43,18 +44,18 @@ def predict(
         from planner.models.towers import with_eyes  # late: text alone needs none of it
 
         model = with_eyes(model)
-    ranks = rank_memories(model, gpu, setup)
+    ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
     found = Prediction(
-        rung=Rung.FORMULA,
+        rung=Rung.PROFILE if memory.profiled else Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         peak_device_bytes=memory.peak_device_bytes,
         peak_phase=memory.peak_phase,
         phase_peaks_bytes=memory.phase_bytes,
         terms=memory.at_peak(),
-        memory_band_fraction=memory_band(model, setup),
+        memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
         time_band_fraction=max(speed.band_fraction, time_band(model)),
@@ -95,7 +96,7 @@ def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_devic
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """The device peak of `predict` alone: the fullest GPU's."""
-    return predict_memory(model, gpu, setup).peak_device_bytes
+    return memory_of(model, gpu, setup)[0].breakdown.peak_device_bytes
 
 
 def _rank_notes(

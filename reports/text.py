@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from planner.notes import Place, place_of
-from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict
+from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict, speed_rung
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.samples.useful import useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RUNG_WORDS = {
     Rung.FORMULA: "formula",
+    Rung.PROFILE: "profile",
     Rung.DRY_RUN: "dry run",
     Rung.TRACE: "trace",
     Rung.PROBE: "probe",
@@ -93,16 +94,16 @@ def speed_band(evidence: Evidence) -> str:
 
 def memory_mark(evidence: Evidence) -> str:
     """The rung of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
-    return _mark(evidence, memory_band(evidence))
+    return _mark(evidence.rung, memory_band(evidence))
 
 
 def speed_mark(evidence: Evidence) -> str:
     """The rung of a speed figure with its error band."""
-    return _mark(evidence, speed_band(evidence))
+    return _mark(speed_rung(evidence), speed_band(evidence))
 
 
-def _mark(evidence: Evidence, band: str) -> str:
-    return joined((RUNG_WORDS[evidence.rung], band), ", " if band == "measured" else " ")
+def _mark(rung: Rung, band: str) -> str:
+    return joined((RUNG_WORDS[rung], band), ", " if band == "measured" else " ")
 
 
 def memory_marks(found: Iterable[Evidence]) -> str:
@@ -112,7 +113,8 @@ def memory_marks(found: Iterable[Evidence]) -> str:
 
 def speed_marks(found: Iterable[Evidence]) -> str:
     """The same of speed figures."""
-    return _marks((one.rung, None if isinstance(one, ProbeFailure) else one.time_band_fraction) for one in found)
+    marked = ((speed_rung(one), None if isinstance(one, ProbeFailure) else one.time_band_fraction) for one in found)
+    return _marks(marked)
 
 
 def _marks(figures: Iterable[tuple[Rung, float | None]]) -> str:

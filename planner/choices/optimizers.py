@@ -103,9 +103,13 @@ class Optimizer:
         Not counted: vectors below 4,096 elements, which bitsandbytes keeps in fp32 (under 0.01 % of a model).
         """
         kept = self.states
-        eight_bit = kept.eight_bit * (num_trained + 4 * (num_trained // BLOCK_8BIT))
+        eight_bit = kept.eight_bit * num_trained + self.scale_bytes(num_trained)
         factored = 4 * matrix_edge_sum if kept.factored else 0
         return (kept.own_type * size_bytes + 4 * kept.fp32) * num_trained + eight_bit + factored
+
+    def scale_bytes(self, num: int) -> int:
+        """Bytes of the scales of `num` parameters' 8-bit states."""
+        return self.states.eight_bit * 4 * (num // BLOCK_8BIT)
 
     def wide_state_bytes(self, num: int) -> int:
         """Bytes that the states of `num` parameters take beyond `all_state_bytes` where 8-bit states are kept in 32."""

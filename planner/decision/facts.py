@@ -9,7 +9,9 @@ from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
-from planner.evidence.bands import dry_run_band, memory_band
+from planner.evidence.bands import dry_run_band, memory_band, profile_band
+from planner.hardware.gpu import GpuSpec
+from planner.memory.profile_store import find_profile
 from planner.models.spec import ModelSpec
 from planner.planning.refine import (
     ANY_SETUP,
@@ -115,18 +117,20 @@ class Limits:
     """When a point surely fits: the one rule by which a tight fit does not win.
 
     A figure's own band is the reserve that it needs beside the budget: peak x (1 + band) must fit. The band is the
-    formula's (`memory_band`), and the dry run's for a family that it has corrected. Where dry runs follow (`refine`)
-    the others may come first by their peak alone: a dry run sees them before they are taken.
+    formula's (`memory_band`) or the step profile's, and the dry run's for a family that it has corrected. Where dry
+    runs follow (`refine`) the others may come first by their peak alone: a dry run sees them before they are taken.
 
     Attributes:
         corrections: ratios that dry runs showed, by family; None: the formula stands alone.
         given_fraction: of the speed, for what is preferred; nothing for who asks for speed.
+        gpu: whose step profiles are known.
     """
 
     model: ModelSpec
     budget_bytes: int
     corrections: Mapping[CorrectionKey, float] | None = None
     given_fraction: float = PREFERENCE_FRACTION
+    gpu: GpuSpec | None = None
 
     def ratio(self, setup: TrainSetup) -> float | None:
         """By how much dry runs of a setup's family, or of its spread, correct the formula's peak; None: nothing did."""
@@ -153,7 +157,13 @@ class Limits:
     def surely_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
         ran = self.corrections is not None and correction_key(setup) in self.corrections
-        return self.budget_bytes / (1 + (dry_run_band(setup) if ran else memory_band(self.model, setup)))
+        return self.budget_bytes / (1 + (dry_run_band(setup) if ran else self._own_band(setup)))
+
+    def _own_band(self, setup: TrainSetup) -> float:
+        """Of a walked point before any dry run."""
+        if self.gpu is not None and find_profile(self.model, self.gpu, setup) is not None:
+            return profile_band(setup)
+        return memory_band(self.model, setup)
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
@@ -318,7 +328,7 @@ def add_spreads(
     facts.walked += [one for one in chosen if one not in facts.walked]
     facts.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
-    limits = Limits(workload.model, workload.budget_bytes, corrections, given)
+    limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
     points: Iterable[Point] = walk(workload, values, chosen, facts.known, limits.fitting_bytes)
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)

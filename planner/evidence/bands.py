@@ -19,6 +19,9 @@ from planner.setup import TrainSetup
 
 DRY_RUN_BAND = 0.02
 """What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
+PROFILE_BAND = 0.03
+"""The dry run's, and what a profile's allocator gap adds: its allocated peak is the dry run's within 0.3 %, what is
+reserved within 2 % in 19 of 20 (docs/step-profiles.md)."""
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
 and about 1 % between dry run and card."""
@@ -87,6 +90,11 @@ def time_band(model: ModelSpec) -> float:
 def dry_run_band(setup: TrainSetup) -> float:
     """The same of a dry run."""
     return max(DRY_RUN_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def profile_band(setup: TrainSetup) -> float:
+    """The same of a step profile."""
+    return max(PROFILE_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
 
 
 def _spread_band(setup: TrainSetup) -> float:
@@ -168,7 +176,7 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     """
     cells, gpus = _cells(), metric_of(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
-    rung = "formula" if gpus == "several" else rung
+    rung = "formula" if gpus == "several" else {"profile": "dry_run"}.get(rung, rung)
     owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in (*MEMORY, "tokens_per_s")}
     cards = {card for own in owns.values() if own is not None for card in own.cards}
     pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}

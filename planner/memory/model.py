@@ -1,7 +1,8 @@
-"""The formula rung's memory model: the memory of every distinct rank of a setup. One GPU is a spread of one."""
+"""The memory of every distinct rank of a setup: by its step profile, or by closed forms. One GPU is a spread of one."""
 
 from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec
+from planner.memory.profiled import profiled_breakdown, profiled_step
 from planner.memory.rank_part import followers, rank_parts
 from planner.memory.step import breakdown
 from planner.memory.types import MemoryBreakdown, RankMemory
@@ -9,8 +10,19 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
+def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
+    """The memory of every distinct rank, the largest device peak first: of one GPU by the structure's step profile
+    where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
+    step = profiled_step(model, gpu, setup)
+    if step is None:
+        return rank_memories(model, gpu, setup)
+    (part,) = rank_parts(model, setup)
+    state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
+    return (RankMemory(name=part.name, num_ranks=1, breakdown=profiled_breakdown(step, gpu, setup, state)),)
+
+
 def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:
-    """All memory terms of one setup on its fullest GPU, with the phases in which each is alive."""
+    """All memory terms of one setup on its fullest GPU by closed forms, with the phases in which each is alive."""
     return rank_memories(model, gpu, setup)[0].breakdown
 
 

@@ -99,7 +99,8 @@ class RankState:
         if not self.optimizer_on_device:
             return 0, 0
         local = self.local
-        states = state_bytes(local.num, local.dtype, optimizer, matrix_edge_sum=local.edge_sum, wide=local.wide)
+        of_tensors = {"matrix_edge_sum": local.edge_sum, "wide": local.wide, "small": local.small}
+        states = state_bytes(local.num, local.dtype, optimizer, **of_tensors)
         num = local.num if self.stepped is None else self.stepped
         temporary = step_bytes(num, local.dtype, optimizer, largest_tensor=min(num, local.largest))
         if local.copies:  # a group of their own in every multi-tensor step

@@ -7,6 +7,7 @@ from functools import lru_cache
 from planner.choices.adapters import ADAPTERS, TOKEN_FORMS, Adapter
 from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.optimizer import UNPAGED
 from planner.models.spec import ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
 from planner.records import dataclass
@@ -31,6 +32,8 @@ class Trained:
     wide: int = 0
     """Of both: elements of embedding tables, whose 8-bit optimizer states the stack keeps in 32 bits."""
     """Beside `num`: whole modules trained as copies, where their type is another than the adapters'."""
+    small: int = 0
+    """Of `num`: elements of adapters below UNPAGED elements."""
 
     @property
     def size_bytes(self) -> int:
@@ -228,16 +231,20 @@ def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -
 
 @lru_cache(maxsize=256)
 def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str) -> Trained:
-    num = edges = largest = stacked = 0
+    num = edges = largest = stacked = small = 0
     for _, repeats, linears in lora_linears(model, targets):
         for one in linears:
             real = lora_rank(one, rank)
+            for edge in (one.in_features, one.out_features) if one.module != "parameter" else ():
+                small += repeats * one.num * real * edge if real * edge < UNPAGED else 0
             num += repeats * lora_params(one, rank)
             edges += repeats * one.num * (one.in_features + one.out_features + 2 * real)
             experts = one.num if one.module == "parameter" else 1
             stacked += repeats * lora_params(one, rank) if one.module == "parameter" else 0
             largest = max(largest, experts * real * max(one.in_features, one.out_features))
-    return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked)
+    return Trained(
+        num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked, small=small
+    )
 
 
 @lru_cache(maxsize=256)

@@ -44,12 +44,14 @@ class MemoryBreakdown:
     """All terms of one setup. Peak = resident terms + the largest phase, never the sum of everything.
 
     `allocator_gap_bytes` is what the caching allocator holds beyond live tensors at the peak; `context_bytes` is what
-    the driver holds outside PyTorch's count.
+    the driver holds outside PyTorch's count. `profiled`: they come from the structure's step profile, not from closed
+    forms.
     """
 
     terms: tuple[MemoryTerm, ...]
     allocator_gap_bytes: int
     context_bytes: int
+    profiled: bool = False
 
     @cached_property
     def phase_bytes(self) -> dict[str, int]:

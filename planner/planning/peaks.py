@@ -1,8 +1,8 @@
 """The peaks of what a walk visits: what losses, optimizers, micro-batches and cards share is computed once.
 
 Memory is shared by cards that run the same kernels, layers by all losses, optimizers and micro-batches; every
-micro-batch's peak comes from the moments' straight lines. It evaluates the composition of `planner.memory.step` (a test
-compares it with `predict_memory`).
+micro-batch's peak comes from the moments' straight lines: those of a step profile (`planner.memory.profiled`) where the
+structure has one, else those of the composition of `planner.memory.step` (a test compares both with `memory_of`).
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,13 @@ from planner.memory.loss import LossMoment, loss_beside
 from planner.memory.micro_batch import Groundwork, groundwork
 from planner.memory.moments import Moment, computing
 from planner.memory.parts import ActivationParts
+from planner.memory.profiled import profiled_peaks, profiled_step
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.state import RankState
 from planner.memory.step import Lines, MomentLines, step_parts
+from planner.memory.step_profile import ProfiledStep
 from planner.memory.types import total_bytes
 from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
@@ -211,15 +213,36 @@ class Family:
     """What all losses, optimizers and micro-batches of one rank, kernel and checkpointing share."""
 
     def __init__(self, rank: Rank, setup: TrainSetup, kernels: tuple[str, ...]) -> None:
-        self._rank, self._setup = rank, setup
+        self._rank, self._setup, self._kernels = rank, setup, kernels
         self._inner = rank.engine.computes(setup)
-        self._activations = rank.activations(self._inner, kernels)
         self.pairs = rank.pairs
-        self._plain = not (self._activations.parts.tower.inputs or rank.flights[0] or setup.aim.rolls_out)
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
+    @cached_property
+    def _activations(self) -> _Activations:
+        return self._rank.activations(self._inner, self._kernels)
+
+    @cached_property
+    def _plain(self) -> bool:
+        return not (self._activations.parts.tower.inputs or self._rank.flights[0] or self._setup.aim.rolls_out)
+
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
-        """Per optimizer, the peak at every (micro-batch, accumulation), without the CUDA context."""
+        """Per optimizer, the peak at every (micro-batch, accumulation) without the CUDA context, by the step profile
+        where there is one."""
+        whole = self._setup.trusted_with(loss=loss)
+        step = profiled_step(self._rank.part.model, self._rank.gpu, whole) if whole.num_gpus == 1 else None
+        return self._by_closed_forms(loss, optimizers) if step is None else self._profiled(step, loss, optimizers)
+
+    def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
+        stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
+        for accumulated in (False, True):
+            held = self._rank.held(self._setup, loss, accumulated=accumulated)
+            at_end = held.state.moment_bytes["step"]
+            for one, (states, step_bytes) in zip(stepping, self._rank.stepping(held, optimizers), strict=True):
+                one[accumulated] = states, step_bytes - at_end
+        return profiled_peaks(step, self._rank.gpu, self.pairs, stepping)
+
+    def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.memory.model import predict_memory
+from planner.memory.model import memory_of
 from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Peaks
@@ -86,7 +86,8 @@ def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
         for other in variants[key]:
             if peak <= workload.budget_bytes:
                 steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
-                peak = max(peak, predict_memory(workload.model, workload.gpu, other.with_(**steps)).peak_device_bytes)
+                ranks = memory_of(workload.model, workload.gpu, other.with_(**steps))
+                peak = max(peak, ranks[0].breakdown.peak_device_bytes)
         yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
 
 

@@ -161,11 +161,7 @@ def trace_run(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
         spread, owners = stack.enter_context(_loaded(tracker, model, reference, world))
-        held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
-        known: dict[str, Any] = {
-            "num_layers": num_layers,
-            "parameter_bytes": sum(one.untyped_storage().nbytes() for one in held),
-        }
+        known: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
         trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
         if workspaces:
             tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
@@ -177,6 +173,34 @@ def trace_run(
         operators.modules = Counter(_layer_in(name, prefix) for name, _ in model.named_modules())
     known |= {"attention": attention, "notes": notes, "operators": operators}
     return _recorded(tracker, model, setup, owners, gradients, log=log, **known)
+
+
+def trace_samples(
+    config: Any, setups: Sequence[TrainSetup], *, capability: tuple[int, int], num_layers: int
+) -> list[Trace]:
+    """`trace_run` of one step on one GPU for setups that differ in their samples alone: the model is built once."""
+    first, found = setups[0], []
+    log = KernelLog(capability=capability, ring=None)
+    attention, notes = resolve_attention(config, first)
+    with _emulated(log, config, "meta"):
+        reference = build_reference(config, first, device="meta", attention=attention)
+        model = build_from_config(config, first, device="meta", attention=attention)
+        for setup in setups:
+            tracker = Tracker("meta", temporaries=temporaries(), answer=not setup.packing)
+            owners = load_all(tracker, model, reference)
+            known: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
+            trainer = make_trainer(model, setup, optimizer_of(model, setup), None, reference)
+            tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
+            gradients = _train(tracker, trainer, None, owners, log, steps=1)
+            tracker.close()
+            known |= {"log": log, "attention": attention, "notes": notes}
+            found.append(_recorded(tracker, model, setup, owners, gradients, **known))
+    return found
+
+
+def _parameter_bytes(tracker: Tracker, model: Any) -> int:
+    held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
+    return sum(one.untyped_storage().nbytes() for one in held)
 
 
 def _recorded(

@@ -51,7 +51,8 @@ def test_a_named_target_is_planned_written_and_agrees_everywhere(
     assert predicted(out) == {target: peak}
     file = next(one for one in (out / "launch" / target).iterdir() if one.suffix in (".yaml", ".py"))
     head = " ".join(file.read_text().replace("\n#", " ").split())
-    words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} (formula)"
+    rung = chosen["formula"]["rung"]
+    words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} ({rung})"
     assert words in head
     assert words in (out / "launch" / "README.md").read_text()
     assert "Differs from the plan" not in head

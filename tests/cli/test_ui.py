@@ -17,6 +17,7 @@ from planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
 from planner.errors import UsageError
 from planner.predict import predict
 from reports.brief import GROUPS, group_bytes
+from reports.rows import MIN_SHOWN_BYTES
 from reports.ui import VERDICTS, grid_script
 
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "rtx-3060"
@@ -48,7 +49,7 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
         assert cell[1:3] == [found.peak_device_bytes, round(found.tokens_per_s or 0)]
         sizes = group_bytes(known, grid.workload.memory_bytes)
         assert cell[3:] == [sizes[label] for label, _ in GROUPS]
-        assert sum(cell[3:]) == cell[1]
+        assert 0 <= cell[1] - sum(cell[3:]) < len(GROUPS) * MIN_SHOWN_BYTES
 
 
 def test_the_launch_files_are_those_of_the_cell(shelf: Shelf) -> None:

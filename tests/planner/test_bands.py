@@ -95,7 +95,7 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
     assert model is not None
     plan = plan_workload(Wish(targets=(target,)).workload(model, find_gpu("rtx-4090")))
     assert isinstance(plan, Plan)
-    formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes)
+    formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes, gpu=plan.workload.gpu)
     shown = plan.workload.budget_bytes / (1 + formula.memory_band_fraction)
     assert shown == pytest.approx(limits.surely_bytes(plan.chosen.setup))
     assert plan.chosen.verdict == "fits"

@@ -2,18 +2,17 @@
 
 import json
 import statistics
-from pathlib import Path
 
 import pytest
 
 from benchmarks.adapter_kinds import AIM, cells, compared
+from benchmarks.oracle import frozen
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 
-GRID = Path(__file__).parents[2] / "benchmarks/data/formula_vs_dryrun.jsonl"
 MEDIAN, HIGH, WORST = 0.004, 0.03, 0.11
 """The issue's aim is 2 % and 10 %; docs/accuracy/formula-vs-dry-run.md says what was found and names the worst."""
 
@@ -21,15 +20,14 @@ MEDIAN, HIGH, WORST = 0.004, 0.03, 0.11
 def _errors() -> dict[str, float]:
     found: dict[str, float] = {}
     models: dict[str, ModelSpec] = {}
-    for line in GRID.read_text().splitlines():
-        row = json.loads(line)
+    for row in frozen():
         name = row["model"]
         if name not in models:
             spec = catalogue.load(name)
             assert spec is not None, name
             models[name] = spec
         breakdown = predict_memory(models[name], find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
-        found[line] = breakdown.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
+        found[json.dumps(row)] = breakdown.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
     return found
 
 
@@ -48,7 +46,7 @@ def test_formula_stays_as_close_to_the_dry_run_as_the_docs_say(errors: dict[str,
 
 
 def test_the_kept_points_cover_every_type_of_the_catalogue() -> None:
-    seen = {json.loads(line)["model_type"] for line in GRID.read_text().splitlines()}
+    seen = {row["model_type"] for row in frozen()}
     assert seen == {entry.model_type for entry in catalogue.entries()}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.oracle import frozen
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.memory.model import rank_memories
@@ -23,7 +24,6 @@ from planner.speed import speed_profile
 from planner.throughput import CURRENT, Conditions, step_time
 
 RECORD = Path(__file__).with_name("on_record.jsonl")
-GRID = Path(__file__).parents[2] / "benchmarks/data/formula_vs_dryrun.jsonl"
 EVERY = 6
 """Of the 3,029 points, which were drawn at random, so many are left out between two."""
 ROUNDING = 1e-6
@@ -54,7 +54,7 @@ NUM_SPREAD = 2 * len(SPREADS) + 1
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
     """(group, model, GPU, setup): random ones of every model type; one model and a mixture over eight GPUs."""
-    rows = [json.loads(line) for line in GRID.read_text().splitlines()[::EVERY]]
+    rows = frozen()[::EVERY]
     found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
         for spread in SPREADS:

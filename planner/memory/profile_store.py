@@ -1,0 +1,167 @@
+"""Where step profiles are kept: those of the catalogue ship in `planner/data/profiles`, others lie in the user's cache.
+
+One compressed file a model, named by the digest of its configuration. Forms, groups and moments that several structures
+share are written once.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.kernels import attention_kernel
+from planner.memory.dtypes import flow_of
+from planner.memory.step_profile import Form, Group, Piece, ProfileMoment, StepProfile
+from planner.models.spec import ModelSpec
+from planner.outputs import write_whole
+from planner.setup import TrainSetup
+
+SCHEMA = 1
+SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
+_NO_MATTER = frozenset(
+    {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "initializer_range", "model_id"}
+)
+"""Keys of a configuration that no training step asks."""
+
+
+class ModelProfiles:
+    """The profiles of one model by structure, read from a file when first asked for.
+
+    Attributes:
+        versions: of what was run.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.versions: Mapping[str, str] = raw["versions"]
+        self._raw = raw
+        self._found: dict[str, StepProfile] = {}
+        self._moments: dict[int, ProfileMoment] = {}
+        self._forms: dict[int, Form] = {}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The structures that have one."""
+        return frozenset(self._raw["profiles"])
+
+    def get(self, key: str) -> StepProfile | None:
+        """The profile of a structure."""
+        found = self._found.get(key)
+        if found is None and key in self._raw["profiles"]:
+            found = self._found[key] = StepProfile(pieces=tuple(map(self._piece, self._raw["profiles"][key])))
+        return found
+
+    def _piece(self, values: Sequence[Any]) -> Piece:
+        alone, shortest, longest, own, gaps = values
+        return Piece(
+            one_sequence=bool(alone),
+            shortest_tokens=shortest,
+            longest_tokens=longest,
+            moments=tuple(self._moments.get(one) or self._moment(one) for one in own),
+            gaps=tuple((tokens, share) for tokens, share in gaps),
+        )
+
+    def _moment(self, number: int) -> ProfileMoment:
+        phase, later, alive = self._raw["moments"][number]
+        groups = tuple((self._group(group), self._forms.get(form) or self._form(form)) for group, form in alive)
+        found = self._moments[number] = ProfileMoment(phase, bool(later), groups)
+        return found
+
+    def _group(self, number: int) -> Group:
+        category, name = self._raw["groups"][number]
+        return category, name
+
+    def _form(self, number: int) -> Form:
+        found = self._forms[number] = tuple((index, float(factor)) for index, factor in self._raw["forms"][number])
+        return found
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that stand for what a configuration makes of a step."""
+    kept = {name: value for name, value in config.items() if name not in _NO_MATTER and not name.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def profiled_kind(setup: TrainSetup) -> bool:
+    """Whether profiles are made of such setups: supervised training of text on one GPU with LoRA or whole weights."""
+    plain = setup.num_gpus == 1 and setup.objective == "sft" and setup.images is None and not setup.compile
+    whole = not setup.trained_layers and not setup.modules_to_save and not setup.frozen_encoder
+    return plain and whole and setup.adapter == "lora"
+
+
+def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
+    """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card."""
+    dtype = flow_of(setup).attention_input
+    found = {
+        attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
+        for layer in model.layer_kinds
+    }
+    return key_with(setup, found)
+
+
+def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
+    """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
+    values = [
+        str(getattr(setup, name)) for name in _FIELDS if name != "resolved_adapter_dtype" or setup.method != "full"
+    ]
+    return " ".join(["+".join(sorted({*kernels})), *values, "dropout" if setup.lora_dropout else "-"])
+
+
+_FIELDS = (
+    "method", "precision", "quantization", "kbit_fp32_cast", "lora_targets", "resolved_adapter_dtype", "checkpointing",
+    "loss", "packing", "kernels", "activation_offload", "selective_checkpointing", "quantize_experts", "stack",
+    "reentrant_checkpointing",
+)  # fmt: skip
+
+
+def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
+    """The profile of a setup's structure, None where there is none."""
+    if not profiled_kind(setup):
+        return None
+    known = profiles_of(model)
+    return known.get(structure_key(model, gpu, setup)) if known is not None and gpu.vendor != "Apple" else None
+
+
+def profiles_of(model: ModelSpec) -> ModelProfiles | None:
+    """All profiles of a model: shipped ones, else those of the user's cache."""
+    return model.once("profiles", _read_profiles)
+
+
+def _read_profiles(model: ModelSpec) -> ModelProfiles | None:
+    return load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz")
+
+
+@lru_cache(maxsize=8)
+def load_profiles(path: Path) -> ModelProfiles | None:
+    """The profiles of a file; None where there is none that can be read."""
+    try:
+        raw = json.loads(gzip.decompress(path.read_bytes()))
+        return ModelProfiles(raw) if raw["schema"] == SCHEMA and raw["profiles"] else None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
+        return None
+
+
+def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Mapping[str, str]) -> None:
+    """Writes the profiles of a model; the same ones give the same bytes."""
+    shared: dict[str, dict[Any, int]] = {"forms": {}, "groups": {}, "moments": {}}
+
+    def number(table: str, value: Any) -> int:
+        return shared[table].setdefault(value, len(shared[table]))
+
+    found = {}
+    for key, profile in sorted(profiles.items()):
+        pieces: list[Sequence[Any]] = []
+        for one in profile.pieces:
+            own = []
+            for phase, later, alive in one.moments:
+                pairs = tuple((number("groups", group), number("forms", form)) for group, form in alive)
+                own.append(number("moments", (phase, int(later), pairs)))
+            pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own, one.gaps])
+        found[key] = pieces
+    raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
+    text = json.dumps({**raw, "profiles": found}, separators=(",", ":"))
+    write_whole(path, gzip.compress(text.encode(), mtime=0))

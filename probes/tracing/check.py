@@ -1,0 +1,30 @@
+"""What a kept profile says against a dry run of the same setup."""
+
+from collections.abc import Iterator
+
+from planner.engines import engine_of
+from planner.hardware.gpu import GpuSpec
+from planner.memory.profiled import profiled_breakdown, profiled_step
+from planner.memory.rank_part import rank_parts
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from probes.dryrun import dry_run_report
+from probes.dryrun.report import DryRunReport
+
+SAMPLES = ((1, 1, 1024, 16), (3, 1, 1536, 8), (4, 2, 2048, 32))
+"""Micro-batch, accumulation, length and rank."""
+
+
+def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tuple[str, float]]:
+    """(words, profile / dry run - 1 of the allocated peak) of a structure at some sizes; nothing where either has
+    none."""
+    for micro, steps, tokens, rank in SAMPLES:
+        sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
+        one = setup.with_(**sizes, lora_rank=rank if setup.method != "full" else 0)
+        step = profiled_step(model, gpu, one)
+        found = dry_run_report(model, gpu, one, use_cache=False)
+        if step is None or not isinstance(found, DryRunReport):
+            continue
+        state = engine_of(one).state(rank_parts(model, one)[0], one, accumulated=one.adds_gradients)
+        mine = profiled_breakdown(step, gpu, one, state).peak_allocated_bytes
+        yield f"{micro} x {tokens}, {steps} steps", mine / found.prediction.peak_allocated_bytes - 1

@@ -1,0 +1,362 @@
+"""Runs of one structure of step: at which sizes, what their allocations' forms are, and the full model's moments."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from planner.choices.losses import LOSSES
+from planner.memory.step_profile import MONOMIALS, Form
+from planner.records import dataclass
+from planner.setup import TrainSetup
+from probes.allocator import replay
+from probes.allocator.events import Alloc, Free, Phase
+from probes.allocator.stretches import Stretch, rounded
+from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
+from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.splice import SpliceError, splice
+from probes.dryrun.trace import Trace, trace_samples
+from probes.stack.configs import load_config
+from probes.tracing.moments import FoundMoment, moments_of
+from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit, value_of, values_at
+
+UNIT = 128
+"""Lengths that are run are multiples of it: attention kernels pad some rows to that."""
+USUAL = ((7, 13, 24), (3, 9, 40), (5, 17, 56))
+"""Micro-batch, length in UNIT and rank of the runs: without a factor in common; the second has fewer tokens than a tile
+of TRL's loss, and more than the embedding's backward sorts at once."""
+SEQS = (2, 4, 16, 64)
+RANKS = (8, 64, 256)
+LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
+MAX_TOKENS = 1 << 20
+_TILE = MONOMIALS.index((0, 0, 0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Lengths between which a model does the same: beyond one window and up to the next (None: no end)."""
+
+    shortest_tokens: int
+    longest_tokens: int | None
+
+
+def spans(windows: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of a model whose layers attend to so many tokens at most."""
+    ends = sorted({one for one in windows if one > 0})
+    starts = [1, *ends]
+    found = [Span(shortest_tokens=start, longest_tokens=end - 1) for start, end in zip(starts, ends, strict=False)]
+    return (*found, Span(shortest_tokens=starts[-1], longest_tokens=None))
+
+
+Gaps = tuple[tuple[int, float], ...]
+"""As in `planner.memory.step_profile.Piece`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPiece:
+    """The moments of one span, of one sequence or of more, and where they were compared ([points, monomials])."""
+
+    moments: list[FoundMoment]
+    gaps: Gaps
+    values: Any
+
+
+Pieces = dict[tuple[Span, bool], FoundPiece]
+"""By span and whether it is one sequence."""
+
+
+class Structure:
+    """One structure of a model.
+
+    Args:
+        vocabulary: its size and the stream's width, by which the loss's tiles are cut.
+        setup: of the structure; its sizes do not matter.
+    """
+
+    def __init__(
+        self, raw_config: Mapping[str, Any], vocabulary: tuple[int, int], setup: TrainSetup, capability: tuple[int, int]
+    ) -> None:
+        self.setup, self._capability, self._vocabulary = setup, capability, vocabulary
+        config = load_config(raw_config)
+        fourth = _as_every_fourth(config, setup)
+        self._every = setup.checkpointing if fourth is None else _FOURTH
+        self._plan = fourth or plan_depth(config, checkpointing=setup.checkpointing, full_depth=False)
+
+    def point(self, seqs: int, tokens: int, rank: int) -> Point:
+        """A point with its tile."""
+        made = self._at(seqs, tokens, rank)
+        tile = LOSSES[made.loss].tiling(made.tokens_per_micro_batch, *self._vocabulary).tokens
+        return Point(seqs, tokens, rank if made.method != "full" else 0, tile)
+
+    def _at(self, seqs: int, tokens: int, rank: int) -> TrainSetup:
+        """Two micro-batches show what the first and what every later one does; the optimizer adds nothing here."""
+        return self.setup.with_(
+            checkpointing=self._every,
+            micro_batch_seqs=seqs,
+            seq_len_tokens=tokens,
+            lora_rank=rank if self.setup.method != "full" else 0,
+            accumulation_steps=2,
+            optimizer="sgd",
+        )
+
+    def pieces(self, wanted: Sequence[Span], known: Sizes) -> Pieces:
+        """The moments of each span.
+
+        Raises:
+            NoPolynomial: its runs are none in their sizes.
+        """
+        try:
+            return self._pieces(wanted, known)
+        except SpliceError:
+            if self._plan.wider is None:
+                raise
+            self._plan, self._every = self._plan.wider(), self.setup.checkpointing
+            return self.pieces(wanted, known)
+
+    def _pieces(self, wanted: Sequence[Span], known: Sizes) -> Pieces:
+        usual = {span: [self.point(seqs, _length(span, units), rank) for seqs, units, rank in USUAL] for span in wanted}
+        alone = {span: [self.point(1, *one[1:3]) for one in points] for span, points in usual.items()}
+        keys = [(span, one) for span in wanted for one in (False, True)]
+        points = {key: (alone if key[1] else usual)[key[0]] for key in keys}
+        runs = dict(zip(keys, self._run([points[key][0] for key in keys]), strict=True))
+        found: Pieces = {}
+        both = [(wanted[-1], alone_too) for alone_too in (True, False)]  # of the longest span, by rising tokens
+        gaps = tuple(self._gap(runs[key], points[key][0]) for key in both)
+        for key in keys:
+            forms = self._forms(runs[key], points[key], known)
+            self._learn(runs[key], forms, points[key][0], alone[key[0]][0], known)
+            table, named = self._named(runs[key], forms)
+            values = values_at(self._grid(key))
+            found[key] = FoundPiece(moments=moments_of(named, table, values), gaps=gaps, values=values)
+        return found
+
+    def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
+        """What a run has shown, also of one sequence of its length."""
+        values = values_at([alone])[0]
+        for size, form in {
+            (run.origins[number].size_bytes, form) for number, form in zip(_made(run), forms, strict=True)
+        }:
+            known.learn(point, size, form)
+            if point != alone:
+                known.learn(alone, round(value_of(form, values)), form)
+
+    def _forms(self, first: Trace, points: Sequence[Point], known: Sizes) -> list[Form]:
+        """The form of every allocation of the run at the first point; what is not known is found with the others."""
+        forms = [known.form(points[0], first.origins[number].size_bytes) for number in _made(first)]
+        if None not in forms:
+            return [form for form in forms if form is not None]
+        runs = [first, *(self._run([one])[0] for one in points[1:])]
+        return _fitted(runs, points, tiled=self.setup.loss != "full")
+
+    def _run(self, points: Sequence[Point]) -> list[Trace]:
+        """The runs at points of one rank, up to the optimizer's phase."""
+        setups = [self._at(*one[:3]) for one in points]
+        config = self._plan.config
+        found = []
+        # bitsandbytes' layers move their statistics and cast their biases in their first forward
+        groups = [[one] for one in setups] if self.setup.quantized else [setups]
+        run = partial(trace_samples, capability=self._capability, num_layers=self._plan.depth)
+        for trace in chain.from_iterable(run(copy.deepcopy(config), group) for group in groups):
+            end = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "step")
+            found.append(replace(trace, events=trace.events[:end]))
+        return found
+
+    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[Any, Trace]:
+        """The forms' factors, [classes, monomials], and the full model's trace with numbers of classes as sizes."""
+        classes = {form: number for number, form in enumerate(dict.fromkeys(forms))}
+        table = np.zeros((len(classes), len(MONOMIALS)))
+        for form, number in classes.items():
+            for index, factor in form:
+                table[number, index] += rounded(round(factor)) if len(form) == 1 and index == 0 else factor
+        named = _with_classes(trace, [classes[form] for form in forms])
+        if self._plan.layers is not None:
+            named = splice(named, self._plan.layers, self.setup)
+        return table, named
+
+    def _gap(self, trace: Trace, point: Point) -> tuple[int, float]:
+        """Tokens of a run, and what the allocator's model holds there beyond live tensors: of the run's own sizes, as
+        blocks that differ by a few bytes leave holes that equal ones do not."""
+        whole = trace if self._plan.layers is None else splice(trace, self._plan.layers, self.setup)
+        result = replay(whole.events, expandable_segments=True)
+        dynamic = result.peak_allocated_bytes - _loaded_bytes(whole)
+        gap = result.peak_reserved_bytes - result.peak_allocated_bytes
+        return self._at(*point[:3]).tokens_per_micro_batch, round(gap / max(1, dynamic), 5)
+
+    def _grid(self, key: tuple[Span, bool]) -> list[Point]:
+        """Where moments are compared."""
+        span, alone = key
+        last = span.longest_tokens or LENGTHS[-1]
+        lengths = [one for one in LENGTHS if span.shortest_tokens <= one <= last] or [_length(span, USUAL[0][1])]
+        return [
+            self.point(seqs, tokens, rank)
+            for seqs in ((1,) if alone else SEQS)
+            for tokens in lengths
+            for rank in (RANKS if self.setup.method != "full" else (0,))
+            if seqs * tokens <= MAX_TOKENS or tokens == lengths[0]
+        ]
+
+
+_FOURTH = 4
+
+
+def _as_every_fourth(config: Any, setup: TrainSetup) -> DepthPlan | None:
+    """Where every eighth, or a rarer layer is checkpointed: a few layers of which every fourth is stand for all of a
+    model of like ones. None where they do not."""
+    if setup.checkpointing <= _FOURTH:
+        return None
+    plan = plan_depth(config, checkpointing=_FOURTH, full_depth=False)
+    if plan.layers is None or len({*layer_kinds(config)}) > 1:
+        return None
+    short = [layer % _FOURTH == 0 for layer in range(plan.depth)]
+    try:
+        stands = _alike([layer % setup.checkpointing == 0 for layer in range(plan.full)], short)
+    except KeyError:  # the last layer has no such neighbours here
+        return None
+    return replace(plan, layers=LayerMap(stands), wider=None)
+
+
+def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
+    """For each layer one of `chosen` of its kind between neighbours of the same kinds: from the last checkpointed one
+    on one of those from the last one of `chosen` on.
+
+    Raises:
+        KeyError: there is none, or one of `chosen` stands for nothing.
+    """
+
+    def cases(of: Sequence[bool]) -> list[tuple[bool | None, ...]]:
+        padded = [None, *of, None]
+        return [tuple(padded[layer : layer + 3]) for layer in range(len(of))]
+
+    there, wanted = cases(chosen), cases(kinds)
+    tail, end = (len(one) - 1 - one[::-1].index(True) for one in ([*chosen], [*kinds]))
+    before = {case: place for place, case in enumerate(there[: tail + 1])}
+    after = {case: place for place, case in enumerate(there) if place >= tail}
+    found = (*(before[case] for case in wanted[:end]), *(after[case] for case in wanted[end:]))
+    if len({*found}) < len(chosen):
+        raise KeyError("one stands for nothing")
+    return found
+
+
+def _loaded_bytes(trace: Trace) -> int:
+    """What is allocated before the first forward."""
+    alive: dict[int, int] = {}
+    for item in trace.events:
+        if isinstance(item, Stretch) or (isinstance(item, Phase) and item.name != "load"):
+            break
+        if isinstance(item, Alloc):
+            alive[item.id] = rounded(item.size_bytes)
+        elif isinstance(item, Free):
+            alive.pop(item.id)
+    return sum(alive.values())
+
+
+def has_room(span: Span) -> bool:
+    """Whether a span holds as many lengths as it takes to run."""
+    return span.longest_tokens is None or (span.longest_tokens - span.shortest_tokens) // UNIT >= len(USUAL)
+
+
+def _length(span: Span, units: int) -> int:
+    """A length in the span for the usual number of units."""
+    if span.longest_tokens is None:
+        return (span.shortest_tokens // UNIT + units) * UNIT
+    order = sorted(one[1] for one in USUAL).index(units)
+    step = (span.longest_tokens - span.shortest_tokens) // UNIT / len(USUAL)
+    return (span.shortest_tokens // UNIT + 1 + int(step * order)) * UNIT
+
+
+def _made(trace: Trace) -> list[int]:
+    """The numbers of what was allocated, in order; they count from 0."""
+    return [one.id for one in trace.events if isinstance(one, Alloc)]
+
+
+def _with_classes(trace: Trace, number_of: Sequence[int]) -> Trace:
+    """The trace with the number of its form in place of every size."""
+    made = _made(trace)
+    numbers = dict(zip(made, number_of, strict=True))
+    events = [Alloc(one.id, numbers[one.id]) if isinstance(one, Alloc) else one for one in trace.events]
+    origins = {number: trace.origins[number]._replace(size_bytes=numbers[number]) for number in made}
+    return replace(trace, events=events, origins=origins)
+
+
+def _fitted(runs: Sequence[Trace], points: Sequence[Point], *, tiled: bool) -> list[Form]:
+    """The form of every allocation of the first run.
+
+    Raises:
+        NoPolynomial: the runs' events differ outside the loss, or a size is none.
+    """
+    split = [_by_segment(one) for one in runs]
+    if len({tuple(name for name, _ in one) for one in split}) > 1:
+        raise NoPolynomial("the runs pass through other phases")
+    forms: dict[int, Form] = {}
+    seen: dict[tuple[int, ...], Form] = {}
+
+    def form_of(sizes: tuple[int, ...]) -> Form:
+        if sizes not in seen:
+            seen[sizes] = fit(points[: len(sizes)], sizes, tiled=tiled)
+        return seen[sizes]
+
+    for parts in zip(*split, strict=True):
+        split_events = [events for _, events in parts]
+        every = [
+            [(one.id, run.origins[one.id]) for one in events] for run, events in zip(runs, split_events, strict=True)
+        ]
+        made = every
+        if parts[0][0] != "loss":
+            made = [[one for one in each if not _sometimes(one[1].op)] for each in every]
+        if all([one[1].op for one in each] == [one[1].op for one in made[0]] for each in made):
+            for row in zip(*made, strict=True):
+                forms[row[0][0]] = form_of(tuple(origin.size_bytes for _, origin in row))
+        elif parts[0][0] != "loss":
+            raise NoPolynomial(f"the number of allocations in {parts[0][0]} depends on the size")
+        forms |= _by_operator([one for one in every[0] if one[0] not in forms], every, points, form_of)
+    return [forms[number] for number in sorted(forms)]
+
+
+def _sometimes(op: str) -> bool:
+    """Whether an allocation is a kernel's own, which it may make from some size on."""
+    return op.endswith(" workspace")
+
+
+def _by_operator(
+    left: Sequence[tuple[int, Any]], made: Sequence[Sequence[tuple[int, Any]]], points: Sequence[Point], form_of: Any
+) -> dict[int, Form]:
+    """Where loops over tiles turn differently often: what an operator makes, size by size in order of appearance. What
+    that does not tell belongs to a last, smaller tile, and counts as the next larger that the operator makes."""
+    sizes: list[dict[str, list[int]]] = []
+    for run in made:
+        sizes.append(defaultdict(list))
+        for _, origin in run:
+            if origin.size_bytes not in sizes[-1][origin.op]:
+                sizes[-1][origin.op].append(origin.size_bytes)
+    known: dict[str, dict[int, Form]] = defaultdict(dict)
+    for op in {origin.op for _, origin in left}:
+        lists = [one[op] for one in sizes]
+        for size in sorted(lists[0], reverse=True):
+            place = lists[0].index(size)
+            row = tuple(one[place] for one in lists if place < len(one))
+            form = None
+            if len(row) == len(lists):
+                with suppress(NoPolynomial):
+                    form = form_of(row)
+            if form is None:
+                larger = [one for one in known[op] if one >= size]
+                tiles = (one / point.tile_tokens for one, point in zip(row, points, strict=False))
+                form = known[op][min(larger)] if larger else ((_TILE, max(tiles)),)
+            known[op][size] = form
+    return {number: known[origin.op][origin.size_bytes] for number, origin in left}
+
+
+def _by_segment(trace: Trace) -> list[tuple[str, list[Alloc]]]:
+    found: list[tuple[str, list[Alloc]]] = []
+    for event in trace.events:
+        if isinstance(event, Phase):
+            found.append((event.name, []))
+        elif isinstance(event, Alloc):
+            found[-1][1].append(event)
+    return found

@@ -1,0 +1,143 @@
+"""Step profiles without torch: evaluation, the store, and that walk and `predict` take them where they are."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.engines import engine_of
+from planner.hardware.gpus import find_gpu
+from planner.memory import profile_store
+from planner.memory.model import memory_of, predict_memory
+from planner.memory.profile_store import config_digest, find_profile, load_profiles, save_profiles, structure_key
+from planner.memory.rank_part import rank_parts
+from planner.memory.step_profile import BATCH, LOSS_BEGINS, Piece, ProfiledStep, ProfileMoment, StepProfile
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.outcome import Rung
+from planner.planning.walk import walk
+from planner.predict import predict
+from planner.setup import TrainSetup
+from planner.wish import Wish
+
+GPU = find_gpu("a100-80gb")
+NAME = "Qwen/Qwen2.5-0.5B"
+MIB = 1 << 20
+
+
+def _model() -> ModelSpec:
+    found = catalogue.load(NAME)
+    assert found is not None
+    return found
+
+
+def _profile() -> StepProfile:
+    """Weights of 100 MiB; 1 KiB a token kept, 10 bytes a token and rank; gradients of 5 MiB; tiles of 2 KiB."""
+    weights = ("weights", "weights: layers"), ((0, 100.0 * MIB),)
+    kept = ("activations", "kept for the backward"), ((3, 1024.0), (9, 10.0))
+    batch, tile = (BATCH, ((3, 48.0),)), (("loss", "loss chain"), ((13, 2048.0),))
+    gradients = ("gradients", "accumulated gradients"), ((0, 5.0 * MIB),)
+    moments = (
+        ProfileMoment("load", False, (weights, batch)),
+        ProfileMoment("forward", False, (weights, batch, kept)),
+        ProfileMoment(LOSS_BEGINS, False, (weights, batch, kept)),
+        ProfileMoment("loss", False, (weights, batch, kept, tile)),
+        ProfileMoment("backward", False, (weights, batch, kept, gradients)),
+        ProfileMoment("backward", True, (weights, batch, kept, gradients, gradients[:1] + gradients[1:])),
+        ProfileMoment("step", False, (weights, batch, gradients)),
+    )
+    pieces = (
+        Piece(
+            one_sequence=alone,
+            shortest_tokens=1,
+            longest_tokens=None,
+            moments=moments,
+            gaps=((1024, 0.02), (4096, 0.04)),
+        )
+        for alone in (False, True)
+    )
+    return StepProfile(pieces=tuple(pieces))
+
+
+def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
+    setup = TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full")
+    step = ProfiledStep(_profile(), _model(), setup)
+    kept, samples = 3 * 1000 * (1024 + 80), 3 * 1000 * 24
+    assert step.bytes_at("load", 3, accumulated=False) == 100 * MIB + samples
+    assert step.bytes_at("forward", 3, accumulated=False) == 100 * MIB + samples + kept
+    assert step.bytes_at("loss", 3, accumulated=False) == 100 * MIB + samples + kept + 2048 * 3000
+    assert step.largest(3, accumulated=True) >= step.largest(3, accumulated=False) + samples
+    groups = step.groups_at("backward", 3, accumulated=False)
+    assert sum(groups.values()) == step.bytes_at("backward", 3, accumulated=False)
+    assert groups["gradients", "accumulated gradients"] == 5 * MIB
+
+
+def test_the_allocators_gap_lies_between_those_that_were_replayed() -> None:
+    piece = _profile().pieces[0]
+    assert [piece.gap_fraction(tokens) for tokens in (10, 1024, 4096, 10**6)] == [0.02, 0.02, 0.04, 0.04]
+    assert piece.gap_fraction(2048) == pytest.approx(0.03)
+
+
+def test_profiles_are_read_as_they_were_written_and_damaged_ones_are_none(tmp_path: Path) -> None:
+    path, profile = tmp_path / "one.json.gz", _profile()
+    save_profiles(path, {"a": profile, "b": profile}, {"torch": "2.13"})
+    found = load_profiles(path)
+    assert found is not None
+    assert found.keys == {"a", "b"}
+    assert found.get("a") == profile
+    assert found.get("c") is None
+    other = tmp_path / "other.json.gz"
+    other.write_bytes(path.read_bytes()[:-20])
+    assert load_profiles(other) is None
+    raw = json.loads(gzip.decompress(path.read_bytes()))
+    other = tmp_path / "newer.json.gz"
+    other.write_bytes(gzip.compress(json.dumps({**raw, "schema": -1}).encode()))
+    assert load_profiles(other) is None
+    assert load_profiles(tmp_path / "missing.json.gz") is None
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One structure of one model has a profile: LoRA under autocast, every layer checkpointed, TRL's loss."""
+    model, setup = _model(), TrainSetup(loss="chunked", kernels="liger")
+    save_profiles(
+        tmp_path / f"{config_digest(model.config)}.json.gz", {structure_key(model, GPU, setup): _profile()}, {}
+    )
+    monkeypatch.setattr(profile_store, "SHIPPED", tmp_path)
+    load_profiles.cache_clear()
+    return model, setup
+
+
+def _fresh(model: ModelSpec) -> ModelSpec:
+    """A model that has looked for its profiles nowhere yet."""
+    return replace(model, model_id="a copy")
+
+
+def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: Any) -> None:
+    model, setup = _fresh(shipped[0]), shipped[1]
+    found = predict(model, GPU, setup)
+    assert found.rung is Rung.PROFILE
+    assert found.memory_band_fraction < predict(model, GPU, setup.with_(loss="full")).memory_band_fraction
+    for other in (setup.with_(checkpointing=0), setup.with_(stack="axolotl"), setup.with_(num_gpus=2, parallel="ddp")):
+        assert predict(model, GPU, other).rung is Rung.FORMULA
+    state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
+    states = state.optimizer_bytes(setup.optimizer)[0]
+    mine = memory_of(model, GPU, setup)[0].breakdown
+    assert mine.phase_bytes["load"] == 100 * MIB + setup.tokens_per_micro_batch * 24
+    assert sum(one.size_bytes for one in mine.terms if one.name == f"states of {setup.optimizer}") == states
+    assert mine.phase_bytes != predict_memory(model, GPU, setup).phase_bytes
+
+
+def test_the_walk_takes_the_same_peaks(shipped: Any) -> None:
+    model, setup = _fresh(shipped[0]), shipped[1]
+    asked = Wish(seq_len=1024, global_batch=8).workload(model, GPU)
+    seen = 0
+    for point in walk(asked):
+        if find_profile(model, GPU, point.setup) is not None:
+            seen += 1
+            assert point.peak_device_bytes == memory_of(model, GPU, point.setup)[0].breakdown.peak_device_bytes
+    assert seen > 10
+    assert structure_key(model, GPU, setup)

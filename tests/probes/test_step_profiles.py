@@ -1,0 +1,155 @@
+"""Step profiles against the dry run: sizes from runs, moments of the full depth, and what is put together of parts."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from planner.engines import engine_of
+from planner.hardware.gpus import find_gpu
+from planner.memory.profile_store import SHIPPED, config_digest, load_profiles, structure_key
+from planner.memory.profiled import profiled_breakdown, step_of
+from planner.memory.rank_part import rank_parts
+from planner.memory.step_profile import MONOMIALS, StepProfile
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from probes.dryrun import DryRunReport, dry_run_report
+from probes.tracing.check import deviations
+from probes.tracing.profile_builder import ProfileBuilder, asked_structures
+from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
+from probes.tracing.structures import Span, spans
+
+GPU = find_gpu("a100-80gb")
+SMALL = "HuggingFaceTB/SmolLM2-135M"
+POINTS = [Point(7, 1664, 24, 4096), Point(3, 1152, 40, 3456), Point(5, 2176, 56, 4096)]
+
+
+def _model(name: str) -> ModelSpec:
+    found = catalogue.load(name)
+    assert found is not None
+    return found
+
+
+@cache
+def _builder(name: str) -> ProfileBuilder:
+    return ProfileBuilder(_model(name))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "powers"),
+    [
+        ([4096] * 3, (0, 0, 0, 0)),
+        ([2 * p.micro_batch_seqs * p.seq_len_tokens * 576 for p in POINTS], (1, 1, 0, 0)),
+        ([p.seq_len_tokens**2 for p in POINTS], (0, 2, 0, 0)),
+        ([4 * 576 * p.rank for p in POINTS], (0, 0, 1, 0)),
+        ([2 * p.micro_batch_seqs * p.seq_len_tokens * p.rank for p in POINTS], (1, 1, 1, 0)),
+        ([65536 * p.tile_tokens for p in POINTS], (0, 0, 0, 1)),
+    ],
+)
+def test_one_monomial_is_told_from_all_others(sizes: list[int], powers: tuple[int, ...]) -> None:
+    ((index, factor),) = fit(POINTS, sizes, tiled=True)
+    assert MONOMIALS[index] == powers
+    assert factor > 0
+
+
+def test_two_monomials_are_found_and_what_is_neither_is_refused() -> None:
+    sizes = [4 * p.micro_batch_seqs * (p.seq_len_tokens - 1) for p in POINTS]
+    found = {MONOMIALS[index]: factor for index, factor in fit(POINTS, sizes, tiled=False)}
+    assert found == {(1, 1, 0, 0): 4.0, (1, 0, 0, 0): -4.0}
+    with pytest.raises(NoPolynomial):
+        fit(POINTS, [1_000_003, 20, 70_001], tiled=True)
+
+
+def test_a_size_that_two_forms_give_is_known_of_neither() -> None:
+    known, one, other = Sizes(), ((3, 2.0),), ((0, 2.0 * 7 * 1664 * 100),)
+    known.learn(POINTS[0], 5 << 20, one)
+    assert known.form(POINTS[0], 5 << 20) == one
+    known.learn(POINTS[0], 5 << 20, other)
+    assert known.form(POINTS[0], 5 << 20) is None
+
+
+def test_lengths_are_cut_where_a_window_ends() -> None:
+    found = spans([0, 1024, 512, 1024])
+    assert [(one.shortest_tokens, one.longest_tokens) for one in found] == [(1, 511), (512, 1023), (1024, None)]
+    assert spans([]) == (Span(shortest_tokens=1, longest_tokens=None),)
+
+
+def _against_dry_run(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> dict[str, float]:
+    found: Any = dry_run_report(model, GPU, setup, use_cache=False)
+    assert isinstance(found, DryRunReport), found
+    step = step_of(profile, model, setup)
+    assert step is not None
+    state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
+    mine = profiled_breakdown(step, GPU, setup, state)
+    errors = {phase: mine.phase_bytes[phase] / size - 1 for phase, size in found.prediction.phase_peaks_bytes.items()}
+    reserved = mine.peak_reserved_bytes / found.prediction.peak_reserved_bytes - 1
+    return {**errors, "reserved": reserved}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"checkpointing": 1, "loss": "chunked", "kernels": "liger"},
+        {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "checkpointing": 0, "loss": "full"},
+        {"method": "qlora", "quantization": "nf4-double", "checkpointing": 8, "loss": "liger", "kernels": "liger"},
+    ],
+    ids=["lora", "full", "qlora"],
+)
+def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, Any]) -> None:
+    model, setup = _model(SMALL), TrainSetup(**fields)
+    profile = _builder(SMALL).profile(setup, GPU)
+    for micro, steps, tokens, rank in ((1, 1, 1024, 16), (4, 4, 2048, 8)):
+        sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
+        rank = rank if setup.method != "full" else 0
+        errors = _against_dry_run(profile, model, setup.with_(**sizes, lora_rank=rank))
+        assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
+        assert abs(errors["reserved"]) < 0.06, errors
+
+
+def test_what_is_put_together_is_what_is_run() -> None:
+    """Liger's loss behind every second layer, and a base with quantized scales, from runs of others."""
+    model, builder = _model(SMALL), ProfileBuilder(_model(SMALL))
+    base = TrainSetup(method="qlora", quantization="nf4", kernels="liger")
+    asked = {
+        str(number): (base.with_(quantization=quantization, loss=loss, checkpointing=every), GPU)
+        for number, (quantization, loss, every) in enumerate(
+            (quantization, loss, every)
+            for quantization in ("nf4", "nf4-double")
+            for loss in ("chunked", "liger")
+            for every in (0, 1, 2)
+        )
+    }
+    ran = []
+    run = builder.tried
+
+    def counted(setup: TrainSetup, gpu: Any) -> Any:
+        ran.append((setup.quantization, setup.loss, setup.checkpointing))
+        return run(setup, gpu)
+
+    builder.tried = counted  # type: ignore[method-assign]
+    found = builder.all(asked)
+    assert not builder.failures
+    assert len(found) == len(asked) > len(ran)
+    setup = base.with_(quantization="nf4-double", loss="liger", checkpointing=2)
+    assert ("nf4-double", "liger", 2) not in ran
+    sizes = {"micro_batch_seqs": 3, "accumulation_steps": 2, "seq_len_tokens": 1024}
+    errors = _against_dry_run(found[structure_key(model, GPU, setup)], model, setup.with_(**sizes))
+    assert max(abs(errors[phase]) for phase in ("loss", "backward")) < 0.001, errors
+
+
+def test_shipped_profiles_are_those_of_fresh_runs() -> None:
+    """One structure of the smallest model that ships; `tools/build_profiles.py --check` takes others."""
+    shipped = [
+        model
+        for name in catalogue.names()
+        if (model := catalogue.load(name)) is not None
+        and load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz") is not None
+    ]
+    assert shipped
+    model = replace(min(shipped, key=lambda one: one.num_layers * one.num_params))
+    setup, gpu = sorted(asked_structures(model, ("a100-80gb",)).items())[7][1]
+    found = dict(deviations(model, gpu, setup))
+    assert found
+    assert max(map(abs, found.values())) < 0.003, (setup, found)

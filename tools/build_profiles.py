@@ -1,0 +1,77 @@
+"""Builds the step profiles that ship (`planner/data/profiles`), one file for each model of the catalogue.
+
+    python -m tools.build_profiles [NAME ...]           # what is missing, or was made by another dry run
+    python -m tools.build_profiles --minutes 20         # as many as fit; the next call goes on
+    python -m tools.build_profiles --check 3 [--seed 1] # some kept structures against fresh runs
+
+Needs torch, no GPU and no weights: 20 to 120 CPU seconds a model.
+"""
+
+import argparse
+import random
+import sys
+import time
+
+from planner.memory.profile_store import SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from probes.tracing.check import deviations
+from probes.tracing.profile_builder import asked_structures, build_profiles, versions
+
+
+def current(model: ModelSpec) -> bool:
+    """Whether what is kept of a model was made by this dry run, in this way."""
+    kept = load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz")
+    names = ("dry run", "step profile")
+    return kept is not None and all(kept.versions.get(name) == versions()[name] for name in names)
+
+
+def build(names: list[str], minutes: float) -> None:
+    """Builds what is not current, in order, until the time is up."""
+    end = time.monotonic() + 60 * minutes
+    for name in names:
+        model = catalogue.load(name)
+        if model is None or current(model):
+            continue
+        if time.monotonic() > end:
+            return
+        started = time.process_time()
+        found, failures = build_profiles(model)
+        path = SHIPPED / f"{config_digest(model.config)}.json.gz"
+        if found:
+            save_profiles(path, found, versions())
+        size = path.stat().st_size if found else 0
+        why = f"; {len(failures)} without: {next(iter(failures.values()))[:150]}" if failures else ""
+        spent = time.process_time() - started
+        print(f"{name}: {len(found)} structures, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
+
+
+def check(num: int, seed: int) -> int:
+    """How many of some kept structures differ from fresh runs; each is printed."""
+    draw, wrong = random.Random(seed), 0
+    kept = [one for name in catalogue.names() if (one := catalogue.load(name)) is not None and profiles_of(one)]
+    for _ in range(num):
+        model = draw.choice(kept)
+        key, (setup, gpu) = draw.choice(sorted(asked_structures(model).items(), key=lambda one: one[0]))
+        for words, error in deviations(model, gpu, setup):
+            wrong += abs(error) > 0.003
+            print(f"{error:+.4%} {model.model_id} {words} [{key}]", flush=True)
+    return wrong
+
+
+def main() -> int:
+    """Builds or checks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
+    parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.check:
+        return int(check(args.check, args.seed) > 0)
+    build(args.names or list(catalogue.names()), args.minutes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
