@@ -34,7 +34,7 @@ from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.stack.build import auto_class  # noqa: E402
-from probes.stack.quantize import is_router  # noqa: E402
+from probes.stack.unadaptable import unadaptable_modules  # noqa: E402
 from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
 from tests.launch.tiny_models import (  # noqa: E402
     TYPES,
@@ -129,10 +129,11 @@ def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.M
                         config, dtype=torch.bfloat16, attn_implementation=implementation
                     )
                     assert model.config._attn_implementation == (implementation or "sdpa")
+                    refused = {model.get_submodule(name) for name in unadaptable_modules(model)}
                     lora = peft.LoraConfig(r=RANK, target_modules=modules, task_type="CAUSAL_LM")
                     adapted = peft.get_peft_model(model, lora)
                 for module in adapted.modules():
-                    assert not is_router(getattr(module, "base_layer", module)) or not hasattr(module, "lora_A")
+                    assert not hasattr(module, "lora_A") or module.base_layer not in refused
                 trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
                 assert trained == num_lora_params(tiny_spec(model_type), targets, RANK)
 
