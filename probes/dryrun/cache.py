@@ -16,20 +16,17 @@ from typing import Any
 from planner.codec import decode
 from planner.errors import ConfigError
 from planner.interchange import setup_to_dict, to_jsonable
+from planner.memory import profile_store
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from planner.speed.operators import program_of
 from probes.dryrun.report import DryRunReport
-from probes.installed import installed
-
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
 @cache
 def library_versions() -> tuple[tuple[str, str], ...]:
     """Installed versions of what a dry run executes; "absent" where one is missing."""
-    found = installed(LIBRARIES)
-    return tuple((name, found.get(name, "absent")) for name in LIBRARIES)
+    return tuple(profile_store.library_versions().items())
 
 
 def default_directory() -> Path:

@@ -131,6 +131,19 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     assert mine.phase_bytes != predict_memory(model, GPU, setup).phase_bytes
 
 
+def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installed(
+    shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, key = tmp_path / "own", structure_key(shipped[0], GPU, shipped[1])
+    monkeypatch.setattr(profile_store, "user_directory", lambda: own)
+    monkeypatch.setattr(profile_store, "library_versions", lambda: {"torch": "2.13"})
+    other = StepProfile(pieces=_profile().pieces[:1])
+    save_profiles(profile_store.user_path(shipped[0]), {key: other}, {"torch": "2.13", "dry run": "1"})
+    assert find_profile(_fresh(shipped[0]), GPU, shipped[1]) == other
+    monkeypatch.setattr(profile_store, "library_versions", lambda: {"torch": "2.14"})
+    assert find_profile(_fresh(shipped[0]), GPU, shipped[1]) == _profile()
+
+
 def test_the_walk_takes_the_same_peaks(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     asked = Wish(seq_len=1024, global_batch=8).workload(model, GPU)

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.engines import engine_of
 from planner.hardware.gpus import find_gpu
-from planner.memory.profile_store import SHIPPED, config_digest, load_profiles, structure_key
+from planner.memory import profile_store
+from planner.memory.profile_store import SHIPPED, config_digest, find_profile, load_profiles, structure_key
 from planner.memory.profiled import profiled_breakdown, step_of
 from planner.memory.rank_part import rank_parts
 from planner.memory.step_profile import MONOMIALS, StepProfile
@@ -16,6 +18,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport, dry_run_report
+from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
 from probes.tracing.profile_builder import ProfileBuilder, asked_structures
 from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
@@ -153,3 +156,20 @@ def test_shipped_profiles_are_those_of_fresh_runs() -> None:
     found = dict(deviations(model, gpu, setup))
     assert found
     assert max(map(abs, found.values())) < 0.003, (setup, found)
+
+
+def test_the_command_makes_profiles_for_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == main(["no/such-model"]) == 2
+    assert "hint: " in capsys.readouterr().err
+    monkeypatch.setattr(profile_store, "user_directory", lambda: tmp_path)
+    setup = TrainSetup(loss="chunked", kernels="liger")
+    monkeypatch.setattr(
+        "probes.tracing.profile_builder.asked_structures",
+        lambda model, cards: {structure_key(model, GPU, setup): (setup, GPU)},
+    )
+    assert main([SMALL]) == 0
+    model = replace(_model(SMALL), model_id="a copy")
+    assert find_profile(model, GPU, setup) is not None
+    assert find_profile(model, GPU, setup.with_(checkpointing=0)) is None
