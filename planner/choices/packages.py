@@ -28,6 +28,12 @@ PACKAGED: Mapping[str, Mapping[object, str]] = {
 _MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn"}
 
 
+PACKAGE_PRICES = {"flash-attention-2": 0.03}
+"""What must be gained, beyond what the speed model can tell apart, for a package that a plain stack does without: so
+much of the speed of the same setup on SDPA. (Liger gains more than that everywhere, docs/choices.md.) flash attention
+is fetched from the hub at the first start and holds transformers back by a version (`planner.exporters.install`)."""
+
+
 def absent_packages() -> tuple[str, ...]:
     """Those that cannot be imported here."""
     return tuple(name for name, module in _MODULES.items() if find_spec(module) is None)

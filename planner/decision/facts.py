@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import field
 from typing import Any
 
+from planner.choices.packages import PACKAGE_PRICES
 from planner.decision.node import Node, node_of_setup
 from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
@@ -94,7 +95,8 @@ class NodeFacts:
                 sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
             return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes, -point.tokens_per_s
 
-        return min(near_fastest(points, self.limits.given_fraction), key=preference)
+        priced = PACKAGE_PRICES if limits.given_fraction else {}
+        return min(near_fastest(points, limits.given_fraction, priced), key=preference)
 
     def surely_fits(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than its rung errs."""
@@ -106,10 +108,14 @@ class NodeFacts:
         return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
 
 
-def near_fastest(points: list[Point], fraction: float) -> list[Point]:
-    """The points no slower than the fastest by this share."""
-    floor = max(point.tokens_per_s for point in points) * (1 - fraction)
-    return [point for point in points if point.tokens_per_s >= floor]
+def near_fastest(points: list[Point], fraction: float, prices: Mapping[str, float] | None = None) -> list[Point]:
+    """The points no slower than the fastest by this share, each taken for slower by the price of its attention."""
+    if not prices:
+        floor = max(point.tokens_per_s for point in points) * (1 - fraction)
+        return [point for point in points if point.tokens_per_s >= floor]
+    worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
+    floor = max(worth) * (1 - fraction)
+    return [point for point, own in zip(points, worth, strict=True) if own >= floor]
 
 
 @dataclass(frozen=True, slots=True)

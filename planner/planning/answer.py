@@ -26,7 +26,7 @@ from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
 from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
-from planner.hardware.kernels import has_expert_stacks
+from planner.hardware.kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
@@ -401,12 +401,37 @@ def _with_packages(workload: Workload, chosen: Candidate | None, known: Known) -
     return (Alternative(label=f"with {' and '.join(packages_of(other.setup))}", candidate=other, trade=words),)
 
 
+def _attention_price(workload: Workload, chosen: Candidate) -> str:
+    """What the same setup does on the other of SDPA and flash attention 2, where that is a difference in speed; ""
+    where the user named one, or the card or the model has only one."""
+    both, own = ("sdpa", "flash-attention-2"), chosen.setup.attention
+    allowed = supported_attentions(workload.model, workload.gpu)
+    if "attention" in workload.fixed or own not in both or not {*both} <= {*allowed}:
+        return ""
+    setup = chosen.setup.with_(attention=both[own == "sdpa"])
+    if missing_kernels(workload.model, workload.gpu, setup) or setup.compiled:
+        return ""
+    other = candidate(workload, setup).formula
+    mine, its = chosen.formula.tokens_per_s or 0.0, other.tokens_per_s or 0.0
+    if not mine or abs(its / mine - 1) < 0.01:
+        return ""
+    more = f"{abs(its / mine - 1):.0%} {'faster' if its > mine else 'slower'}: {its:,.0f} tokens/s"
+    if own == "sdpa":
+        fits = "" if other.peak_device_bytes <= workload.budget_bytes else ", but it does not fit"
+        return f"sdpa needs no package; flash-attention-2 is {more}{fits} (--attention flash-attention-2)"
+    return (
+        f"flash-attention-2 comes from the hub (package kernels); sdpa, which needs none, is {more} (--attention sdpa)"
+    )
+
+
 def _package_notes(workload: Workload, chosen: Candidate | None, installed: tuple[Alternative, ...]) -> tuple[str, ...]:
     """What kernels beside the plain stack's buy and need, and what more is to be had by installing a package here."""
     notes: list[str] = []
     if chosen is not None and chosen.setup.kernels != "eager" and "kernels" not in workload.fixed:
         words = f"{KERNELS[chosen.setup.kernels].words}: {kernels_words(workload, chosen.setup)}"
         notes.append(f"{words} (--no-extra-packages plans without)")
+    if chosen is not None and (words := _attention_price(workload, chosen)):
+        notes.append(words)
     for one in installed:
         missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
         command = f"pip install {' '.join(map(requirement, missing))}"
