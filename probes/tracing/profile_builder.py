@@ -212,7 +212,7 @@ def _with_loss(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
             if one.phase == "loss":
                 alive = _plus(_plus(one.alive, own_starts[one.micro_batch].alive, -1), starts[one.micro_batch].alive, 1)
                 moments.append(replace(one, alive=alive))
-        found[key] = replace(piece, moments=moments, gaps=own[key].gaps)
+        found[key] = replace(piece, moments=moments)
     return found
 
 
