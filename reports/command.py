@@ -9,6 +9,7 @@ from planner.choices.images import Images
 from planner.choices.rollouts import Rollout
 from planner.option_values import default_headroom_bytes
 from planner.plan import Plan
+from planner.redaction import without_secrets
 from planner.units import GIB
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
 from reports.plain import clean
@@ -46,7 +47,7 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
     if wish.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(wish.min_rank)]
     if wish.data.file:
-        words += ["--dataset", clean(wish.data.file)]
+        words += ["--dataset", clean(without_secrets(wish.data.file))]
         if wish.data.names:
             words += ["--columns", ",".join(f"{name}={clean(column)}" for name, column in wish.data.names.items())]
     if wish.data.epoch_tokens and not wish.data.kind:

@@ -20,6 +20,7 @@ from planner.models.spec import ModelSpec
 from planner.notes import placed, places
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.redaction import without_secrets
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def workload_to_dict(workload: Workload) -> dict[str, Any]:
     """The wish, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
     values: dict[str, Any] = to_jsonable(workload)
     data = values.pop("data")
-    values |= {key: data[name] for key, name in _DATA_KEYS.items()}
+    values |= {key: data[name] for key, name in _DATA_KEYS.items()} | {"dataset": without_secrets(data["file"])}
     values["budget_bytes"] = workload.budget_bytes
     values["model"]["num_params"] = workload.model.num_params
     return values

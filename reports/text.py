@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from planner.notes import Place, place_of
 from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict, speed_rung
 from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.redaction import without_secrets
 from planner.samples.useful import useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
@@ -244,7 +245,7 @@ def data_sentence(workload: Workload) -> str:
     data = workload.data
     if not data.file or not workload.aim.supervised:
         return ""
-    name = clean(PurePath(data.file).name if data.kind else data.file)
+    name = clean(PurePath(data.file).name if data.kind else without_secrets(data.file))
     share = "" if data.answers_fraction is None else f" ({percent(data.answers_fraction)} of the tokens)"
     words = {"answers": f"the answers alone{share}", "all": "all tokens"}[data.loss_on or "answers"]
     if not data.kind and data.loss_on != "all":

@@ -14,6 +14,7 @@ from planner.cli.wish_options import WishOptions
 from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import packs_apart
+from planner.redaction import without_secrets
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
@@ -124,10 +125,9 @@ def _measured(
 
     path = path_of(data.dataset)
     if path is None:
-        say(
-            f"{data.dataset} is not on this machine, so its lengths are not known: the launch files fetch it; "
-            f"`hf download --repo-type dataset {data.dataset}` brings it here to be planned for"
-        )
+        how = f"; `hf download --repo-type dataset {data.dataset}` brings it here to be planned for"
+        words = "is not on this machine, so its lengths are not known: the launch files fetch it"
+        say(f"{without_secrets(data.dataset)} {words}{'' if '://' in data.dataset else how}")
         return None
     stats = measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
     if stats.columns not in aim.data:

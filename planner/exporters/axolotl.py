@@ -154,7 +154,10 @@ def _sections(request: ExportRequest) -> list[Section]:
             "output",
             Line("output_dir", shown_path(request.output_dir)),
             Line("logging_steps", request.logging_steps),
-            *(common.evaluation_lines(request)),
+            *common.evaluation_lines(request),
+            Line("eval_sample_packing", False, "few samples fill no row")
+            if request.evaluates and setup.packing
+            else None,
             Line("save_steps", common.steps_between(request)) if request.save else Line("save_strategy", "no"),
             Line("save_total_limit", 1) if request.save else None,
             Line("val_set_size", 0.0),
@@ -238,6 +241,7 @@ def _datasets(request: ExportRequest) -> Section:
             "dataset",
             Line("datasets", [entry], words),
             Line("test_datasets", [{**entry, "split": "test"}]) if request.evaluates else None,
+            Line("dataset_prepared_path", prepare.CACHE, f"emptied by {prepare.NAME}: its names do not tell old data"),
             Line("chat_template", "tokenizer_default_fallback_chatml", template),
         )
     made = prepare.needed(request)

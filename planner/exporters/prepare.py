@@ -15,6 +15,9 @@ from planner.samples.dataset import SUPERVISED
 from planner.samples.rows import SUFFIXES
 
 NAME = "prepare_data.py"
+CACHE = "launch/data/axolotl"
+"""Where Axolotl 0.21 keeps its copy, under a name made of settings and not of contents (`utils/data/shared.py`
+generate_dataset_hash_from_config)."""
 FORMS = {"trl": "tokens", "hf": "tokens", "unsloth": "tokens", "axolotl": "tokens", "torchtitan": "text"}
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
 
@@ -103,7 +106,9 @@ _READING = "Row = "
 _IMPORTS = """\
 import multiprocessing
 import random
+import shutil
 import sys
 from contextlib import ExitStack
 from functools import cache, partial
+from urllib.parse import urlsplit
 """

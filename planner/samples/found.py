@@ -7,7 +7,8 @@ from planner.samples.rows import loader_of
 
 
 def path_of(name: str) -> Path | None:
-    """The file or directory of that name, or what the hub's cache holds of the data set; None where there is none.
+    """The file or directory of that name, or what the hub's cache holds of the data set; None where there is none, and
+    of an address.
 
     Raises:
         ConfigError: something that looks like a path and is not there.
@@ -15,6 +16,8 @@ def path_of(name: str) -> Path | None:
     path = Path(name)
     if path.exists():
         return path
+    if "://" in name:
+        return None
     if loader_of(path) or name.startswith((".", "/", "~")):
         raise ConfigError(f"no data set at {name}", hint="give a hub id, or a file that exists")
     try:

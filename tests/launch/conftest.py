@@ -19,11 +19,8 @@ import pytest
 from planner.exporters import DatasetChoice, ExportRequest, Launch, prepare
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
+from tests.launch.tiny_models import CHAT_TEMPLATE
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 FACTS = (("capital of France", "Paris"), ("capital of Japan", "Tokyo"), ("largest planet", "Jupiter"))
 
 

@@ -32,6 +32,10 @@ def kind_of(entry: catalogue.CatalogueEntry) -> str:
 TYPES = {kind_of(entry): entry for entry in reversed(catalogue.entries())}
 """Every kind of model. All models of a kind get the same settings: tests/planner/test_exporters_targets.py."""
 VOCAB, PAD, EOS = 264, 0, 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
@@ -154,8 +158,6 @@ def tokenizer() -> Any:
     """Bytes and a chat template, ids below VOCAB; every tokenizer class of transformers reads it alike."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    from tests.launch.conftest import CHAT_TEMPLATE
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: index for index, word in enumerate(("<pad>", "<|end|>", "<unk>", *letters))}

@@ -91,5 +91,5 @@ def test_a_data_sets_password_is_in_its_launch_file_alone(tmp_path: Path, monkey
         for path in tmp_path.rglob("*")
         if path.is_file() and any(one in path.read_text() for one in (SECRET, HUB))
     }
-    assert holding == {"launch/hf/train_hf.py"}
+    assert holding == {"launch/prepare_data.py"}
     assert "data.example.com" in json.loads((tmp_path / "plan.json").read_text())["command"]

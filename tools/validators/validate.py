@@ -6,27 +6,35 @@ Prints how many of how many were accepted, and each refusal. Exit 1 when one was
 
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "planner"))
 
+sys.path.insert(0, str(ROOT))
+
 import stand_ins  # noqa: E402
 from launch_sweep import objective_spreads, request, setups  # noqa: E402
 
 from planner.choices.objectives import OBJECTIVES  # noqa: E402
-from planner.exporters import EXPORTERS, DatasetChoice, Launch  # noqa: E402
+from planner.exporters import EXPORTERS, DatasetChoice, Launch, prepare  # noqa: E402
 from planner.interchange import setup_from_dict  # noqa: E402
 from planner.models import catalogue  # noqa: E402
+from planner.samples.dataset import measure  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
+from tests.launch import data_formats, tiny_models  # noqa: E402
 
 Check = Callable[[Launch, TrainSetup, Path], None]
 
@@ -36,6 +44,7 @@ def file_of(launch: Launch, folder: Path, index: int = 0) -> Path:
 
 
 def axolotl() -> Check:
+    axolotl_reads_the_data()
     from axolotl.utils.config import merge_input_args, prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 
@@ -70,39 +79,100 @@ def axolotl() -> Check:
     return check
 
 
-ROWS = {
-    "messages": {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
-    "prompt-completion": {"prompt": "Why?", "completion": "So."},
-    "alpaca": {"instruction": "Why?", "input": "", "output": "So."},
-    "preference": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-    "text": {"body": "Why? So."},
-}
-"""A row of every form of data that a file may name."""
-SAID = {"preference": ["Why?", "So.", "No."], "text": ["Why? So."]}
-"""What is asked and answered in it, where it is no question with one answer."""
+@contextmanager
+def data_of(name: str, target: str, loss_on: str = "answers") -> Iterator[tuple[Launch, Path]]:
+    """A target's files for one form of data, in the folder where they are launched, with the rows that
+    `prepare_data.py` makes and a tiny model whose tokens are bytes."""
+    with tempfile.TemporaryDirectory() as where:
+        folder = Path(where)
+        data_formats.FORMATS[name](folder / name)
+        path = folder / name
+        kind = measure(path).columns
+        asked = request(
+            TrainSetup(seq_len_tokens=256, loss="full"),
+            model_id="./model",
+            dataset=DatasetChoice(path=name, columns=kind, local=True),
+            loss_on=loss_on,
+        )
+        launch = EXPORTERS[target](asked)
+        for file in (*launch.files, prepare.file(asked)):
+            (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "launch" / file.path).write_text(file.text)
+        tiny_models.tokenizer().save_pretrained(folder / "model")
+        (folder / "model" / "config.json").write_text(json.dumps(tiny_models.tiny_config(tiny_models.TYPES["llama"])))
+        subprocess.run([sys.executable, *launch.prepare.split()[1:]], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            yield launch, folder
+        finally:
+            os.chdir(before)
+
+
+LOCAL = [name for name in data_formats.FORMATS if name != "who/what"]
+
+
+def learned(rows: Any) -> list[str]:
+    """What the labels of rows say."""
+    tokenizer = tiny_models.tokenizer()
+    return sorted(tokenizer.decode([one for one in row["labels"] if one != -100]) for row in rows)
+
+
+def shown(tool: str, name: str, loss_on: str, rows: Any) -> None:
+    """Holds what a tool made of one form of data against what it says."""
+    said, found = data_formats.answers_of(name), learned(rows)
+    assert len(found) >= len(said) - 2, (name, len(found))  # some are held out
+    if loss_on == "answers" and name not in data_formats.TEXTS:
+        wanted = {re.sub(r"\s|<\|end\|>", "", "".join(one)) for one in said}
+        assert {re.sub(r"\s|<\|end\|>", "", one) for one in found} <= wanted, (tool, name, found[:3])
+        assert all(one.rstrip().endswith("<|end|>") for one in found), (tool, name, found[:3])
+    else:
+        assert all(row["labels"][1:] == row["input_ids"][1:] for row in rows), (tool, name)
+    print(f"{tool}: {name}, loss on {loss_on}: {len(found)} rows, the first teaches {found[0]!r:.60}")
 
 
 def llamafactory_reads_the_data() -> None:
-    """`dataset_info.json`: LLaMA-Factory's own loader finds question and answer in every form of data."""
+    """LLaMA-Factory's own loader and template, from the emitted files, on every form of data and with either loss."""
     sys.modules["torchaudio"] = ModuleType("torchaudio")  # imported with the templates, used for sound alone
-    from llamafactory.data.loader import _get_merged_dataset
+    from llamafactory.data import get_dataset
+    from llamafactory.data.template import get_template_and_fix_tokenizer
     from llamafactory.hparams import get_train_args
+    from llamafactory.model import load_tokenizer
 
-    for columns, row in ROWS.items():
-        setup = setup_from_dict({"objective": "dpo" if columns == "preference" else "sft"})
-        dataset = DatasetChoice(path="./data/rows.jsonl", columns=columns, local=True, text_field="body")
-        launch = EXPORTERS["llamafactory"](request(setup, dataset=dataset))
-        with folder_with(launch) as folder:
-            (folder / "data").mkdir()
-            (folder / "data" / "rows.jsonl").write_text(4 * (json.dumps(row) + "\n"))
-            os.chdir(folder)
+    for name, loss_on in product(LOCAL, ("answers", "all")):
+        with data_of(name, "llamafactory", loss_on) as (launch, folder):
             model, data, training, tuning, _ = get_train_args(yaml.safe_load(file_of(launch, folder).read_text()))
-            stage = "rm" if tuning.stage == "dpo" else tuning.stage  # as its own workflow asks
-            rows = _get_merged_dataset(data.dataset, model, data, training, stage)
-            os.chdir(ROOT)
-        said = [one["content"] for one in (*rows[0]["_prompt"], *rows[0]["_response"])]
-        assert (len(rows), said) == (4, SAID.get(columns, ["Why?", "So."])), (columns, said)
-        print(f"llamafactory: {columns} data are read as {said}")
+            module = load_tokenizer(model)
+            template = get_template_and_fix_tokenizer(module["tokenizer"], data)
+            found = get_dataset(template, model, data, training, stage=tuning.stage, **module)
+            assert ("eval_dataset" in found) == (training.eval_strategy != "no")
+            if tuning.stage == "pt":  # one row of many tokens, which are their own labels
+                assert len(found["train_dataset"])
+                print(f"llamafactory: {name}: texts are read by its stage pt")
+            else:
+                shown("llamafactory", name, loss_on, found["train_dataset"])
+
+
+def axolotl_reads_the_data() -> None:
+    """Axolotl's own loader, from the emitted file, on every form of data and with either loss."""
+    from axolotl.loaders import load_tokenizer
+    from axolotl.utils.config import normalize_config, validate_config
+    from axolotl.utils.data.sft import prepare_datasets
+    from axolotl.utils.dict import DictDefault
+
+    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    for name, loss_on in product(LOCAL, ("answers", "all")):
+        with data_of(name, "axolotl", loss_on) as (launch, folder):
+            values = yaml.safe_load(file_of(launch, folder).read_text())
+            config = validate_config(
+                DictDefault(values | {"base_model": "model"}),
+                capabilities=capabilities,
+                env_capabilities={"torch_version": "2.13.0"},
+            )
+            normalize_config(config)
+            rows, held_out, _, _ = prepare_datasets(config, load_tokenizer(config))
+            assert len(held_out) >= 1
+            shown("axolotl", name, loss_on, rows)
 
 
 def llamafactory() -> Check:
