@@ -110,5 +110,6 @@ import shutil
 import sys
 from contextlib import ExitStack
 from functools import cache, partial
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 """

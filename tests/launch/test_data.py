@@ -90,6 +90,21 @@ def test_what_is_measured_is_what_is_trained_on(name: str, place: Path) -> None:
     assert (stats.answers_fraction is None) == (name in TEXTS)
 
 
+def test_an_address_is_read_as_its_file_is(place: Path) -> None:
+    """A table whose delimiter has to be found, behind an address."""
+    prepared(place, asked("faq.csv"))
+    rows = made(place, "tokens")
+    data = DatasetChoice(path=(place / "faq.csv").as_uri(), columns="", local=False)
+    prepared(place, replace(asked("faq.csv"), dataset=data))
+    assert made(place, "tokens") == rows
+
+
+def test_a_model_out_of_reach_is_said(place: Path) -> None:
+    with pytest.raises(Exception, match="who/where: its tokenizer cannot be had") as raised:
+        prepared(place, replace(asked("faq.csv"), model_id="who/where"))
+    assert type(raised.value).__name__ == "DataError"
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_loss_on_all_is_on_all(name: str, place: Path) -> None:
     prepared(place, asked(name, loss_on="all"))
