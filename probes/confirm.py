@@ -55,7 +55,7 @@ def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement
         peak_device_bytes=memory.peak_device_bytes,
         tokens_per_s=speed.tokens_per_s,
         memory_band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else DEFAULT_MEMORY_BAND,
-        time_band_fraction=(speed.time_band_fraction if isinstance(speed, Prediction) else None) or DEFAULT_TIME_BAND,
+        time_band_fraction=max(speed.time_band_fraction or 0.0, DEFAULT_TIME_BAND),
     )
 
 
@@ -81,9 +81,11 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
     if isinstance(outcome, ProbeFailure):
         reason = f"{outcome.kind.value}: {outcome.message}"
         return held(memory_miss_fraction=None, speed_miss_fraction=None, kept=False, reasons=(reason,))
+    memory: float | None
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
-        memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0
+        followed = outcome.rung is not Rung.RUN  # of a file's own run a CPU shows the whole process
+        memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0 if followed else None
     else:
         memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
         if promise.tokens_per_s and outcome.tokens_per_s:
@@ -91,9 +93,9 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
     reasons = []
     if promise.tokens_per_s and outcome.speed_spoiled_by and outcome.environment.device != "cpu":
         reasons.append(f"the speed could not be measured ({', '.join(outcome.speed_spoiled_by)})")
-    if outcome.peak_device_bytes > budget_bytes:
+    if outcome.peak_device_bytes > budget_bytes and memory is not None:
         reasons.append(f"needs {outcome.peak_device_bytes} bytes, the budget is {budget_bytes}")
-    if abs(memory) > promise.memory_band_fraction:
+    if memory is not None and abs(memory) > promise.memory_band_fraction:
         reasons.append(f"memory promised {memory:+.1%} off, the band is {promise.memory_band_fraction:.1%}")
     if speed is not None and abs(speed) > promise.time_band_fraction:
         reasons.append(f"speed promised {speed:+.1%} off, the band is {promise.time_band_fraction:.1%}")

@@ -270,11 +270,12 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     formula = rung_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula rung of a candidate must hold a prediction")
-    said = (values["dry_run"], values.get("trace"), values["probe"], values.get("run"))  # two are not in older files
-    dry_run, trace, probe, run = (None if one is None else rung_from_dict(one) for one in said)
-    predicted, measured = (dry_run, trace), (probe, run)
-    if any(isinstance(one, Measurement) for one in predicted) or any(isinstance(one, Prediction) for one in measured):
-        raise ConfigError("dry run and trace predict, a probe and a run measure; this candidate says otherwise")
+    dry_run, trace = (_rung(values.get(name)) for name in ("dry_run", "trace"))
+    probe, run = (_rung(values.get(name)) for name in ("probe", "run"))  # trace and run are not in older files
+    if isinstance(dry_run, Measurement) or isinstance(trace, Measurement):
+        raise ConfigError("dry run and trace predict; this candidate says otherwise")
+    if isinstance(probe, Prediction) or isinstance(run, Prediction):
+        raise ConfigError("a probe and a run measure; this candidate says otherwise")
     return Candidate(
         setup=setup_from_dict(setup),
         budget_bytes=decode(int, values["budget_bytes"], "budget_bytes"),
@@ -284,6 +285,10 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
         probe=probe,
         run=run,
     )
+
+
+def _rung(values: Mapping[str, Any] | None) -> Prediction | Measurement | ProbeFailure | None:
+    return None if values is None else rung_from_dict(values)
 
 
 def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:

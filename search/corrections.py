@@ -43,7 +43,7 @@ class Observation:
     Attributes:
         gpu: where it was measured: the GPU's key, or `place_of` several.
         formula_version: version of the planner that predicted; errors of another version's formula are not used.
-        measured_at: UTC date, for people.
+        measured_at: UTC date, for people; program: the launch target whose own steps these were, "" of a probe's.
     """
 
     gpu: str
@@ -54,6 +54,7 @@ class Observation:
     measured_peak_device_bytes: int
     formula_version: str
     measured_at: str = ""
+    program: str = ""
 
     def __post_init__(self) -> None:
         measured = (self.measured_peak_device_bytes, self.measured_tokens_per_s)

@@ -168,7 +168,7 @@ def tokenizer(folder: Path) -> Any:
     """A tokenizer of a thousand words, with a chat template."""
     from transformers import AutoTokenizer
 
-    from benchmarks.contact.launch import make_tokenizer
+    from probes.launched.prepare import make_tokenizer
 
     make_tokenizer(folder)
     made = AutoTokenizer.from_pretrained(folder)

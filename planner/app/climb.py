@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from planner.app.history import history_of, with_history
+from planner.app.history import history_of, with_history, with_known_context
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.install import install_command
@@ -148,6 +148,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     from planner.planning.answer import plan_workload
     from planner.planning.runs import Known
 
+    workload = with_known_context(workload) if history else workload
     known, walked = history_of(workload) if history else (), Known()
     if dry_run:
         found = climb_dry_run(workload, known, walked)

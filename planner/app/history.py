@@ -4,6 +4,7 @@ The store is the one home of what was measured. Each measurement of the same GPU
 today of its model and setup; the errors move the plan's predictions as they do in a search (`search.corrections`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from planner import __version__
 from planner.app import machine
 from planner.errors import SetupError
+from planner.hardware.gpu import GpuSpec
 from planner.interchange import setup_from_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -19,6 +21,7 @@ from planner.notes import found
 from planner.outcome import Candidate, Measurement
 from planner.plan import Answer, NoPlan, Plan, trade
 from planner.predict import predict
+from planner.units import GIB, MIB, gib
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -50,6 +53,29 @@ def history_of(workload: Workload, store: Path | None = None) -> tuple["Observat
     return tuple(found[-MAX_PER_GPU:])
 
 
+CONTEXT_BYTES = (64 * MIB, 4 * GIB)
+"""What can be a training process's context: less or more beside its segments is something else."""
+
+
+def with_known_context(workload: Workload, store: Path | None = None) -> Workload:
+    """The wish on its card with the CUDA context that was last measured there: by a launch file's own run, else by a
+    probe. Of one GPU."""
+    path = store if store is not None else machine.default_store_path()
+    if workload.num_gpus > 1 or not path.exists():
+        return workload
+    seen: dict[bool, int] = {}
+    for record in machine.open_store(path).latest():
+        one = record.outcome
+        if not isinstance(one, Measurement) or record.request.get("gpu_key") != workload.gpu.key or one.rank_peaks:
+            continue
+        beside = one.peak_device_bytes - one.peak_reserved_bytes
+        if one.environment.device != "cpu" and one.device_peak_is_nvml and CONTEXT_BYTES[0] < beside < CONTEXT_BYTES[1]:
+            seen[bool(one.program)] = beside
+    if not seen:
+        return workload
+    return replace(workload, gpu=replace(workload.gpu, measured_context_bytes=seen.get(True, seen.get(False))))
+
+
 def _observation(record: "Record", workload: Workload) -> "Observation | None":
     from search.corrections import Observation
 
@@ -74,6 +100,7 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
         measured_peak_device_bytes=measured.peak_device_bytes,
         formula_version=__version__,
         measured_at=record.recorded_at[:10],
+        program=measured.program,
     )
 
 
@@ -104,8 +131,9 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
     answer = Answer(
         question=QUESTION,
         choice="kept" if chosen.setup == plan.chosen.setup else "another setup",
-        reason=f"{len(known)} measurements ({own} of this model) correct its prediction: tokens/s x "
-        f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}; --no-history plans without them",
+        reason=f"{len(known)} measurements ({own} of this model{_runs(known)}) correct its prediction: tokens/s x "
+        f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}{_context(plan.workload.gpu)}; --no-history "
+        "plans without them",
         needed_bytes=chosen.formula.peak_device_bytes,
         budget_bytes=chosen.budget_bytes,
     )
@@ -125,6 +153,17 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
         tree=(*plan.tree, answer),
         notes=(found(f"measured on this GPU: {answer.reason}"), *plan.notes),
     )
+
+
+def _runs(known: Sequence["Observation"]) -> str:
+    """How many of the measurements were launch files' own runs, by their tool."""
+    counts = Counter(one.program for one in known if one.program)
+    return "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
+
+
+def _context(gpu: GpuSpec) -> str:
+    found = gpu.measured_context_bytes
+    return f", the CUDA context {gib(found)} as measured" if found is not None else ""
 
 
 def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) -> Candidate:

@@ -38,7 +38,7 @@ COMMANDS = {
     MAIN_COMMAND: Command("make", "make", "Plan MODEL on a GPU (the word 'make' may be left out)."),
     "estimate": Command("estimate", "estimate", "Memory and speed of one setup, or of many (--setups)."),
     "probe": Command("probe", "probe", "Run a few real training steps of one setup and measure them."),
-    "confirm": Command("probe", "confirm", "Run a plan's setup at full depth and compare with its promise."),
+    "confirm": Command("confirm", "confirm", "Run a plan's setup or launch file and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
     "trace": Command("trace", "trace", "Run any training program on a GPU that computes nothing."),

@@ -1,7 +1,5 @@
 """`plan probe`: measure one setup on a GPU. `plan confirm`: hold a written plan to its promise at full depth."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,17 +12,12 @@ from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import SetupOptions
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
-from planner.models.resolve import resolve_model
 from planner.outcome import FailureKind, Measurement, ProbeFailure
-from planner.plan import NoPlan, Plan
-from planner.readers.read import read_config
 from planner.records import dataclass
-from planner.setup import TrainSetup
 from planner.units import GIB, gib, percent, seconds
-from reports.plan_json import plan_from_dict, read_plan_json
 
 if TYPE_CHECKING:
-    from probes.confirm import Confirmation
+    pass
 
 Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take once it holds its device.")]
 MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on the timed steps of one depth.")]
@@ -122,18 +115,20 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     if isinstance(outcome, ProbeFailure):
         lines = [f"{outcome.kind.value.replace('_', ' ')}: {outcome.message}"]
         return [*lines, f"log: {outcome.log_path}"] if outcome.log_path else lines
-    spread = max(outcome.step_times_s) - min(outcome.step_times_s)
+    spread, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
     where = outcome.environment.gpu_name
     lines = [
         f"measured on {where}" + (" (from the store)" if from_store else ""),
         f"  peak allocated {gib(outcome.peak_allocated_bytes)}, reserved {gib(outcome.peak_reserved_bytes)}, "
         f"device {gib(outcome.peak_device_bytes)}",
         *_rank_line(outcome),
-        "  phases " + ", ".join(f"{name} {gib(size)}" for name, size in outcome.phase_peaks_bytes.items()),
+        *(["  phases " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items())] if phases else []),
         f"  {_speed(outcome)}, step {seconds(outcome.step_time_s)} "
         f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
         + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
     ]
+    if outcome.program:
+        lines.append(f"  of which {seconds(outcome.between_steps_s)} are the trainer's, between two steps")
     if outcome.extrapolation_error_fraction is not None:
         lines.append(f"  extension to full depth missed a third depth by {outcome.extrapolation_error_fraction:+.2%}")
     if outcome.flags:
@@ -154,82 +149,3 @@ def _rank_line(outcome: Measurement) -> list[str]:
     peaks = [f"{name}{f' x {num}' if num > 1 else ''} {gib(size)}" for name, num, size in outcome.rank_peaks[:8]]
     more = len(outcome.rank_peaks) - len(peaks)
     return ["  device peak of each rank: " + ", ".join(peaks) + (f" and {more} lower" if more else "")]
-
-
-def confirm(
-    directory: Annotated[Path, typer.Argument(help="What `plan ... --out DIR` wrote.", show_default=False)],
-    target: Annotated[str | None, typer.Option(help="Read the setup back from this target's launch file.")] = None,
-    device: options.Device = None,
-    limit: Limit = 900.0,
-    measure_seconds: MeasureSeconds = 60.0,
-    store: options.StorePath = None,
-    as_json: options.Json = False,
-) -> int:
-    """Run the planned setup at full depth for some steps and compare with what the plan promised."""
-    from probes.confirm import confirm as run
-    from probes.confirm import promise_of
-    from probes.gpu.request import Limits
-
-    line = ProgressLine()
-    line.say("reading the plan")
-    plan = _plan_in(directory)
-    workload, chosen = plan.workload, plan.chosen
-    setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
-    spec = resolve_model(workload.model.model_id)
-    devices = machine.job_devices(device, setup.num_gpus)
-    card = machine.gpu_of(None, devices[0])
-    limits = Limits(time_s=limit, measure_s=measure_seconds)
-    events = {"on_progress": line.event}
-    with machine.prober_on(devices, spec, card, store=store, executor=events, limits=limits) as prober:
-        promise = promise_of(chosen.memory_evidence, chosen.speed_evidence)
-        confirmation = run(prober, setup, promise, budget_bytes=chosen.budget_bytes)
-    line.close()
-    if card is not None and card.key != workload.gpu.key:
-        reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
-        confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
-    return _tell(confirmation, as_json=as_json)
-
-
-def _plan_in(directory: Path) -> Plan:
-    """The plan that was written there.
-
-    Raises:
-        UsageError: it is a refusal.
-    """
-    plan = plan_from_dict(read_plan_json(directory))
-    if isinstance(plan, NoPlan):
-        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
-    return plan
-
-
-def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:
-    """Says whether the plan held; the exit code."""
-    tell(to_jsonable(confirmation), _confirmation_lines(confirmation), as_json=as_json)
-    if isinstance(confirmation.outcome, ProbeFailure):
-        return exit_code(confirmation.outcome)
-    return 0 if confirmation.kept else EXIT_NOTHING_FITS
-
-
-def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
-    """The setup that a target's emitted file really says."""
-    folder = directory / "launch" / target
-    files = [one for one in sorted(folder.glob("*")) if one.suffix in (".yaml", ".yml", ".json", ".py")]
-    if not files:
-        raise UsageError(
-            f"no launch file of {target!r} in {folder}", hint="leave --target out to run plan.json's setup"
-        )
-    return read_config(files[0], model=model, base=planned).setup
-
-
-def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
-    promise, outcome = confirmation.promise, confirmation.outcome
-    lines = outcome_lines(outcome)
-    if isinstance(outcome, Measurement):
-        speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
-        lines.append(f"promised ({promise.rung.value}): device {gib(promise.peak_device_bytes)}, {speed}")
-        misses = [f"memory {confirmation.memory_miss_fraction:+.1%}"]
-        if confirmation.speed_miss_fraction is not None:
-            misses.append(f"speed {confirmation.speed_miss_fraction:+.1%}")
-        lines.append("promise against measurement: " + ", ".join(misses))
-    lines.append("the plan held" if confirmation.kept else "the plan did not hold:")
-    return [*lines, *(f"  {reason}" for reason in confirmation.reasons)]

@@ -6,16 +6,18 @@ from typing import Annotated
 
 import typer
 
+from planner.app.history import with_known_context
 from planner.app.machine import needs_search
 from planner.app.progress import ProgressLine
 from planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_plan
 from planner.choices.packages import absent_packages
 from planner.cli import options
+from planner.cli.confirm import confirmed_plan
 from planner.cli.output import console, print_json
 from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.cli.writing import launch_sentences, next_command, write_out
-from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.exporters import Launch
 from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
@@ -69,6 +71,9 @@ def tune(
     gpu: Annotated[str, typer.Option(help="Table row of this machine's GPU, or 'local'.")] = "local",
     how: SearchOptions,
     out: Annotated[Path | None, typer.Option(help="Directory for the study and the plan's files.")] = None,
+    confirm_run: Annotated[
+        bool, typer.Option("--confirm-run", help="At the end run the launch file itself, as `plan confirm --run`.")
+    ] = False,
     no_dry_run: options.NoDryRun = False,
     device: options.Device = None,
     store: options.StorePath = None,
@@ -82,15 +87,19 @@ def tune(
     needs_search()
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
+    if confirm_run and out is None:
+        raise UsageError("--confirm-run runs a launch file", hint="add --out DIR")
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    asked = _workload(options.said(lookup.model(model)), gpu, wish, how.goal)
+    asked = with_known_context(_workload(options.said(lookup.model(model)), gpu, wish, how.goal), store)
     plan = plan_workload(asked)
     line.close()
     if isinstance(plan, Plan):
         plan = tune_plan(plan, tuning)
     launches, problem = _written(plan, out, how.goal) if out is not None else ((), None)
+    if confirm_run and out is not None and isinstance(plan, Plan) and problem is None:
+        plan = confirmed_plan(plan, out, device, store)
     if as_json:
         print_json(plan_to_dict(plan))
     else:

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import chat, prepare, slurm
 from planner.exporters.install import install_calls
 from planner.exporters.text import one_line, shown_path
@@ -162,7 +163,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
 
 def _case(launch: Launch, request: ExportRequest) -> list[str]:
     words = shlex.split(launch.command)
-    tool = next(word for word in words if "=" not in word)
+    tool = TARGET_ROWS[launch.target].program or next(word for word in words if "=" not in word)
     placed = [file.path for file in launch.files]
     asked = [prepare.NAME, *placed] if launch.prepare else placed
     command = launch.command

@@ -1,4 +1,5 @@
-"""TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
+"""TRL's own program and its configuration: `python -m trl.scripts.sft --config FILE`, on several GPUs `trl sft`. Field
+names of TRL 1.16 on transformers 5.23."""
 
 from pathlib import Path
 
@@ -134,8 +135,11 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
         files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
-    else:
-        command += "" if setup.objective == "orpo" else " --num_processes 1"
+    elif setup.objective != "orpo":
+        # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
+        # the training process's: 0.5 GiB on an H200 (26 November 2026)
+        env = common.environment(request.gpu)
+        command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
     runs = setup.with_(**{one.field: one.runs_as for one in found})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))

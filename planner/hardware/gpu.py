@@ -22,6 +22,8 @@ class GpuSpec:
         memory_bandwidth_bytes_per_s: of device memory, less what ECC takes of it (`planner.hardware.gpus.ECC_SHARE`).
         nvlink_bytes_per_s: 0 where there is none.
         flash_attention_2: whether the flash-attn 2 kernels run on it.
+        measured_context_bytes: what a training process was seen to hold beside PyTorch's segments on this very card;
+            None of a card that nobody here has measured (`planner.memory.workspace` then estimates it).
         source: where the facts come from; `unsourced` names fields from memory.
         taken_as: which card another name than its own was taken for, one sentence; "" for its own.
     """
@@ -48,6 +50,7 @@ class GpuSpec:
     source: str
     unsourced: tuple[str, ...] = ()
     note: str = ""
+    measured_context_bytes: int | None = None
     taken_as: str = field(compare=False, default="")
 
     def __post_init__(self) -> None:

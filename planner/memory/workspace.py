@@ -74,6 +74,8 @@ def context_bytes(gpu: GpuSpec) -> int:
     Source: CONTEXT_BYTES to MEASURED_CONTEXT_BYTES.
     Not counted: a launcher's own context (the launch files' commands start none), other processes on the card.
     """
+    if gpu.measured_context_bytes is not None:
+        return gpu.measured_context_bytes
     if gpu.vendor == "Apple":
         return 0
     if (whole := MEASURED_CONTEXT_BYTES.get(gpu.compute_capability or (0, 0))) is not None:

@@ -85,6 +85,18 @@ def from_cache(name: str, revision: str | None) -> HubAnswer:
     return HubAnswer(config=config, source=f"local Hugging Face cache, commit {snapshot.name[:12]}")
 
 
+def weights_in_cache(name: str) -> bool:
+    """Whether the local Hugging Face cache holds weights of a hub id (of which revision it does not ask)."""
+    if not is_repo_id(name):
+        return False
+    try:
+        snapshot = _snapshot(cache_directory() / f"models--{name.replace('/', '--')}" / "snapshots", None)
+        kinds = ("*.safetensors", "*.bin")
+        return snapshot is not None and any(next(snapshot.glob(kind), None) for kind in kinds)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home directory to expand "~" with
+        return False
+
+
 def _snapshot(snapshots: Path, revision: str | None) -> Path | None:
     """The directory of a revision: by its reference, by its commit, or the newest one if none is asked for."""
     if not snapshots.is_dir():

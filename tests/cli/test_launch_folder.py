@@ -171,12 +171,12 @@ def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     folder = launched(tmp_path, request(SETUP, lacks_template=False))
     assert os.stat(folder / "run.sh").st_mode & stat.S_IXUSR
     made = "CALLED python launch/prepare_data.py tokens\n"
-    assert started(folder) == (0, f"{made}CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
+    command = "python -m trl.scripts.sft --config launch/trl/trl-sft.yaml"
+    assert started(folder) == (0, f"{made}CALLED {command}\n")
     assert started(folder, "hf") == (0, f"{made}CALLED python launch/hf/train_hf.py\n")
     looking = launched(tmp_path / "unknown", request(SETUP))  # the stub of python3 says: no template
-    assert (
-        started(looking)[1].rstrip().endswith("--num_processes 1 --chat_template_path launch/trl/chat_template.jinja")
-    )
+    wanted = "--config launch/trl/trl-sft.yaml --chat_template_path launch/trl/chat_template.jinja"
+    assert started(looking)[1].rstrip().endswith(wanted)
     code, said = started(folder, "axolotl")
     assert (code, "one of: trl hf" in said) == (2, True)
 

@@ -3,18 +3,15 @@
 Until a GPU was lent, the only recording is a rehearsal's: a CPU's tensors with the statistics of the allocator's model.
 """
 
-import gzip
 import json
-import pickle
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.contact import launched, recording
+from benchmarks.contact import recording
 from benchmarks.contact.recording import (
     REHEARSAL,
     Recording,
@@ -209,67 +206,3 @@ def test_the_taped_meter_measures_as_the_meter_does() -> None:
 def test_ten_setups_that_can_exist() -> None:
     assert len({setup_of(fields).with_() for _, fields, _ in SETUPS[:-1]}) == 9
     assert [expandable for _, _, expandable in SETUPS].count(False) == 1
-
-
-# The launch file's own run
-
-
-def test_a_snapshot_keeps_its_newest_history_within_the_limit(tmp_path: Path) -> None:
-    import random
-
-    numbers = random.Random(0)
-    history = [entry("alloc", numbers.randrange(1 << 40), numbers.randrange(1 << 30)) for _ in range(20_000)]
-    path = tmp_path / "snapshot.pickle.gz"
-    written = launched.write_snapshot({"segments": [], "device_traces": [history]}, path, limit_bytes=40_000)
-    assert written == path.stat().st_size <= 40_000
-    kept = pickle.loads(gzip.decompress(path.read_bytes()))["device_traces"][0]
-    assert kept == history[-len(kept) :]
-    assert len(kept) > 1000
-
-
-def test_what_the_run_showed_is_written_from_cudas_own_statistics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.fake_nvml import Card, nvml_module
-
-    module = nvml_module([Card("NVIDIA H200", "GPU-1", 143771, used=lambda: 9 * GIB)])
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    answers: dict[str, Any] = {
-        "is_initialized": True,
-        "current_device": 0,
-        "get_device_name": "NVIDIA H200",
-        "max_memory_allocated": 7 * GIB,
-        "max_memory_reserved": 8 * GIB,
-        "memory_stats": {"num_alloc_retries": 0},
-    }
-    for name, value in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    snapshot = {"segments": [], "device_traces": [[entry("alloc", 1, 512)]]}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    launched.write_seen(tmp_path, launched.step_ends([0.0, 2.0], [1.5, 3.0]))
-    seen = json.loads((tmp_path / "watched.json").read_text())
-    assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
-    assert seen["used_bytes"] == 9 * GIB + 600 * MIB
-    assert (seen["step_s"], seen["between_s"], seen["history"]) == ([1.5, 1.0], [0.5], [1])
-    assert pickle.loads(gzip.decompress((tmp_path / "snapshot.pickle.gz").read_bytes())) == snapshot
-
-
-def test_the_history_begins_when_cuda_does_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued: list[Any] = []
-    recorded: list[dict[str, Any]] = []
-    fake = SimpleNamespace(
-        version=SimpleNamespace(hip=None),
-        backends=SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: True)),
-        cuda=SimpleNamespace(
-            _lazy_call=queued.append,
-            memory=SimpleNamespace(_record_memory_history=lambda **asked: recorded.append(asked)),
-        ),
-    )
-    launched._record_from_the_start(fake)
-    assert recorded == []
-    queued[0]()
-    assert recorded[0]["max_entries"] == launched.MAX_ENTRIES
-    fake.backends.cuda.is_built = lambda: False
-    launched._record_from_the_start(fake)
-    assert len(queued) == 1

@@ -1,0 +1,227 @@
+"""The last rung: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.app import machine
+from planner.app.progress import ProgressLine
+from planner.choices.stacks import TARGET_ROWS
+from planner.decision.candidates import candidate
+from planner.errors import EnvironmentProblem, UsageError
+from planner.exporters.types import PLACEHOLDER_DATASET
+from planner.models.hub import weights_in_cache
+from planner.models.resolve import resolve_model
+from planner.outcome import Candidate, Rung
+from planner.outputs import write_whole
+from planner.plan import NoPlan, Plan
+from planner.planning.expressed import as_run
+from planner.records import dataclass
+from reports.extras import Extras, LaunchTarget
+from reports.write import entry_of, plan_files
+
+if TYPE_CHECKING:
+    from probes.confirm import Confirmation
+    from probes.launched.run import LaunchedFile
+
+RUN_BY_A_TRAINER = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+"""Targets whose files train with transformers' Trainer in one process: those that can be watched."""
+WEIGHTS = ("*.safetensors", "*.bin")
+STAND_IN = "model-with-random-weights"
+"""Stands for a local folder's model that has no weights."""
+CHATS = ("axolotl", "llamafactory", "unsloth")
+"""Targets whose files want chats where no data set is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowToRun:
+    """How a file is run.
+
+    Attributes:
+        device: None: this machine's first GPU.
+        store: file of measurements; None: the user's.
+    """
+
+    num_steps: int
+    limit_s: float
+    device: str | None = None
+    store: Path | None = None
+
+
+def run_target(folder: Path, document: Mapping[str, object], target: str, how: HowToRun) -> "tuple[Confirmation, Plan]":
+    """Runs the launch file of `target` in a plan's folder; what came of it beside the promise, and the plan with it.
+
+    Raises:
+        UsageError: the folder has no such file, or one that cannot be watched.
+        EnvironmentProblem: this machine cannot run it.
+    """
+    from probes.confirm import compare, promise_of
+    from probes.gpu.evaluate import Prober
+    from probes.launched.run import FileExecutor
+
+    entry = entry_of(document)
+    plan = entry.plan
+    if isinstance(plan, NoPlan):
+        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
+    launch = launch_of(entry.extras, target)
+    workload, chosen = plan.workload, plan.chosen
+    setup = as_run(target, chosen.setup, workload.model)
+    if isinstance(setup, str):
+        raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
+    planned = chosen if setup == chosen.setup else candidate(workload, setup)
+    device = machine.job_devices(how.device, 1)[0]
+    card = machine.gpu_of(None, device)
+    line = ProgressLine()
+    executor = FileExecutor(
+        launched_file(folder, launch, workload.model.model_id, setup.objective),
+        model_bytes=2 * workload.model.num_params,
+        num_steps=how.num_steps,
+        limit_s=how.limit_s,
+        work_dir=_beside(folder),
+        on_progress=line.event,
+    )
+    prober = Prober(
+        model=resolve_model(workload.model.model_id),  # with its configuration, which plan.json does not hold
+        gpu=card,
+        executor=executor,
+        store=machine.open_store(how.store),
+        device=device,
+        depths=(0,),
+        rung=Rung.RUN,
+    )
+    outcome = prober.finish(setup, prober.submit(setup))
+    line.close()
+    promise = promise_of(planned.memory_evidence, planned.speed_evidence)
+    confirmation = compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes)
+    if card is not None and card.key != workload.gpu.key:
+        reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
+        confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
+    if setup == chosen.setup and device != "cpu":
+        plan = with_run(plan, replace(chosen, run=outcome))
+        _write(folder, plan, entry.extras)
+    return confirmation, plan
+
+
+def with_run(plan: Plan, chosen: Candidate) -> Plan:
+    """The plan whose chosen setup was run."""
+    ranked = tuple(chosen if one.setup == chosen.setup else one for one in plan.ranked)
+    return replace(plan, chosen=chosen, ranked=ranked)
+
+
+def launch_of(extras: Extras, target: str) -> LaunchTarget:
+    """What a plan's folder holds for a target.
+
+    Raises:
+        UsageError: nothing, or what cannot be watched.
+    """
+    if target not in RUN_BY_A_TRAINER:
+        known = ", ".join(RUN_BY_A_TRAINER)
+        raise UsageError(
+            f"--run {target}: only files that train with transformers' Trainer are watched", hint=f"one of {known}"
+        )
+    found = next((one for one in extras.launch if one.target == target and one.files), None)
+    if found is None or not found.command:
+        written = ", ".join(one.target for one in extras.launch if one.files) or "none"
+        raise UsageError(f"--run {target}: this plan has no launch file for it", hint=f"written: {written}")
+    return found
+
+
+def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: str) -> "LaunchedFile":
+    """A plan's launch file as it lies in its folder now, with what it names and this machine lacks."""
+    from probes.launched.run import LaunchedFile
+
+    texts = {str(path.relative_to(folder)): path.read_text("utf-8") for path in _files(folder / "launch")}
+    own = {path: text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")}
+    placed = any(PLACEHOLDER_DATASET in text for text in own.values())
+    name = os.path.relpath(model_id, folder) if Path(model_id).exists() else model_id
+    here = weights_here(model_id)
+    if not here and name != model_id:  # a folder with a configuration alone: its name leads out of the run's folder
+        texts = {path: text.replace(name, STAND_IN) for path, text in texts.items()}
+        name = STAND_IN
+    return LaunchedFile(
+        target=launch.target,
+        command=launch.command,
+        files=texts,
+        model_name=name,
+        dataset_names=(PLACEHOLDER_DATASET,) if placed else (),
+        columns=columns_of(launch.target, objective),
+        program_folder=program_folder(folder, launch.target),
+        model_here=here,
+        data_here=not placed,
+    )
+
+
+def columns_of(target: str, objective: str) -> str:
+    """What rows stand for a data set that nobody named."""
+    if objective in ("sft", "pretrain"):
+        return "messages" if objective == "sft" and target in CHATS else "text"
+    return "preference"
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def weights_here(model_id: str) -> bool:
+    """Whether a model's weights are on this machine: in the folder of that name, or in the hub's cache."""
+    folder = Path(model_id)
+    if folder.is_dir():
+        return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+    return weights_in_cache(model_id)
+
+
+def program_folder(folder: Path, target: str) -> str:
+    """Where the tool is looked for first: what `run.sh install` made, else this Python's own environment unless the
+    shell has another one active."""
+    made = folder.resolve() / f".venv-{target}" / "bin"
+    if made.is_dir():
+        return str(made)
+    active = "VIRTUAL_ENV" in os.environ or "CONDA_PREFIX" in os.environ
+    return "" if active else str(Path(sys.executable).parent)
+
+
+def _beside(folder: Path) -> Path | None:
+    """Where the run's folder is made: beside the plan's, from where its relative paths lead to the same; None where
+    nothing can be written there."""
+    parent = folder.resolve().parent
+    return parent if os.access(parent, os.W_OK) else None
+
+
+def _write(folder: Path, plan: Plan, extras: Extras) -> None:
+    """plan.json and the reports anew; the launch files stay as they are.
+
+    Raises:
+        EnvironmentProblem: they cannot be written.
+    """
+    try:
+        texts = plan_files(plan, extras)
+    except EnvironmentProblem:  # no jinja2
+        texts = plan_files(plan, extras, html=False)
+    try:
+        for name, text in texts.items():
+            write_whole(folder / name, text.encode(), inside=folder)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the run is in the store, but {folder} cannot be written: {error.strerror or error}"
+        ) from error
+
+
+def installed_targets(folder: Path, extras: Extras) -> tuple[str, ...]:
+    """Of the targets with a file that can be watched those whose tool is here."""
+    import importlib.util
+    import shutil
+
+    found = []
+    for launch in extras.launch:
+        if launch.target not in RUN_BY_A_TRAINER or not launch.files:
+            continue
+        program = TARGET_ROWS[launch.target].program
+        path = os.pathsep.join(filter(None, (program_folder(folder, launch.target), os.environ.get("PATH", ""))))
+        module = {"trl": "trl", "unsloth": "unsloth", "hf": "transformers"}.get(launch.target)
+        here = shutil.which(program, path=path) if program not in ("", "python", "trl") else None
+        if here or (module is not None and importlib.util.find_spec(module) is not None):
+            found.append(launch.target)
+    return tuple(found)

@@ -1,0 +1,331 @@
+"""Runs a launch file by its own tool for a few steps and says what it took: the last rung.
+
+The file is run as it was written, in a folder of its own, where what it names and this machine lacks is a directory of
+that name: the model with random weights, texts that fill every sequence. It is watched from inside (`watch`). Nothing
+is downloaded, and nothing of the run is kept but what was seen.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.children import child_environment, python_argv
+from planner.codec import Outcome
+from planner.errors import EnvironmentProblem
+from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.outputs import write_whole
+from planner.records import dataclass
+from planner.units import gib
+from probes.gpu.device import turns
+from probes.gpu.environment import device_status, read_environment
+from probes.gpu.executors import Executor
+from probes.gpu.failures import classify_exit, oom_kill_count
+from probes.gpu.request import ProbeRequest
+from probes.gpu.watch import OnProgress, read_tail
+from probes.launched.watch import PROGRESS, VARIABLE, site_folder
+
+NUM_STEPS = 10
+_MISSING = re.compile(r"(?:ModuleNotFoundError|ImportError): (.+)")
+WARM_UP_STEPS = 2
+"""Of them: kernels are compiled in the first, and the allocator's segments are complete after the second."""
+LIMIT_S = 900.0
+POLL_S = 0.2
+DISK_MARGIN = 1.05
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+    "DO_NOT_TRACK": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedFile:
+    """A training file that its own tool can run.
+
+    Attributes:
+        target: the tool: a launch target's name.
+        command: as a shell would be given it, with the variables that stand in front of it.
+        files: what is copied beside it: path below the run's folder -> text.
+        program_folder: where the tool's program is looked for first ("" : where this machine's shell would look).
+        model_name: as the file names the model; `dataset_names`: as it names its data sets.
+        columns: what a row of its data must have (`prepare.row_of`).
+        model_here, data_here: the model's weights, the data set are on this machine: neither is made.
+    """
+
+    target: str
+    command: str
+    files: Mapping[str, str]
+    model_name: str
+    dataset_names: tuple[str, ...]
+    columns: str = "text"
+    program_folder: str = ""
+    model_here: bool = False
+    data_here: bool = False
+
+
+class FileExecutor(Executor):
+    """Runs one launch file for every request: `probes.gpu.evaluate.Prober` stores what came of it as it stores a probe.
+
+    Args:
+        model_bytes: of the weights that may have to be written.
+    """
+
+    def __init__(
+        self,
+        file: LaunchedFile,
+        *,
+        model_bytes: int,
+        num_steps: int = NUM_STEPS,
+        limit_s: float = LIMIT_S,
+        work_dir: Path | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._file, self._model_bytes, self._num_steps, self._limit_s = file, model_bytes, num_steps, limit_s
+        self._work_dir, self._on_progress = work_dir, on_progress
+
+    def submit(self, request: ProbeRequest) -> "Future[Outcome]":
+        future: Future[Outcome] = Future()
+        future.set_result(self._run(request))
+        return future
+
+    def environment(self, device: str, gpu_key: str | None) -> Environment:
+        return read_environment(device, gpu_key)
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+    def _run(self, request: ProbeRequest) -> Outcome:
+        if request.setup.num_gpus > 1:
+            return _failure(FailureKind.UNSUPPORTED, "a launch file of several GPUs is not watched yet")
+        started = time.monotonic()
+
+        def say(text: str) -> None:
+            if self._on_progress is not None:
+                self._on_progress(text, time.monotonic() - started)
+
+        with _work_folder(self._work_dir) as folder, turns((request.device,), lambda begins: None):
+            self._prepare(request, folder, say)
+            return _Watched(self._file, request, folder, self._num_steps, self._limit_s, say).outcome()
+
+    def _prepare(self, request: ProbeRequest, folder: Path, say: Callable[[str], None]) -> None:
+        """Lays out the run's folder.
+
+        Raises:
+            EnvironmentProblem: no room for it, or what it needs cannot be made.
+        """
+        file, setup = self._file, request.setup
+        if not file.model_here and shutil.disk_usage(folder).free < DISK_MARGIN * self._model_bytes:
+            raise EnvironmentProblem(
+                f"the model's random weights need {gib(self._model_bytes)} on disk, {folder.parent} has less",
+                hint="set TMPDIR to a directory with room",
+            )
+        for path, text in file.files.items():
+            write_whole(folder / path, text.encode(), inside=folder)
+        seqs = setup.micro_batch_seqs * setup.accumulation_steps
+        order = {
+            "config": dict(request.config),
+            "model": "" if file.model_here else str(_below(folder, file.model_name)),
+            "texts": [] if file.data_here else [str(_below(folder, name)) for name in file.dataset_names],
+            "columns": file.columns,
+            "num_rows": seqs * (self._num_steps + 1) * (2 if setup.packing else 1),
+            "num_tokens": setup.seq_len_tokens,
+        }
+        if order["model"] or order["texts"]:
+            say("making what the file names" + " (random weights)" * bool(order["model"]))
+            _made_in_a_child(folder, order)
+
+
+def _below(folder: Path, name: str) -> Path:
+    """The directory of that name in the run's folder.
+
+    Raises:
+        EnvironmentProblem: the name leads out of it.
+    """
+    path = (folder / name).resolve()
+    if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
+        raise EnvironmentProblem(
+            f"the file names {name!r}, which is not on this machine and cannot stand in the run's folder",
+            hint="name a hub id, or what is there",
+        )
+    return path
+
+
+@contextlib.contextmanager
+def _work_folder(parent: Path | None) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="plan-run-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_in_a_child(folder: Path, order: Mapping[str, Any]) -> None:
+    path = folder / "order.json"
+    path.write_text(json.dumps(order), encoding="utf-8")
+    environment = {**child_environment(), **OFFLINE, "CUDA_VISIBLE_DEVICES": ""}
+    made = subprocess.run(
+        python_argv("-m", "probes.launched.prepare", str(path)),
+        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        last = (made.stderr.strip().splitlines() or ["no word"])[-1]
+        raise EnvironmentProblem(f"the model or its data could not be made for the run: {last}")
+
+
+class _Watched:
+    """One run of a file, from its start to what was seen."""
+
+    def __init__(
+        self,
+        file: LaunchedFile,
+        request: ProbeRequest,
+        folder: Path,
+        num_steps: int,
+        limit_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._file, self._request, self._folder = file, request, folder
+        self._num_steps, self._limit_s, self._say = num_steps, limit_s, say
+        self._seen = folder / "seen"
+        self._seen.mkdir()
+
+    def outcome(self) -> Outcome:
+        """What the run took, or why it took nothing."""
+        device, log = self._request.device, self._folder / "log.txt"
+        before = None if device == "cpu" else device_status(device)
+        kills_before = oom_kill_count()
+        words, variables = split_command(self._file.command)
+        self._say(f"starting {shlex.join(words)}")
+        code = self._wait(words, variables, log)
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._seen.glob("seen-*.json"))]
+        tail = read_tail(log)
+        if not found:
+            if code is None:
+                return _failure(FailureKind.TIMEOUT, f"no {self._num_steps} steps within {self._limit_s:g} s", tail)
+            kind, message = classify_exit(code, tail, oom_killed=oom_kill_count() > kills_before)
+            if missing := _MISSING.findall(tail):  # says nothing about the setup
+                kind, message = FailureKind.MACHINE, f"the program lacks a package: {missing[-1]}"
+            if code == 0:
+                kind, message = FailureKind.UNSUPPORTED, "it ended without a step of transformers' Trainer"
+            return _failure(kind, message, tail)
+        best = max(found, key=lambda seen: len(seen["step_s"]))
+        if len(best["step_s"]) <= WARM_UP_STEPS:
+            return _failure(FailureKind.CRASHED, f"it ended after {len(best['step_s'])} optimizer steps", tail)
+        return self._measurement(best, before.used_bytes if before is not None else None)
+
+    def _wait(self, words: list[str], variables: Mapping[str, str], log: Path) -> int | None:
+        """The command's exit code, None where it was stopped at its limit."""
+        with open(log, "wb") as output:
+            try:
+                child = subprocess.Popen(
+                    words, cwd=self._folder, env=self._environment(variables), stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise EnvironmentProblem(
+                    f"{words[0]} cannot be started: {error.strerror or error}",
+                    hint=f"bash launch/run.sh install {self._file.target}",
+                ) from error
+        deadline = time.monotonic() + self._limit_s
+        try:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(POLL_S)
+                with contextlib.suppress(OSError):
+                    self._say(f"step {(self._seen / PROGRESS).read_text()} of {self._num_steps}")
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """What the program finds: the user's own, the file's, no network, and our `sitecustomize`."""
+        device = self._request.device
+        order = {"folder": str(self._seen), "num_steps": self._num_steps, "device": device.partition(":")[0]}
+        path = os.pathsep.join(filter(None, (self._file.program_folder, os.environ.get("PATH", os.defpath))))
+        site = [str(site_folder(self._folder / "site")), os.environ.get("PYTHONPATH", "")]
+        found = {
+            **os.environ,
+            **OFFLINE,
+            **variables,
+            "PATH": path,
+            "PYTHONPATH": os.pathsep.join(filter(None, site)),
+            "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+            VARIABLE: json.dumps(order),
+        }
+        if device == "cpu":
+            return {**found, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        index = int(device.partition(":")[2] or 0)
+        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        return {**found, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
+
+    def _measurement(self, seen: Mapping[str, Any], used_before: int | None) -> Measurement:
+        setup, file = self._request.setup, self._file
+        on_cpu = seen["device"] == "cpu"
+        reserved = seen.get("peak_reserved_bytes", seen["peak_resident_bytes"])
+        added = seen["used_bytes"] - used_before if used_before is not None and "used_bytes" in seen else None
+        between = sorted(seen["between_s"][WARM_UP_STEPS - 1 :])
+        here = read_environment(self._request.device, self._request.gpu_key, cuda=seen["cuda"])
+        return Measurement(
+            rung=Rung.RUN,
+            peak_allocated_bytes=seen.get("peak_allocated_bytes", seen["peak_resident_bytes"]),
+            peak_reserved_bytes=reserved,
+            peak_device_bytes=reserved if added is None else added,
+            phase_peaks_bytes={"load": seen["loaded_bytes"]} if seen["loaded_bytes"] else {},
+            step_times_s=tuple(seen["step_s"][WARM_UP_STEPS:]),
+            tokens_per_step=setup.tokens_per_step,
+            layers_measured=(),
+            environment=replace(here, python=seen["python"], libraries=seen["libraries"]),
+            flags=("allocator-retries",) if seen.get("num_alloc_retries") else (),
+            notes=tuple(self._notes(seen, on_cpu=on_cpu)),
+            device_peak_is_nvml=added is not None,
+            between_steps_s=between[len(between) // 2] if between else 0.0,
+            program=file.target,
+        )
+
+    def _notes(self, seen: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+        file = self._file
+        yield (
+            f"{shlex.join(split_command(file.command)[0])}: {len(seen['step_s'])} optimizer steps of its own trainer, "
+            f"the first {WARM_UP_STEPS} not counted"
+        )
+        if not file.model_here:
+            yield "random weights: the model's are not on this machine"
+        if not file.data_here:
+            yield "texts that fill every sequence stood in for the data set"
+        if on_cpu:
+            yield "a rehearsal on the CPU: memory is the process's own, speed this CPU's"
+        mine = [size for pid, size in seen.get("processes", ()) if size]
+        if len(mine) > 1:
+            yield f"{len(mine)} processes held memory of the device: {', '.join(gib(size) for size in mine)}"
+
+
+def split_command(command: str) -> tuple[list[str], dict[str, str]]:
+    """Words and environment of a launch command; `python` is this Python where none is on the path."""
+    words, variables = shlex.split(command), dict[str, str]()
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    return words, variables
+
+
+def _failure(kind: FailureKind, message: str, tail: str = "") -> ProbeFailure:
+    return ProbeFailure(rung=Rung.RUN, kind=kind, message=message, log_tail=tail[-4000:])

@@ -1,0 +1,200 @@
+"""A launch file's own run: what is made for it, how it is watched, what comes of it, and what is said when it fails."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.errors import EnvironmentProblem
+from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from planner.units import GIB, MIB
+from probes.gpu.request import ProbeRequest
+from probes.launched import prepare, watch
+from probes.launched import run as launched
+from probes.launched.run import FileExecutor, LaunchedFile, split_command
+
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 1024, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+SETUP = TrainSetup(seq_len_tokens=32, micro_batch_seqs=2, accumulation_steps=3, lora_rank=4)
+SEEN = {
+    "device": "cpu", "step_s": [9.0, 3.0, 2.0, 2.0, 2.2], "between_s": [0.3, 0.2, 0.01, 0.02], "loaded_bytes": 0,
+    "peak_resident_bytes": GIB, "python": "3.12", "cuda": "", "libraries": {"trl": "1.16.0"},
+}  # fmt: skip
+PROGRAM = """import json, os, sys
+order = json.loads(os.environ["FINETUNE_PLANNER_WATCH"])
+rows = open("YOUR_DATASET/train.jsonl").read().splitlines()
+assert len(rows) == 2 * 3 * (order["num_steps"] + 1), len(rows)
+assert os.environ["HF_HUB_OFFLINE"] == os.environ["OWN"] == "1"
+assert any(type(one).__name__ == "Watcher" for one in sys.meta_path)
+open(os.path.join(order["folder"], "seen-1.json"), "w").write({seen!r})
+"""
+
+
+def request(device: str = "cpu") -> ProbeRequest:
+    return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, rung=Rung.RUN, depths=(0,))
+
+
+def file(program: str = PROGRAM.replace("{seen!r}", repr(json.dumps(SEEN))), **changes: Any) -> LaunchedFile:
+    values = {
+        "target": "trl",
+        "command": f"OWN=1 {sys.executable} launch/train.py",
+        "files": {"launch/train.py": program},
+        "model_name": "tiny/model",
+        "dataset_names": ("YOUR_DATASET",),
+        "model_here": True,
+    }
+    return LaunchedFile(**{**values, **changes})
+
+
+def outcome(tmp_path: Path, what: LaunchedFile, *, limit_s: float = 60.0, num_steps: int = 5) -> Any:
+    executor = FileExecutor(what, model_bytes=0, num_steps=num_steps, limit_s=limit_s, work_dir=tmp_path)
+    return executor.submit(request()).result()
+
+
+def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> None:
+    """The first two steps are not counted; what lies between two is; nothing is left of the run's folder."""
+    found = outcome(tmp_path, file())
+    assert isinstance(found, Measurement), found
+    assert (found.rung, found.program, found.step_times_s) == (Rung.RUN, "trl", (2.0, 2.0, 2.2))
+    assert found.between_steps_s == 0.02
+    assert found.step_time_s == pytest.approx(2.02)
+    assert found.tokens_per_s == pytest.approx(SETUP.tokens_per_step / 2.02)
+    assert (found.trainer_fraction, found.environment.libraries) == (0.0, {"trl": "1.16.0"})
+    assert not any("random weights" in note for note in found.notes)
+    assert any("stood in for the data set" in note for note in found.notes)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "words"),
+    [
+        ("raise SystemExit(5)", FailureKind.CRASHED, "5"),
+        ("import nowhere_to_be_found", FailureKind.MACHINE, "lacks a package: No module named 'nowhere_to_be_found'"),
+        (
+            "raise RuntimeError('CUDA out of memory. Tried')",
+            FailureKind.OUT_OF_MEMORY,
+            "out of memory",
+        ),
+        ("print('done')", FailureKind.UNSUPPORTED, "without a step of transformers' Trainer"),
+        ("import time; time.sleep(600)", FailureKind.TIMEOUT, "no 5 steps within 2 s"),
+    ],
+)
+def test_a_run_that_fails_or_hangs_is_an_outcome(program: str, kind: FailureKind, words: str, tmp_path: Path) -> None:
+    found = outcome(tmp_path, file(program), limit_s=2.0 if kind is FailureKind.TIMEOUT else 60.0)
+    assert isinstance(found, ProbeFailure)
+    assert (found.kind, words in found.message) == (kind, True), found.message
+
+
+def test_what_cannot_be_started_or_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentProblem, match="no-such-program cannot be started"):
+        outcome(tmp_path, file(command="no-such-program x"))
+    with pytest.raises(EnvironmentProblem, match=r"names '\.\./x', which is not on this machine"):
+        outcome(tmp_path, file(model_name="../x", model_here=False))
+    monkeypatch.setattr(launched.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    executor = FileExecutor(file(model_here=False), model_bytes=GIB, work_dir=tmp_path)
+    with pytest.raises(EnvironmentProblem, match=r"need 1\.00 GiB on disk"):
+        executor.submit(request())
+
+
+def test_the_variables_before_a_command_are_its_environment() -> None:
+    assert split_command("A=1 B_2='x y' python -m trl.scripts.sft --lr=2") == (
+        ["python", "-m", "trl.scripts.sft", "--lr=2"],
+        {"A": "1", "B_2": "x y"},
+    )
+
+
+def test_a_model_with_random_weights_loads_and_its_texts_fill_a_sequence(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "tiny"
+    prepare.make_model(TINY, folder)
+    prepare.make_tokenizer(folder)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values())
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert (model.model.norm.weight == 1).all()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) <= model.config.vocab_size
+    for columns, key in (("text", "text"), ("prompt-completion", "completion"), ("preference", "rejected")):
+        ids = tokenizer(prepare.row_of(columns, 3, 40)[key])["input_ids"]
+        assert len(ids) >= 40
+        assert tokenizer.unk_token_id not in ids
+    talk = prepare.row_of("messages", 0, 40)["messages"]
+    assert len(tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]) >= 40
+    prepare.make_texts(tmp_path / "texts", "text", 3, 40)
+    rows = [json.loads(line)["text"] for line in (tmp_path / "texts" / "train.jsonl").read_text().splitlines()]
+    assert len(set(rows)) == 3
+
+
+class Control:
+    should_training_stop = False
+
+
+def test_every_step_is_timed_and_the_last_one_asked_for_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, left = iter(range(100)), []
+    monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: float(next(times))))
+    monkeypatch.setattr(watch, "_leave", lambda: left.append(True))
+    watching = watch.callback_class(object, {"folder": str(tmp_path), "num_steps": 3})()
+    control = Control()
+    watching.on_train_begin(None, None, control)
+    for number in (1, 2, 3):
+        assert not control.should_training_stop
+        watching.on_step_begin(None, None, control)
+        watching.on_step_end(None, None, control)
+        assert (tmp_path / watch.PROGRESS).read_text() == str(number)
+    assert control.should_training_stop
+    watching.on_train_end(None, None, control)
+    (seen,) = [json.loads(path.read_text()) for path in tmp_path.glob("seen-*.json")]
+    assert (seen["step_s"], seen["between_s"], left) == ([1.0, 1.0, 1.0], [1.0, 1.0], [True])
+    assert seen["libraries"]["transformers"]
+
+
+def test_what_a_gpu_showed_is_written_from_cudas_own_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from tests.fake_nvml import Card, nvml_module
+
+    module = nvml_module([Card("NVIDIA H200", "GPU-1", 143771, used=lambda: 9 * GIB)])
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    answers: dict[str, Any] = {
+        "is_initialized": True,
+        "current_device": 0,
+        "get_device_name": "NVIDIA H200",
+        "max_memory_allocated": 7 * GIB,
+        "max_memory_reserved": 8 * GIB,
+        "memory_stats": {"num_alloc_retries": 2},
+    }
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    seen = watch.memory_seen()
+    assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
+    assert seen["used_bytes"] == 9 * GIB + 600 * MIB
+    told = {**SEEN, **seen}
+    made = launched._Watched(file(), request("cuda:0"), tmp_path, 5, 1.0, print)
+    found = made._measurement(told, 600 * MIB)
+    assert (found.peak_device_bytes, found.device_peak_is_nvml, found.flags) == (9 * GIB, True, ("allocator-retries",))
+
+
+def test_a_rehearsal_uses_the_cpu_whatever_the_file_says() -> None:
+    class Arguments:
+        bf16 = True
+
+        def __post_init__(self) -> None:
+            self.seen = self.use_cpu  # type: ignore[has-type]
+
+    watch._use_cpu(SimpleNamespace(TrainingArguments=Arguments))
+    made = Arguments()
+    made.__post_init__()
+    assert made.seen is True
