@@ -1,6 +1,7 @@
 """The last rung: a plan's own launch file, run by its tool for some steps, held against what the plan promised."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from planner.app.progress import ProgressLine
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.errors import EnvironmentProblem, UsageError
+from planner.exporters.prepare import NAME as PREPARE
 from planner.exporters.types import PLACEHOLDER_DATASET
 from planner.models.hub import weights_in_cache
 from planner.models.resolve import resolve_model
@@ -32,8 +34,6 @@ RUN_BY_A_TRAINER = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
 WEIGHTS = ("*.safetensors", "*.bin")
 STAND_IN = "model-with-random-weights"
 """Stands for a local folder's model that has no weights."""
-CHATS = ("axolotl", "llamafactory", "unsloth")
-"""Targets whose files want chats where no data set is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,12 @@ def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: 
     from probes.launched.run import LaunchedFile
 
     texts = {str(path.relative_to(folder)): path.read_text("utf-8") for path in _files(folder / "launch")}
-    own = {path: text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")}
-    placed = any(PLACEHOLDER_DATASET in text for text in own.values())
+    own = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
+    form = next((found[1] for text in own if (found := _MADE.search(text))), "")
+    made = folder / "launch" / "data"
+    ready = bool(form) and (made / form).is_dir()
+    reads = [texts.get(f"launch/{PREPARE}", "")] if form else own
+    placed = not ready and any(PLACEHOLDER_DATASET in text for text in reads)
     name = os.path.relpath(model_id, folder) if Path(model_id).exists() else model_id
     here = weights_here(model_id)
     if not here and name != model_id:  # a folder with a configuration alone: its name leads out of the run's folder
@@ -144,25 +148,30 @@ def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: 
     return LaunchedFile(
         target=launch.target,
         command=launch.command,
+        prepare=f"python launch/{PREPARE} {form}" if form and not ready else "",
         files=texts,
+        links={"launch/data": made.resolve()} if ready else {},
         model_name=name,
         dataset_names=(PLACEHOLDER_DATASET,) if placed else (),
-        columns=columns_of(launch.target, objective),
+        columns=columns_of(objective),
         program_folder=program_folder(folder, launch.target),
         model_here=here,
         data_here=not placed,
     )
 
 
-def columns_of(target: str, objective: str) -> str:
+_MADE = re.compile(r"launch/data/(\w+)")
+"""What a target's file reads of what `prepare_data.py` makes."""
+
+
+def columns_of(objective: str) -> str:
     """What rows stand for a data set that nobody named."""
-    if objective in ("sft", "pretrain"):
-        return "messages" if objective == "sft" and target in CHATS else "text"
-    return "preference"
+    return {"sft": "messages", "pretrain": "text"}.get(objective, "preference")
 
 
 def _files(folder: Path) -> Sequence[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """The files that were written; what was made of the data is not among them."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and folder / "data" not in path.parents)
 
 
 def weights_here(model_id: str) -> bool:

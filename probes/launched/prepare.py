@@ -107,7 +107,12 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_texts(folder: Path, columns: str, num_rows: int, num_tokens: int) -> None:
-    """`train.jsonl` in a folder: each text is longer than a sequence, so that every batch is the worst one."""
+    """`train.jsonl` in a folder: each sample is longer than a sequence, so that every batch is the worst one.
+
+    Texts that may go on in the next row are one.
+    """
+    if columns == "text":
+        num_rows, num_tokens = 1, num_rows * num_tokens
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "train.jsonl", "w", encoding="utf-8") as handle:
         for number in range(num_rows):

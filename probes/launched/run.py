@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ WARM_UP_STEPS = 2
 """Of them: kernels are compiled in the first, and the allocator's segments are complete after the second."""
 LIMIT_S = 900.0
 POLL_S = 0.2
+HELD_OUT_ROWS = 64
+"""More rows than are trained on: some are held out."""
 DISK_MARGIN = 1.05
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -62,7 +64,8 @@ class LaunchedFile:
     Attributes:
         target: the tool: a launch target's name.
         command: as a shell would be given it, with the variables that stand in front of it.
-        files: what is copied beside it: path below the run's folder -> text.
+        prepare: the command before it that makes its data, "" where they are read as they are.
+        files: what is copied beside it: path below the run's folder -> text; `links`: what is only seen from there.
         program_folder: where the tool's program is looked for first ("" : where this machine's shell would look).
         model_name: as the file names the model; `dataset_names`: as it names its data sets.
         columns: what a row of its data must have (`prepare.row_of`).
@@ -72,6 +75,8 @@ class LaunchedFile:
     target: str
     command: str
     files: Mapping[str, str]
+    links: Mapping[str, Path] = field(default_factory=dict)
+    prepare: str = ""
     model_name: str
     dataset_names: tuple[str, ...]
     columns: str = "text"
@@ -138,13 +143,16 @@ class FileExecutor(Executor):
             )
         for path, text in file.files.items():
             write_whole(folder / path, text.encode(), inside=folder)
+        for path, place in file.links.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).symlink_to(place)
         seqs = setup.micro_batch_seqs * setup.accumulation_steps
         order = {
             "config": dict(request.config),
             "model": "" if file.model_here else str(_below(folder, file.model_name)),
             "texts": [] if file.data_here else [str(_below(folder, name)) for name in file.dataset_names],
             "columns": file.columns,
-            "num_rows": seqs * (self._num_steps + 1) * (2 if setup.packing else 1),
+            "num_rows": seqs * (self._num_steps + 1) * (2 if setup.packing else 1) + HELD_OUT_ROWS,
             "num_tokens": setup.seq_len_tokens,
         }
         if order["model"] or order["texts"]:
@@ -212,8 +220,13 @@ class _Watched:
         before = None if device == "cpu" else device_status(device)
         kills_before = oom_kill_count()
         words, variables = split_command(self._file.command)
-        self._say(f"starting {shlex.join(words)}")
-        code = self._wait(words, variables, log)
+        code: int | None = 0
+        if self._file.prepare:
+            self._say(f"starting {self._file.prepare}")
+            code = self._wait(*split_command(self._file.prepare), log)
+        if code == 0:
+            self._say(f"starting {shlex.join(words)}")
+            code = self._wait(words, variables, log)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._seen.glob("seen-*.json"))]
         tail = read_tail(log)
         if not found:
@@ -232,7 +245,7 @@ class _Watched:
 
     def _wait(self, words: list[str], variables: Mapping[str, str], log: Path) -> int | None:
         """The command's exit code, None where it was stopped at its limit."""
-        with open(log, "wb") as output:
+        with open(log, "ab") as output:
             try:
                 child = subprocess.Popen(
                     words, cwd=self._folder, env=self._environment(variables), stdin=subprocess.DEVNULL,

@@ -158,11 +158,21 @@ def test_what_cannot_be_run_is_refused(
 
 
 def test_a_data_set_of_the_users_own_is_left_to_the_file(folder: Path, tmp_path: Path) -> None:
-    file = folder / "launch" / "trl" / "trl-sft.yaml"
-    file.write_text(file.read_text().replace("YOUR_DATASET", "../rows"))
+    """Named in `prepare_data.py`, or made before: then nothing is made again."""
     (launch,) = running.entry_of(read_plan_json(folder)).extras.launch
+    nobodys = running.launched_file(folder, launch, MODEL, "sft")
+    assert (nobodys.data_here, nobodys.dataset_names, nobodys.columns) == (False, ("YOUR_DATASET",), "messages")
+    file = folder / "launch" / "prepare_data.py"
+    file.write_text(file.read_text().replace("YOUR_DATASET", "../rows"))
     found = running.launched_file(folder, launch, MODEL, "sft")
     assert (found.data_here, found.dataset_names) == (True, ())
+    assert found.prepare == "python launch/prepare_data.py tokens"
+    made = folder / "launch" / "data" / "tokens"
+    made.mkdir(parents=True)
+    (made / "train.parquet").write_bytes(b"\xff")
+    ready = running.launched_file(folder, launch, MODEL, "sft")
+    assert (ready.prepare, ready.data_here, set(ready.links)) == ("", True, {"launch/data"})
+    assert ready.files == found.files
     (tmp_path / "tiny").mkdir()
     bare = running.launched_file(folder, replace(launch), str(tmp_path / "tiny"), "sft")
     assert (bare.model_name, bare.model_here) == (running.STAND_IN, False)

@@ -29,24 +29,25 @@ SEEN = {
 PROGRAM = """import json, os, sys
 order = json.loads(os.environ["FINETUNE_PLANNER_WATCH"])
 rows = open("YOUR_DATASET/train.jsonl").read().splitlines()
-assert len(rows) == 2 * 3 * (order["num_steps"] + 1), len(rows)
+assert len(rows) == 2 * 3 * (order["num_steps"] + 1) + {held_out}, len(rows)
 assert os.environ["HF_HUB_OFFLINE"] == os.environ["OWN"] == "1"
 assert any(type(one).__name__ == "Watcher" for one in sys.meta_path)
 open(os.path.join(order["folder"], "seen-1.json"), "w").write({seen!r})
-"""
+""".replace("{seen!r}", repr(json.dumps(SEEN))).replace("{held_out}", str(launched.HELD_OUT_ROWS))
 
 
 def request(device: str = "cpu") -> ProbeRequest:
     return ProbeRequest(model_id="tiny", config=TINY, setup=SETUP, device=device, rung=Rung.RUN, depths=(0,))
 
 
-def file(program: str = PROGRAM.replace("{seen!r}", repr(json.dumps(SEEN))), **changes: Any) -> LaunchedFile:
+def file(program: str = PROGRAM, **changes: Any) -> LaunchedFile:
     values = {
         "target": "trl",
         "command": f"OWN=1 {sys.executable} launch/train.py",
         "files": {"launch/train.py": program},
         "model_name": "tiny/model",
         "dataset_names": ("YOUR_DATASET",),
+        "columns": "messages",
         "model_here": True,
     }
     return LaunchedFile(**{**values, **changes})
@@ -91,6 +92,21 @@ def test_a_run_that_fails_or_hangs_is_an_outcome(program: str, kind: FailureKind
     assert (found.kind, words in found.message) == (kind, True), found.message
 
 
+def test_the_data_are_made_by_the_folders_own_program_before_the_run(tmp_path: Path) -> None:
+    """Its output lies in the run's folder; a failure of it is the run's, and nothing is started after it."""
+    made = "open('made', 'w').write('x')"
+    beside = {"launch/train.py": "open('made')\n" + PROGRAM, "launch/prepare.py": made}
+    first = f"{sys.executable} launch/prepare.py"
+    assert isinstance(outcome(tmp_path, file(files=beside, prepare=first)), Measurement)
+    failed = outcome(tmp_path, file(files={**beside, "launch/prepare.py": "import nowhere_at_all"}, prepare=first))
+    assert isinstance(failed, ProbeFailure)
+    assert (failed.kind, "nowhere_at_all" in failed.message) == (FailureKind.MACHINE, True)
+    (tmp_path / "kept").write_text("")
+    linked = file(files={"launch/train.py": "open('data/kept')\n" + PROGRAM}, links={"data": tmp_path})
+    assert isinstance(outcome(tmp_path, linked), Measurement)
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
 def test_what_cannot_be_started_or_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentProblem, match="no-such-program cannot be started"):
         outcome(tmp_path, file(command="no-such-program x"))
@@ -128,9 +144,11 @@ def test_a_model_with_random_weights_loads_and_its_texts_fill_a_sequence(tmp_pat
         assert tokenizer.unk_token_id not in ids
     talk = prepare.row_of("messages", 0, 40)["messages"]
     assert len(tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]) >= 40
-    prepare.make_texts(tmp_path / "texts", "text", 3, 40)
-    rows = [json.loads(line)["text"] for line in (tmp_path / "texts" / "train.jsonl").read_text().splitlines()]
-    assert len(set(rows)) == 3
+    for columns, num_rows, num_words in (("text", 1, 128), ("preference", 3, 48)):
+        prepare.make_texts(tmp_path / columns, columns, 3, 40)
+        rows = [json.loads(line) for line in (tmp_path / columns / "train.jsonl").read_text().splitlines()]
+        long = {row.get("text") or row["chosen"] for row in rows}
+        assert (len(long), {len(one.split()) for one in long}) == (num_rows, {num_words})
 
 
 class Control:
