@@ -68,7 +68,7 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     launch = launch_of(entry.extras, target)
     workload, chosen = plan.workload, plan.chosen
-    setup = as_run(target, chosen.setup, workload.model)
+    setup = as_run(target, chosen.setup, workload)
     if isinstance(setup, str):
         raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
     planned = chosen if setup == chosen.setup else candidate(workload, setup)

@@ -27,6 +27,7 @@ from planner.errors import EnvironmentProblem
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.outputs import write_whole
 from planner.records import dataclass
+from planner.redaction import without_secrets, without_secrets_in_words
 from planner.units import gib
 from probes.gpu.device import turns
 from probes.gpu.environment import device_status, read_environment
@@ -222,13 +223,13 @@ class _Watched:
         words, variables = split_command(self._file.command)
         code: int | None = 0
         if self._file.prepare:
-            self._say(f"starting {self._file.prepare}")
+            self._say(f"starting {without_secrets(self._file.prepare)}")
             code = self._wait(*split_command(self._file.prepare), log)
         if code == 0:
-            self._say(f"starting {shlex.join(words)}")
+            self._say(f"starting {shlex.join(without_secrets_in_words(words))}")
             code = self._wait(words, variables, log)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._seen.glob("seen-*.json"))]
-        tail = read_tail(log)
+        tail = without_secrets(read_tail(log))
         if not found:
             if code is None:
                 return _failure(FailureKind.TIMEOUT, f"no {self._num_steps} steps within {self._limit_s:g} s", tail)

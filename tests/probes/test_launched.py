@@ -98,8 +98,11 @@ def test_the_data_are_made_by_the_folders_own_program_before_the_run(tmp_path: P
     beside = {"launch/train.py": "open('made')\n" + PROGRAM, "launch/prepare.py": made}
     first = f"{sys.executable} launch/prepare.py"
     assert isinstance(outcome(tmp_path, file(files=beside, prepare=first)), Measurement)
-    failed = outcome(tmp_path, file(files={**beside, "launch/prepare.py": "import nowhere_at_all"}, prepare=first))
+    secret = "hf_" + "a1" * 10
+    broken = f"print('TOKEN={secret}')\nimport nowhere_at_all"
+    failed = outcome(tmp_path, file(files={**beside, "launch/prepare.py": broken}, prepare=first))
     assert isinstance(failed, ProbeFailure)
+    assert ("TOKEN=" in failed.log_tail, secret in failed.log_tail) == (True, False)
     assert (failed.kind, "nowhere_at_all" in failed.message) == (FailureKind.MACHINE, True)
     (tmp_path / "kept").write_text("")
     linked = file(files={"launch/train.py": "open('data/kept')\n" + PROGRAM}, links={"data": tmp_path})
