@@ -23,6 +23,7 @@ from planner.parallel.traffic import traffic_of
 from planner.setup import FIELDS, TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.throughput.calibration import load_calibration
+from planner.throughput.rented import collated_s
 from planner.throughput.types import WITHOUT_GRADIENTS
 
 SPREAD_PARTS = (*PARTS, "communication", "bubble", "offload")
@@ -94,7 +95,8 @@ class Loop:
     waits for, and what follows the last backward."""
 
     __slots__ = (
-        "_after", "_beside", "_given", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order", "ranks",
+        "_after", "_beside", "_collates", "_given", "_links", "_micro_s", "_setup", "_stages", "_step_s", "order",
+        "ranks",
     )  # fmt: skip
 
     def __init__(
@@ -106,14 +108,15 @@ class Loop:
         stack: Conditions,
         like: "Loop | None" = None,
     ) -> None:
-        constants = used.constants_for(gpu)
         self._given, self._beside = (gpu, used, stack), {_layout(setup): self}
         self._setup, self._links, self.order = setup, links, links.order
-        self._micro_s = constants.micro_overhead_s if stack.trainer_overhead else 0.0
-        self._step_s = constants.step_overhead_s if stack.trainer_overhead else 0.0
         known = [rank.profile for rank in like.ranks] if like is not None else [None] * len(links.parts)
         pairs = zip(links.parts, known, strict=True)
         self.ranks: list[Rank] = [Rank(part, gpu, setup, used, stack, profile) for part, profile in pairs]
+        families = [rank.profile.family for rank in self.ranks]
+        self._micro_s = max(one.trainer_micro_s for one in families)
+        self._step_s = max(one.trainer_s for one in families)
+        self._collates = any(one.rented and one.trainer_micro_s for one in families)
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
 
@@ -194,7 +197,14 @@ class Loop:
         stages = self.at(micro_batch_seqs)
         index = _slowest(stages)
         seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
+        seconds += self.between_s(micro_batch_seqs, steps)
         return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
+
+    def between_s(self, micro_batch_seqs: int, steps: int) -> float:
+        """Seconds in which a rank makes its next step's batch."""
+        setup = self._setup
+        tokens = micro_batch_seqs * setup.seqs_per_sample * setup.seq_len_tokens * steps
+        return collated_s(tokens) if self._collates else 0.0
 
     def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
         """Tokens/s of all GPUs together at every (micro-batch, accumulation)."""
@@ -229,6 +239,7 @@ class SpreadProfile:
         _add(parts, stages[index].reducing)
         _add(parts, {"optimizer": (steps - 1) * loop.ranks[index].add_s})
         _add(parts, loop.after(setup.optimizer))
+        _add(parts, {"trainer": loop.between_s(setup.micro_batch_seqs, steps)})
         total = sum(parts.values())
         profile = loop.ranks[index].profile
         flops = profile.flops(setup.micro_batch_seqs, steps)

@@ -10,6 +10,7 @@ microseconds an event.
 from planner.records import dataclass
 from planner.speed.operators import ISSUERS, TRAINER, Operator
 from planner.speed.prices import Price
+from planner.throughput.rented import MICRO_BATCH_S, STEP_S, WALK_S
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
 
@@ -87,19 +88,3 @@ def issued_s(call: Operator, issuer: int, price: Price, *, checkpointed: bool) -
         return VIEW_IN_ENGINE_S if issuer == _ENGINE else VIEW_S
     seconds = LAUNCH_S[issuer] + (PRODUCT_S if name.startswith(_PRODUCTS) else 0.0) + BEYOND_S.get(name, 0.0)
     return seconds + call.listed * TENSOR_S.get(name, FOREACH_TENSOR_S)
-
-
-# What a trainer's loop does around the operators, in Python
-
-WALK_S = {"micro-batch": 11e-6, "step": 5e-6}
-"""Per module of the model: `model.train()` and `num_parameters()` around every micro-batch; `parameters()` for
-clipping and `zero_grad()` in every step (6.2 and 3.0 microseconds in a row on a CPU at 2.2 GHz, 3,069 modules)."""
-MICRO_BATCH_S, METRICS_S, STEP_S = 6.0e-3, 3.0e-3, 4.0e-3
-"""Inputs, masks and contexts of a micro-batch; its metrics; clipping, schedulers and callbacks inside a step.
-
-Both: what six of TRL's device-bound runs on an H100 leave of a step beside the device's own time
-(benchmarks/data/h100): 13 ms and 18.8 microseconds a module, 1.8 of it the optimizer's calls; parted by the walks' own
-times and by judgement."""
-BETWEEN_S, COLLATED_TOKEN_S = 2.5e-3, 3.0e-7
-"""Between two steps: callbacks, and the next batch by its tokens (`between_s` of 26 TRL runs: 2 ms for 1,024 tokens, 5
-for 8,192, 8 for 16,384, 12 for 32,768)."""

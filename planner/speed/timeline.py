@@ -5,20 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from planner.records import dataclass
-from planner.speed.host import (
-    BETWEEN_S,
-    COLLATED_TOKEN_S,
-    METRICS_S,
-    MICRO_BATCH_S,
-    MODULE_S,
-    STEP_S,
-    WALK_S,
-    Host,
-    issued_s,
-)
+from planner.speed.host import MODULE_S, Host, issued_s
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.prices import Price, price
 from planner.speed.rates import CardRates
+from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S, METRICS_S, MICRO_BATCH_S, STEP_S, WALK_S
 
 _ENGINE, _RECOMPUTE = ISSUERS.index("engine"), ISSUERS.index("recompute")
 _NUM = len(ISSUERS)

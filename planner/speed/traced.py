@@ -8,12 +8,13 @@ from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.records import dataclass
-from planner.speed.host import BETWEEN_S, COLLATED_TOKEN_S, issued_s
+from planner.speed.host import issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
 from planner.speed.rates import card_rates
 from planner.speed.run import BAND_FRACTION, host_notes
 from planner.speed.timeline import Loop, run_time
+from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S
 
 _RECOMPUTE, _NUM = ISSUERS.index("recompute"), len(ISSUERS)
 _SHOWN = 20

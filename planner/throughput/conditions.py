@@ -25,6 +25,9 @@ class Conditions:
         trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
         masked_attention: batches are really padded. SDPA then gets an explicit mask and skips no causal half;
             flash attention unpads in each layer, which waits for the GPU.
+        rented_host: the host is a rented virtual machine's (`planner.throughput.rented`); else that of the measured
+            runs,
+            by the fitted constants.
         cudnn_attention: SDPA takes cuDNN's kernels on Hopper and data-centre Blackwell: PyTorch 2.13, cuDNN above 9.15.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
@@ -43,6 +46,7 @@ class Conditions:
     gradient_clipping: bool = True
     trainer_overhead: bool = True
     masked_attention: bool = False
+    rented_host: bool = False
     cudnn_attention: bool = False
     flash_1: bool = False
     optimizer_part: float = 1.0
@@ -50,7 +54,7 @@ class Conditions:
     fsdp_1: bool = False
 
 
-CURRENT = Conditions(cudnn_attention=True)
+CURRENT = Conditions(cudnn_attention=True, rented_host=True)
 
 
 def conditions_of(setup: TrainSetup) -> Conditions:
@@ -70,6 +74,7 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
         reentrant_checkpointing=reentrant,
         gradient_clipping=by.clips_gradients,
         trainer_overhead=by.trainer_overhead,
+        rented_host=by.trainer_overhead,
         cudnn_attention=True,
         fsdp_1=fsdp_version == 1,
     )

@@ -8,6 +8,8 @@ from planner.memory.trained import frozen_below
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.counts import SINGLE_HOST
 from planner.throughput.model import SpeedModel
+from planner.throughput.rented import Issued, launches, micro_batch_s, num_modules
+from planner.throughput.rented import step_s as rented_step_s
 from planner.throughput.types import WITHOUT_GRADIENTS
 from planner.throughput.work import Work, trained_share
 
@@ -65,12 +67,15 @@ class Family:
         trained_bytes: size of one trained parameter.
         add_s: adding one micro-batch's gradients to the sum.
         host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; trainer_s:
-            host time after every optimizer step, the trainer's and the adapter's own work.
+            host time after every optimizer step, the trainer's and the adapter's own work; trainer_micro_s: the
+            trainer's around every micro-batch.
+        rented: whether the host is a rented machine's; modules: of the model's tree.
     """
 
     __slots__ = (
         "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
-        "trained_bytes", "trained_params", "trained_tensors", "trainer_s", "work",
+        "modules", "rented", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
+        "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, setup: TrainSetup) -> None:
@@ -80,7 +85,13 @@ class Family:
         self.trained_params, self.trained_tensors = trained.params, trained.tensors
         self.trained_bytes = trained.size_bytes
         self.add_s = GRADIENT_ADD_PASSES * (trained.params * trained.size_bytes) / speed.bandwidth
-        self.trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
+        self.rented = speed.rented_host and not setup.compiled
+        self.modules = num_modules(inv, trained.calls)
+        self.trainer_s = self.trainer_micro_s = 0.0
+        if speed.conditions.trainer_overhead:
+            own = speed.constants
+            self.trainer_s = rented_step_s(self.modules) if self.rented else own.step_overhead_s
+            self.trainer_micro_s = micro_batch_s(self.modules) if self.rented else own.micro_overhead_s
         self.trainer_s += trained.step_s * speed.constants.host_scale
         full, every = setup.method == "full", setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
@@ -131,9 +142,27 @@ class Family:
         if extra := setup.extra_forwards:
             host += extra * moved.forward_kernels * forward_s
             host += extra * called * calls * constants.host_quantized_s
+        if self.rented:
+            host = self._rented_host_s(again) + extra * host / (2.0 + again)
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * forward_s
         self.host_s = setup.aim.forwards * host * constants.host_scale
+
+    def _rented_host_s(self, again: float) -> float:
+        """The host's time to issue a micro-batch's layers on a rented machine."""
+        work, setup = self.work, self._setup
+        moved, trained, (ahead, back) = work.moved, work.trained, work.further_kernels
+        parts = setup.fused_parts(work.speed.model.model_type)
+        issued = Issued(
+            again=again,
+            forward=moved.forward_kernels + ahead,
+            backward=moved.backward_kernels + back,
+            adapter_backward=trained.backward_kernels,
+            adapted=trained.calls,
+            quantized=work.unpacked.calls,
+            launches=launches(work.speed.inv, parts),
+        )
+        return issued.host_s(work.speed.inv.num_layers)
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""

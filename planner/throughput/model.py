@@ -50,6 +50,11 @@ FLASH_2_ON_BLACKWELL = 0.35
 Source: prime-rl benchmarks/baselines, 8 x B200 with flash_attention_2 (Qwen3-4B, 16,384 tokens, the half of its rows
 that benchmarks/gathered.py does not keep out): about 300 TFLOP/s.
 """
+EIGHT_BIT_STATE_S, H100_SMS = 16e-12, 132
+"""Seconds of an H100 to find an 8-bit state's code: bitsandbytes' blockwise steps wait for that, not for memory.
+
+Measured: AdamW8bit 31.6 ms a billion 16-bit weights, Lion8bit, with one state, 20 (benchmarks/data/h100/prices.jsonl).
+"""
 UNALIGNED_HEAD = 1 / 3
 """Rate of a head whose vocabulary is no multiple of 8 in 16 bits, as a share of an aligned one: rows do not begin on 16
 bytes, so that wide loads and the fastest kernels are out.
@@ -119,6 +124,11 @@ class SpeedModel:
         self._traffic: dict[tuple[Flow, bool, str, bool], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
+
+    @property
+    def rented_host(self) -> bool:
+        """Whether the host is taken to be a rented machine's: nobody measured the one of this card."""
+        return self.conditions.rented_host and "host_scale" not in self.calibration.architectures.get(self.gpu.key, {})
 
     @property
     def host_rate(self) -> float:
@@ -355,7 +365,10 @@ class SpeedModel:
         moved = num * (row.passes * size + row.extra_bytes)
         clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
         bandwidth = self.rates.bandwidth * constants.optimizer_share
-        gpu = moved / bandwidth + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
+        update = moved / bandwidth
+        if row.bitsandbytes and row.states.eight_bit:
+            update = max(update, num * row.states.eight_bit * EIGHT_BIT_STATE_S * H100_SMS / self.rates.sms)
+        gpu = update + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
         host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
         host += tensors * row.kernels_per_tensor * constants.host_forward_s
         part = self.conditions.optimizer_part

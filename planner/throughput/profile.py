@@ -7,6 +7,7 @@ from planner.choices.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, spe
 from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
+from planner.throughput.rented import collated_s
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 from planner.throughput.work import Work, trained_share
 
@@ -20,6 +21,10 @@ EXPERTS_BAND = 0.5
 HOST_SLOWER = 2.0
 """How many times slower than the measurements' a host's core may be: published runs do not name theirs. Judgement: a
 rented core at 2.2 GHz against a desktop's 4.5; PEFT's same runs on an L40S differ by 1.4 between dates."""
+HOST_SLOWER_RENTED, HOST_FASTER = 1.3, 2.0
+"""How many times slower a rented machine's may be beside the one that was measured: the same steps took 1.0 to 1.35
+times as long while another process ran (benchmarks/data/h100). How many times faster a bare server's is: the published
+runs of ml_engineering on a B200, at 512 tokens."""
 HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 
@@ -121,8 +126,8 @@ class ThroughputProfile:
             if micro is None:
                 busy = self._family.busy_s(samples) + self._family.work.loss_s(self._setup.loss, samples)
                 busy += self._beside.seconds(samples) if self._beside is not None else 0.0
-                micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
-            found.append(steps * micro + (steps - 1) * add_s + step_s)
+                micro = times[samples] = self._with_host(busy, samples) + self._family.trainer_micro_s
+            found.append(steps * micro + (steps - 1) * add_s + step_s + self._collated_s(samples, steps))
         if self._generation is not None:
             found = [
                 one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)
@@ -136,14 +141,16 @@ class ThroughputProfile:
     def _tokens(self, samples: int) -> int:
         return samples * self._family.work.seqs_per_sample * self._setup.seq_len_tokens
 
-    def _with_host(self, busy: float, slower: float = 1.0) -> float:
+    def _collated_s(self, samples: int, steps: int) -> float:
+        """Seconds of the trainer between two steps that their tokens take."""
+        family = self._family
+        return collated_s(self._tokens(samples) * steps) if family.rented and family.trainer_micro_s else 0.0
+
+    def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.work.power, self._family.host_s
-        host += self.beside_host_s
+        host += self.beside_host_s + self._family.work.loss_host_s(self._setup.loss, samples) * self._family.rented
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
-
-    def _trainer_micro_s(self) -> float:
-        return self._speed.constants.micro_overhead_s if self._speed.conditions.trainer_overhead else 0.0
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
         """Floating-point operations that the step needs on one GPU: recomputation and unpacking not counted."""
@@ -175,7 +182,7 @@ class ThroughputProfile:
         steps, seqs = setup.accumulation_steps, setup.micro_batch_seqs
         micro = self.micro_parts(seqs)
         busy = sum(micro.values())
-        micro["host"] = self._with_host(busy) - busy
+        micro["host"] = self._with_host(busy, seqs) - busy
         parts = {name: seconds * steps for name, seconds in micro.items()}
         gpu, host = self._optimizer_s(self._setup.optimizer)
         family = self._family
@@ -185,7 +192,8 @@ class ThroughputProfile:
         parts["host"] += max(host - unpaged, 0.0)
         if paging:
             parts["paging"] = max(gpu, host) - max(unpaged, host)
-        parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(gpu, host)
+        parts["trainer"] = steps * family.trainer_micro_s + self._step_s - max(gpu, host)
+        parts["trainer"] += self._collated_s(seqs, steps)
         if generation := self.generation_s(seqs * steps):
             parts["generation"] = generation
         total = sum(parts.values())
@@ -196,15 +204,20 @@ class ThroughputProfile:
         if not setup.aim.supervised:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
         unmeasured = unmeasured / total + beyond
-        slow_host = steps * (self._with_host(busy, HOST_SLOWER) - self._with_host(busy)) / total
+        slower = HOST_SLOWER_RENTED if family.rented else HOST_SLOWER
+        own = self._with_host(busy, seqs)
+        slow_host = unsure_host = steps * (self._with_host(busy, seqs, slower) - own) / total
+        if family.rented:
+            faster = steps * (own - self._with_host(busy, seqs, 1 / HOST_FASTER))
+            unsure_host = max(slow_host, total / (total - faster) - 1)
         return StepTime(
             step_time_s=total,
             parts_s=parts,
             flops=flops,
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=self._band(unmeasured, slow_host),
-            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host)),
+            band_fraction=self._band(unmeasured, unsure_host),
+            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host, slower)),
         )
 
     def _band(self, unmeasured: float, slow_host: float) -> float:
@@ -286,13 +299,11 @@ def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "TowerTime | EncoderTi
     return TowerTime(speed, setup)
 
 
-def _host_note(slow_host: float) -> list[str]:
+def _host_note(slow_host: float, slower: float) -> list[str]:
     """One sentence where the host's kernel launches set the pace."""
     if slow_host < HOST_SAID:
         return []
-    return [
-        f"Launching kernels takes the host much of this step: a CPU {HOST_SLOWER:g} times slower adds {slow_host:.0%}."
-    ]
+    return [f"Launching kernels takes the host much of this step: a CPU {slower:g} times slower adds {slow_host:.0%}."]
 
 
 def _beyond_note(beyond: float) -> list[str]:

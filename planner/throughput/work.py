@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+from planner.choices.losses import LOSSES
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.trained import layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
 from planner.throughput.model import LayerMatmuls, SpeedModel
+from planner.throughput.rented import CHUNK_S
 
 _WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
 EAGER_ATTENTION_KERNELS = (8, 10)
@@ -105,6 +107,15 @@ class Work:
                 found += self._extra * self.speed.head_forward_s(dtype, tokens)
             self._losses[loss, samples] = found
         return found
+
+    def loss_host_s(self, loss: str, samples: int) -> float:
+        """A rented machine's host seconds to issue the pieces into which a loss is cut."""
+        head = self.speed.inv.head
+        if head is None:
+            return 0.0
+        tokens = samples * self._scored
+        pieces = -(-tokens // LOSSES[loss].tiling(tokens, head.out_features, head.in_features).tokens)
+        return pieces * CHUNK_S
 
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""

@@ -305,7 +305,7 @@ def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
     setup = TrainSetup(method="full", lora_rank=0, precision="fp32", checkpointing=0)
     host = {
         (attention, precision): throughput_profile(
-            model, A100, setup.with_(attention=attention, precision=precision)
+            model, A100, setup.with_(attention=attention, precision=precision), conditions=Conditions()
         ).family.host_s
         for attention in ("sdpa", "eager")
         for precision in ("fp32", "bf16-mixed")
