@@ -72,7 +72,8 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
     """Before: `check repo/trl.yaml --fix` wrote what the next shell ran into `~/.bashrc`, and `report DIR` likewise."""
     folder, victim = tmp_path / "plan", tmp_path / "bashrc"
     card = ["--gpu", "rtx-4090", "--no-dry-run"]
-    assert run(["HuggingFaceTB/SmolLM2-135M", *card, "--no-extra-packages", "--out", str(folder)]) == 0
+    small = ["--global-batch", "4", "--no-extra-packages"]  # hf runs the whole loss, which fits to four sequences
+    assert run(["HuggingFaceTB/SmolLM2-135M", *card, *small, "--out", str(folder)]) == 0
     capsys.readouterr()
     script = (folder / "launch/hf/train_hf.py").read_text()  # transformers' only chunked loss is Liger's
     assert "liger" not in script.lower()
