@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+NUM_TEXTS = 8
 NUM_WORDS = 1000
 SHARD_BYTES = 4 << 30
 NOISE_ELEMENTS = (1 << 24) + 1
@@ -109,10 +110,10 @@ def make_tokenizer(folder: Path) -> None:
 def make_texts(folder: Path, columns: str, num_rows: int, num_tokens: int) -> None:
     """`train.jsonl` in a folder: each sample is longer than a sequence, so that every batch is the worst one.
 
-    Texts that may go on in the next row are one.
+    Texts that go on in the next row are few and long, so that few rows are ends of them; one may be held out.
     """
     if columns == "text":
-        num_rows, num_tokens = 1, num_rows * num_tokens
+        num_rows, num_tokens = NUM_TEXTS, -(-num_rows // (NUM_TEXTS - 1)) * num_tokens
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "train.jsonl", "w", encoding="utf-8") as handle:
         for number in range(num_rows):

@@ -142,13 +142,13 @@ def test_a_model_with_random_weights_loads_and_its_texts_fill_a_sequence(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) <= model.config.vocab_size
     for columns, key in (("text", "text"), ("prompt-completion", "completion"), ("preference", "rejected")):
-        ids = tokenizer(prepare.row_of(columns, 3, 40)[key])["input_ids"]
+        ids = tokenizer(prepare.row_of(columns, 9, 40)[key])["input_ids"]
         assert len(ids) >= 40
         assert tokenizer.unk_token_id not in ids
     talk = prepare.row_of("messages", 0, 40)["messages"]
     assert len(tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]) >= 40
-    for columns, num_rows, num_words in (("text", 1, 128), ("preference", 3, 48)):
-        prepare.make_texts(tmp_path / columns, columns, 3, 40)
+    for columns, num_rows, num_words in (("text", 8, 88), ("preference", 9, 48)):
+        prepare.make_texts(tmp_path / columns, columns, 9, 40)
         rows = [json.loads(line) for line in (tmp_path / columns / "train.jsonl").read_text().splitlines()]
         long = {row.get("text") or row["chosen"] for row in rows}
         assert (len(long), {len(one.split()) for one in long}) == (num_rows, {num_words})
