@@ -1,5 +1,5 @@
-"""The short answer: what to train with, where the memory goes, what stands beside it or would make it fit, what to type
-next, the verdict last. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
+"""The short answer: the verdict, what to train with, where the memory goes, what was not chosen and why (or what would
+make it fit), what to type next. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +15,22 @@ from planner.units import gib
 from reports import text
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of
+from reports.rows import MIN_SHOWN_BYTES, Row, breakdown, compared, notes_of
 from reports.setup_text import workload_words
 
-MAX_LINES = 25
+MAX_LINES = 18
 NUM_BESIDE = 3
 GROUPS = (
     ("weights", ("weights", "dequantization")),
-    ("trained: adapters, gradients, states", ("adapters", "gradients", "optimizer")),
+    ("trained", ("adapters", "gradients", "optimizer")),
     ("activations", ("activations",)),
     ("loss", ("loss",)),
-    ("workspace, gaps, CUDA context", ("workspace", "other", "residue", "gap", "context")),
+    ("rest", ("workspace", "other", "residue", "gap", "context")),
 )
 """Every category of memory in one of five groups; what is free and kept free follows."""
-BAR_CELLS = 24
-MORE = "--why: the decision tree, --memory: every term, --all: the rest"
+BAR_CELLS = 64
+MARKS = {"weights": "█", "trained": "▓", "activations": "▒", "loss": "▚", "rest": "▪", "free": "░"}
+MORE = "more: --why, --memory, --all; plan explain WORD"
 FREE = "free"
 Part = Callable[[Page], None]
 
@@ -77,25 +78,24 @@ def render_brief(
     if found < len(whole):
         write(Page(console), whole[found], NUM_BESIDE)
         return
-    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in (NUM_BESIDE, NUM_BESIDE - 1)]
+    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in range(NUM_BESIDE, -1, -1)]
     rooms += [(0, beside) for beside in range(NUM_BESIDE, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
 def _head(page: Page, answer: Plan | NoPlan) -> None:
-    """What to train with, and where the memory goes."""
+    """The verdict, what to train with, and where the memory goes."""
     chosen = answer.subject
     page.line(workload_words(answer.workload), style="bold")
-    page.line(text.verdict_sentence(answer) if isinstance(answer, Plan) else text.nearest_sentence(answer))
-    workload = answer.workload
-    for sentence in (
-        text.spread_sentence(chosen),
-        text.epoch_sentence(workload, chosen),
-        text.data_sentence(workload),
-    ):
-        if sentence and isinstance(answer, Plan):
-            page.line(sentence)
-    page.line()
+    if isinstance(answer, Plan):
+        page.line(text.short_verdict(answer), style=text.verdict_style(chosen))
+        for sentence in (text.spread_sentence(chosen), text.epoch_sentence(answer.workload, chosen)):
+            if sentence:
+                page.line(sentence)
+        page.line(text.verdict_sentence(answer))
+    else:
+        page.line(text.nothing_sentence(answer), style="bold red")
+        page.line(text.nearest_sentence(answer))
     _groups(page, chosen, answer.workload.memory_bytes)
 
 
@@ -117,49 +117,70 @@ def _notes(page: Page, notes: Sequence[str]) -> None:
 
 
 def _end(page: Page, answer: Plan | NoPlan, left: int, command: str, launches: Sequence[str]) -> None:
-    """What to type next, and the verdict; `left`: notes that are not shown."""
+    """What to know of the launch files, and what to type next; `left`: notes that are not shown."""
     page.line()
-    more = f"{MORE}, {left} {plural(left, 'note')}" if left else MORE
+    for sentence in launches:
+        page.line(clean(sentence), style=text.sentence_style(sentence))
+    more = f"{MORE}; {left} {plural(left, 'note')}" if left else MORE
     page.line(f"Next ({more})" if command else more, style="dim")
     if command:
         page.command(command)
-    for sentence in launches:
-        page.line(clean(sentence), style=text.sentence_style(sentence))
-    if isinstance(answer, Plan):
-        verdict = " ".join(
-            one for one in (text.memory_sentence(answer.chosen), text.speed_sentence(answer.chosen)) if one
-        )
-    else:
-        verdict = text.nothing_sentence(answer)
-    page.line(verdict, style=text.verdict_style(answer.subject))
 
 
 def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
-    """Five groups of memory as bars against the card."""
+    """Where the memory goes: one bar of the whole card, and what each mark stands for."""
     sizes = group_bytes(candidate, memory_bytes)
-    kept_free = sum(row.size_bytes for row in breakdown(candidate, memory_bytes).rows if row.category == "headroom")
-    table = page.table("memory", "size", "bar", right=("size",), fixed=("bar",), header=False)
-    for label, size in sizes.items():
-        cells = min(BAR_CELLS, max(1, round(BAR_CELLS * size / memory_bytes)))
-        if size >= MIN_SHOWN_BYTES:
-            words = f"free, {gib(kept_free)} of it kept free" if label == FREE else label
-            page.row(table, words, gib(size), ("░" if label == FREE else "█") * cells)
-    page.show(table)
-    mark = text.memory_mark(best_terms(candidate))
-    page.line(f"of {gib(memory_bytes)} at the peak [{mark}]", style="dim")
+    shown = {label: size for label, size in sizes.items() if size >= MIN_SHOWN_BYTES}
+    whole = max(memory_bytes, sum(shown.values()))
+    width = min(BAR_CELLS, page.console.width - 1)
+    ends, total = [], 0
+    for size in shown.values():
+        total += size
+        ends.append(round(width * total / whole))
+    cells = [max(1, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    page.line("".join(MARKS[label] * number for label, number in zip(shown, cells, strict=True)))
+    words = "  ".join(f"{MARKS[label]} {label} {gib(size)}" for label, size in shown.items())
+    page.line(f"{words} of {gib(memory_bytes)}", style="dim")
 
 
 def _beside(page: Page, plan: Plan, number: int) -> None:
-    """A few alternatives with what they cost or buy."""
-    rows = [row for row in compared(plan)[1:] if row.candidate.fits][:number]
+    """A few alternatives, each with the reason why it is not the choice."""
+    chosen, *others = compared(plan)
+    rows = [row for row in others if row.candidate.fits][:number]
     if not rows:
         return
     page.line()
-    table = page.table("instead", "tokens/s", "peak", "costs or buys", right=("tokens/s", "peak"), header=False)
+    table = page.table("instead", "tokens/s", "peak", "why not", right=("tokens/s", "peak"), header=False)
     for row in rows:
         speed = f"{row.speed.tokens_per_s:,.0f} tokens/s" if row.speed.tokens_per_s else "-"
-        page.row(table, clean(row.label), speed, gib(row.peak.peak_device_bytes), clean(row.trade))
+        page.row(table, clean(row.label), speed, gib(row.peak.peak_device_bytes), why_not(chosen, row))
     page.show(table)
+
+
+def why_not(chosen: Row, other: Row) -> str:
+    """Why another setup that fits is not the choice: it is slower, or what its speed would cost."""
+    mine, setup = chosen.candidate.setup, other.candidate.setup
+    before, after = chosen.speed.tokens_per_s, other.speed.tokens_per_s
+    if other.candidate.verdict == "tight":
+        return "may run out of memory"
+    if not before or not after:
+        return clean(other.trade)
+    percent_faster = 100 * (after / before - 1)
+    if percent_faster < 0.5:
+        return f"{-percent_faster:.0f} % slower" if percent_faster <= -0.5 else "as fast, not simpler or smaller"
+    faster = f"{percent_faster:.0f} % faster"
+    if setup.quantized and not mine.quantized:
+        bits = "8" if setup.quantization == "int8" else "4"
+        return f"{faster}, but {bits} bits cost quality"
+    if setup.method == "full" and mine.method != "full":
+        return f"{faster}; only when asked: --method full"
+    if setup.lora_rank < mine.lora_rank:
+        return f"{faster}, but a smaller rank learns less"
+    if setup.precision != mine.precision:
+        return f"{faster}, but in {setup.precision}"
+    if other.peak.peak_device_bytes > chosen.peak.peak_device_bytes:
+        return f"{faster}, less memory to spare"
+    return clean(other.trade)
 
 
 def _remedies(page: Page, no_plan: NoPlan, number: int) -> None:

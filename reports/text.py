@@ -169,6 +169,20 @@ def verdict_sentence(plan: Plan) -> str:
     return f"Train with {words}." if plan.chosen.fits else f"Do not run this yet, it does not fit: {words}."
 
 
+def short_verdict(plan: Plan) -> str:
+    """Whether it fits, what is trained, memory and speed with one band each, and how long a step takes."""
+    chosen = plan.chosen
+    setup, memory, speed = chosen.setup, chosen.memory_evidence, chosen.speed_evidence
+    fits = {"fits": "Fits", "tight": "Tight, it may run out of memory", "over": "Does not fit"}[chosen.verdict]
+    base = {"int8": "an 8-bit base", "none": "the 16-bit model"}.get(setup.quantization, "a 4-bit base")
+    adapter = "LoRA" if setup.adapter == "lora" else setup.adapter
+    trained = "Full fine-tuning" if setup.method == "full" else f"{adapter} on {base}"
+    words = f"{fits}. {trained}: {gib(memory.peak_device_bytes)} of {gib(chosen.budget_bytes)} ({memory_mark(memory)})"
+    if speed.tokens_per_s and speed.step_time_s:
+        words += f", {rate(speed.tokens_per_s)} ({speed_mark(speed)}), {seconds(speed.step_time_s)} per step"
+    return joined((f"{words}.", _disagreement(chosen)), " ")
+
+
 def nearest_sentence(no_plan: NoPlan) -> str:
     """The setup that came nearest to fitting."""
     return f"The nearest setup is {setup_words(no_plan.nearest.setup)}."

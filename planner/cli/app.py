@@ -51,6 +51,7 @@ COMMANDS = {
     "init": Command("init", "init", "Five questions, then a plan and the command that made it."),
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
+    "explain": Command("explain", "explain", "What a word of a plan means."),
     "gpus": Command("lists", "gpus", "The GPU table."),
     "models": Command("lists", "models", "The built-in model catalogue."),
     "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),

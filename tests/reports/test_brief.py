@@ -1,5 +1,6 @@
-"""The short answer: at most 25 lines at 80 columns, the verdict last, nothing said twice; the rest when asked for."""
+"""The short answer: at most 18 lines at 80 columns, the verdict first, a reason for each other setup."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -16,8 +17,8 @@ from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.wish import Wish
 from planner.workload import Data
-from reports.brief import MAX_LINES
-from reports.rows import notes_of
+from reports.brief import MAX_LINES, why_not
+from reports.rows import compared, notes_of
 from reports.terminal import render_plan
 from reports.text import band_words, sides_words, verdict_style
 from tests.reports.factories import make_plan
@@ -43,7 +44,7 @@ def planned(name: str, gpu: str, **wish: Any) -> Plan | NoPlan:
 
 
 @pytest.mark.parametrize("gpu", CARDS)
-def test_the_answer_has_at_most_25_lines(gpu: str) -> None:
+def test_the_answer_has_at_most_18_lines(gpu: str) -> None:
     """Every 40th model of the catalogue on each card, refusals too; with TESTS_WHOLE=1 every one."""
     answers = [planned(name, gpu) for name in some(catalogue.names()[CARDS.index(gpu) :], 40)]
     assert any(isinstance(answer, Plan) for answer in answers)
@@ -60,15 +61,15 @@ def test_the_answer_has_at_most_25_lines(gpu: str) -> None:
     ],
     ids=["objective", "refusal", "several-gpus", "cost"],
 )
-def test_other_answers_have_at_most_25_lines_too(wish: dict[str, Any]) -> None:
+def test_other_answers_have_at_most_18_lines_too(wish: dict[str, Any]) -> None:
     answer = planned("meta-llama/Llama-3.1-8B", "rtx-4090", **wish)
     assert height(answer) <= MAX_LINES
     assert height(answer, 120) <= MAX_LINES
 
 
-def test_a_refusal_ends_with_the_verdict_and_says_what_would_make_it_fit() -> None:
+def test_a_refusal_begins_with_the_verdict_and_says_what_would_make_it_fit() -> None:
     lines = shown(planned("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
-    assert lines[-2].startswith("Nothing fits:")
+    assert any(line.startswith("Nothing fits:") for line in lines[1:3])
     assert any(line.startswith("→ leave --method out") for line in lines)
     assert not any("decision tree, question by question" in line for line in lines)
 
@@ -90,17 +91,37 @@ def test_risks_stand_before_what_holds_of_every_plan() -> None:
     assert any("SDPA falls back" in line for line in shown(plan))
 
 
-def test_the_verdict_stands_last_and_the_command_before_it() -> None:
+def test_the_verdict_stands_first_and_the_command_last() -> None:
     lines = shown(make_plan(), width=200)
-    assert lines[-1].startswith("It fits")
-    assert lines[-2].strip().startswith("plan ")
+    assert lines[1].startswith("Fits. ")
+    assert lines[1].count("±") == 2  # one band for memory, one for speed
+    assert lines[-1].strip().startswith("plan ")
+
+
+@pytest.mark.parametrize("gpu", ["rtx-4090", "h100-sxm"])
+def test_every_other_setup_has_its_reason(gpu: str) -> None:
+    plan = planned("meta-llama/Llama-3.1-8B", gpu)
+    assert isinstance(plan, Plan)
+    chosen, *others = compared(plan)
+    assert others
+    for row in others:
+        reason = why_not(chosen, row)
+        assert chosen.speed.tokens_per_s
+        assert row.speed.tokens_per_s
+        if row.candidate.verdict == "tight":
+            assert reason == "may run out of memory"
+        elif row.speed.tokens_per_s > 1.01 * chosen.speed.tokens_per_s:
+            assert "faster" in reason
+            assert reason.partition("faster")[2], "faster and no word why it is not taken"
+        else:
+            assert "slower" in reason or reason == "as fast, not simpler or smaller"
 
 
 def test_the_groups_and_what_is_free_add_up_to_the_card() -> None:
     plan = plan_workload(Wish().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
     assert isinstance(plan, Plan)
-    bars = [line for line in shown(plan) if "█" in line or "░" in line]
-    total = sum(float(line.split(" GiB")[-2].split()[-1]) for line in bars)
+    legend = " ".join(shown(plan)).partition("█ weights")[2].partition(" of ")[0]
+    total = sum(float(size) for size in re.findall(r"([\d.]+) GiB", legend))
     assert total == pytest.approx(plan.workload.memory_bytes / 2**30, abs=0.05)
 
 
