@@ -1,6 +1,7 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.memory.types import MemoryTerm
@@ -152,10 +153,22 @@ class Row(NamedTuple):
 
 
 def compared(plan: Plan) -> list[Row]:
-    """The chosen setup and its alternatives, each figure of all of them from one rung."""
+    """The chosen setup and its alternatives, each figure of all of them from one rung; speeds corrected by what a higher
+    one says of the chosen setup, so that its speed is the same here as everywhere."""
     rows = list(beside(plan))
     figures = on_one_rung([candidate for _, candidate, _ in rows])
-    return [Row(label, one, *found, trade) for (label, one, trade), found in zip(rows, figures, strict=True)]
+    own, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
+    ratio = own / common if own and common else 1.0
+
+    def corrected(speed: Prediction | Measurement) -> Prediction | Measurement:
+        if ratio == 1.0 or not speed.tokens_per_s or not speed.step_time_s:
+            return speed
+        return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, step_time_s=speed.step_time_s / ratio)
+
+    return [
+        Row(label, one, peak, corrected(speed), trade)
+        for (label, one, trade), (peak, speed) in zip(rows, figures, strict=True)
+    ]
 
 
 def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
