@@ -408,7 +408,10 @@ def _attention_price(workload: Workload, chosen: Candidate) -> str:
     allowed = supported_attentions(workload.model, workload.gpu)
     if "attention" in workload.fixed or own not in both or not {*both} <= {*allowed}:
         return ""
-    setup = chosen.setup.with_(attention=both[own == "sdpa"])
+    try:
+        setup = chosen.setup.with_(attention=both[own == "sdpa"])
+    except SetupError:  # context parallelism, say, has SDPA alone
+        return ""
     if missing_kernels(workload.model, workload.gpu, setup) or setup.compiled:
         return ""
     other = candidate(workload, setup).formula
