@@ -153,8 +153,8 @@ class Row(NamedTuple):
 
 
 def compared(plan: Plan) -> list[Row]:
-    """The chosen setup and its alternatives, each figure of all of them from one rung; speeds corrected by what a higher
-    one says of the chosen setup, so that its speed is the same here as everywhere."""
+    """The chosen setup and its alternatives, each figure of all of them from one rung; speeds are corrected by what a
+    higher one says of the chosen setup, so that its speed is the same here as everywhere."""
     rows = list(beside(plan))
     figures = on_one_rung([candidate for _, candidate, _ in rows])
     own, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
