@@ -110,8 +110,6 @@ def _instead(page: Page, answer: Plan | NoPlan, number: int) -> None:
 
 
 def _notes(page: Page, notes: Sequence[str]) -> None:
-    if notes:
-        page.line()
     for note in notes:
         page.line(f"· {note}")
 
