@@ -256,9 +256,9 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rota
     kind = "full" if window is None else f"sliding-{window}"
     if attention is not None and attention.kind == "linear":
         kind = "linear-attention"
-    elif attention is not None and kind == "full" and not any(one.role in ("k", "qkv") for one in linears):
-        if any(one.role == "mixer" for one in linears):  # without: another layer's keys (Gemma 3n's last layers)
-            kind = "latent"
+    roles = {one.role for one in linears}  # neither keys nor mixers: another layer's keys (Gemma 3n's last layers)
+    if attention is not None and kind == "full" and "mixer" in roles and not roles & {"k", "qkv"}:
+        kind = "latent"
     mlp = _mlp(linears, modules, text)
     return LayerSpec(
         kind=f"{kind}+moe" if mlp is not None and mlp.kind == "moe" else kind,
