@@ -151,7 +151,11 @@ def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
                     runpy.run_module(f"trl.scripts.{words[1]}", run_name="__main__")
                 else:
                     sys.argv = words[1:]
-                    runpy.run_path(words[1], run_name="__main__")
+                    if words[1] == "-m":
+                        sys.argv = words[2:]
+                        runpy.run_module(words[2], run_name="__main__")
+                    else:
+                        runpy.run_path(words[1], run_name="__main__")
             return summary(phantom, "done")
     finally:
         os.chdir(before)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner.app import machine
 from planner.app.progress import ProgressLine
+from planner.children import python_argv
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.errors import EnvironmentProblem, UsageError
@@ -189,7 +189,7 @@ def program_folder(folder: Path, target: str) -> str:
     if made.is_dir():
         return str(made)
     active = "VIRTUAL_ENV" in os.environ or "CONDA_PREFIX" in os.environ
-    return "" if active else str(Path(sys.executable).parent)
+    return "" if active else str(Path(python_argv()[0]).parent)
 
 
 def _beside(folder: Path) -> Path | None:

@@ -28,7 +28,7 @@ RUNG_KEYS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes",
 def test_main_job_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", *FAST]) == 0
     out = capsys.readouterr().out
-    for words in ("Train with", "It fits: ", "formula", "weights", "Next"):
+    for words in ("Train with", "Fits. ", "formula", "weights", "Next"):
         assert words in out
 
 

@@ -56,7 +56,7 @@ def test_a_named_target_is_planned_written_and_agrees_everywhere(
     assert words in head
     assert words in (out / "launch" / "README.md").read_text()
     assert "Differs from the plan" not in head
-    assert f"{gib(peak)} of the {gib(chosen['budget_bytes'])} budget" in shown
+    assert f"{gib(peak)} of {gib(chosen['budget_bytes'])} (" in shown
     assert f"bash launch/run.sh {target}" in shown
     for report in ("report.md", "report.html"):
         assert gib(peak) in (out / report).read_text()

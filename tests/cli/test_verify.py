@@ -77,8 +77,10 @@ def test_the_trace_of_the_launch_file_stands_in_the_plan(
     assert "5.50 GiB on the device" in out
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
     assert (chosen["trace"]["peak_device_bytes"], chosen["fits"]) == (PEAK_BYTES + CONTEXT_BYTES, True)
-    for text in (out, (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()):
-        assert "It fits: 5.50 GiB" in text
+    assert "Fits. Full fine-tuning: 5.50 GiB" in out
+    reports = [(tmp_path / name).read_text() for name in ("report.md", "report.html")]
+    assert all("It fits: 5.50 GiB" in text for text in reports)
+    for text in (out, *reports):
         assert "trace ±3 %" in text
         assert "more than the error bands explain" in text  # GPT-2's formula says less than half of it
     assert "5.50 GiB of 14.56 GiB (trace)" in (tmp_path / order.command[1]).read_text()

@@ -44,7 +44,7 @@ def test_planning_works_without_fcntl_and_a_probe_says_what_it_needs(tmp_path: P
         capture_output=True, text=True, cwd=ROOT, env=child_environment(), check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr[-2000:]
-    assert "It fits" in done.stdout
+    assert "Fits. " in done.stdout
     assert "native Windows has none" in done.stderr
     assert "WSL 2" in done.stderr
 
