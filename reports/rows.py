@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.memory.types import MemoryTerm
 from planner.notes import Note, place_of
@@ -163,7 +163,8 @@ def compared(plan: Plan) -> list[Row]:
     def corrected(speed: Prediction | Measurement) -> Prediction | Measurement:
         if ratio == 1.0 or not speed.tokens_per_s or not speed.step_time_s:
             return speed
-        return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, step_time_s=speed.step_time_s / ratio)
+        changes: dict[str, Any] = {"tokens_per_s": speed.tokens_per_s * ratio, "step_time_s": speed.step_time_s / ratio}
+        return replace(speed, **changes)
 
     return [
         Row(label, one, peak, corrected(speed), trade)

@@ -110,11 +110,13 @@ def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, .
 
 
 def next_command(launches: Sequence[Launch], folder: Path) -> str:
-    """The command that starts the first target whose files were written and that can run."""
+    """The command that installs and starts, on a bare machine, the first target whose files were written and that can
+    run."""
     place = shlex.quote(str(folder))
     for launch in launches:
         if launch.files and launch.complete and len(launch.about) == 1:
-            return f"cd {place} && bash launch/run.sh {launch.target}"
+            run = "bash launch/run.sh"
+            return f"cd {place} && {run} install {launch.target} && {run} {launch.target}"
     return f"open {place}/report.html"
 
 

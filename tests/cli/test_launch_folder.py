@@ -87,7 +87,7 @@ def test_forced_files_say_in_file_and_verdict_that_they_run_out(
     assert "PREDICTED OUT OF MEMORY" in text
     assert gib(peak) in text
     assert "launch/axolotl, written with --force: PREDICTED OUT OF MEMORY" in shown
-    assert "bash launch/run.sh trl" in shown
+    assert "bash launch/run.sh install trl && bash launch/run.sh trl" in shown
 
 
 def test_a_target_without_any_setup_is_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

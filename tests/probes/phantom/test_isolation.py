@@ -217,6 +217,10 @@ for name, code in HARM.items():
 """Does each harm in its own home."""
 
 
+def test_the_page_says_how_many_kinds_of_harm_there_are() -> None:
+    assert f"{len(HARM)} kinds of harm" in (ROOT / "docs" / "trace.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("kind", "user"),
     [
