@@ -46,16 +46,7 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
         words += ["--headroom", _shortest(wish.headroom_bytes / GIB, _bytes)]
     if wish.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(wish.min_rank)]
-    if wish.data.file:
-        words += ["--dataset", clean(without_secrets(wish.data.file))]
-        if wish.data.names:
-            words += ["--columns", ",".join(f"{name}={clean(column)}" for name, column in wish.data.names.items())]
-    if wish.data.epoch_tokens and not wish.data.kind:
-        words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
-        if wish.data.num_samples is not None:
-            words += ["--samples", str(wish.data.num_samples)]
-    if wish.data.loss_on == "all" and wish.data.kind != "text":
-        words += ["--loss-on", "all"]
+    words += data_words(wish)
     if wish.price_source == PRICE_GIVEN and wish.price_per_hour is not None:
         words += ["--price", _shortest(wish.price_per_hour)]
     if wish.prefer != "quality":
@@ -64,6 +55,22 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
         words += [option, _shortest(given)] if given else []
     for target in wish.targets:
         words += ["--target", target]
+    return words
+
+
+def data_words(wish: Workload) -> list[str]:
+    """The options that say what is trained on."""
+    data, words = wish.data, list[str]()
+    if data.file:
+        words += ["--dataset", clean(without_secrets(data.file))]
+        if data.names:
+            words += ["--columns", ",".join(f"{name}={clean(column)}" for name, column in data.names.items())]
+    if data.epoch_tokens and not data.kind:
+        words += ["--dataset-tokens", str(data.epoch_tokens)]
+        if data.num_samples is not None:
+            words += ["--samples", str(data.num_samples)]
+    if data.loss_on == "all" and data.kind != "text":
+        words += ["--loss-on", "all"]
     return words
 
 

@@ -17,6 +17,7 @@ from planner.interchange import asked_form
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
+from planner.samples.useful import epoch_s
 from planner.units import count, gib, percent, seconds
 from reports import text
 from reports.charts import (
@@ -220,7 +221,7 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
         if wish.data.epoch_tokens:
             tiles.append(
-                ("One epoch", seconds(text.epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
+                ("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
             )
         if isinstance(plan, Plan) and wish.price_per_hour is not None:
             price = f"{text.dollars(wish.price_per_hour)} per GPU hour"

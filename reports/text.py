@@ -11,9 +11,9 @@ from planner.notes import Place, place_of
 from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict, speed_rung
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.redaction import without_secrets
-from planner.samples.useful import useful_tokens_per_s
+from planner.samples.useful import cost_usd, job_s, useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
-from planner.workload import Workload
+from planner.workload import PRICE_GIVEN, Workload
 from reports.plain import clean, joined, plural
 from reports.setup_text import setup_words, spread_words
 
@@ -41,8 +41,8 @@ def rate(tokens_per_s: float | None) -> str:
 
 
 def dollars(amount: float) -> str:
-    """US dollars as text: cents below 100 dollars."""
-    return f"${amount:,.2f}" if amount < 100 else f"${amount:,.0f}"
+    """US dollars as text: cents below 100 dollars, tenths of them below ten."""
+    return f"${amount:,.{3 if amount < 0.1 else 2 if amount < 100 else 0}f}"
 
 
 def cost_per_million(plan: Plan | NoPlan) -> float | None:
@@ -236,15 +236,14 @@ def speed_sentence(candidate: Candidate) -> str:
 
 def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     """Time and cost of the epochs that the launch files train; empty without a data set."""
-    if not workload.data.epoch_tokens or not candidate.tokens_per_s:
+    duration_s, tokens, epochs = job_s(workload, candidate), workload.data.epoch_tokens, workload.epochs
+    if duration_s is None or tokens is None:
         return ""
-    epochs = workload.epochs
-    duration_s = epochs * epoch_s(workload, candidate)
     one = epochs == 1
-    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.data.epoch_tokens)} tokens"
+    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(tokens)} tokens"
     words += f" {'takes' if one else 'take'} {seconds(duration_s)}"
-    if workload.price_per_hour is not None:
-        cost = duration_s / 3600 * workload.price_per_hour * workload.num_gpus
+    cost = cost_usd(workload, duration_s)
+    if cost is not None and workload.price_per_hour is not None:
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
         words += f" and {'costs' if one else 'cost'} {dollars(cost)}"
         words += f" (at {dollars(workload.price_per_hour)} per GPU hour{source})"
@@ -252,6 +251,29 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     if abs(useful / candidate.tokens_per_s - 1) > SHARE_SHOWN:
         words += f": {rate(useful)} of the samples' own"
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
+
+
+def job_words(workload: Workload) -> str:
+    """ "chats.jsonl, 3 epochs of 1.2 M tokens"; empty where nobody said how much is trained on."""
+    tokens, epochs = workload.data.epoch_tokens, workload.epochs
+    if tokens is None:
+        return ""
+    name = clean(PurePath(without_secrets(workload.data.file)).name)
+    passes = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
+    return joined((name, f"{passes} of {count(tokens)} tokens"))
+
+
+def price_date(workload: Workload) -> str:
+    """When the price was asked, "" where none is known or the user gave it."""
+    if workload.price_per_hour is None or workload.price_source == PRICE_GIVEN:
+        return ""
+    return workload.price_source.rpartition(", ")[2]
+
+
+def price_dates(workloads: Iterable[Workload]) -> str:
+    """ "of 2026-10-03 to 2026-10-10", "" where no price is dated."""
+    dates = sorted({date for one in workloads if (date := price_date(one))[:1].isdigit()})
+    return f"of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
 
 
 def data_sentence(workload: Workload) -> str:
@@ -266,11 +288,6 @@ def data_sentence(workload: Workload) -> str:
         words = "answers, where there are any"
     held_out = f"; {data.held_out} samples are held out and evaluated" if data.held_out else ""
     return f"{name}: the loss is on {words}{held_out}."
-
-
-def epoch_s(workload: Workload, candidate: Candidate) -> float:
-    """Seconds of one pass over the data, padding included."""
-    return (workload.data.epoch_tokens or 0) / useful_tokens_per_s(workload, candidate)
 
 
 def spread_sentence(candidate: Candidate) -> str:

@@ -2,6 +2,7 @@
 catalogue by what can be trained on it, to what length and how fast)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +13,26 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
-from planner.units import count, gib
+from planner.samples.useful import cost_usd, job_s
+from planner.units import count, gib, seconds
 from planner.workload import Workload
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
-from reports.plain import clean, plural
+from reports.plain import clean, joined, plural
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import short_setup_words
-from reports.text import cost_per_million, fit_word, memory_marks, speed_mark, speed_marks
+from reports.text import (
+    cost_per_million,
+    dollars,
+    fit_word,
+    job_words,
+    memory_marks,
+    price_date,
+    price_dates,
+    speed_mark,
+    speed_marks,
+)
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -43,31 +55,37 @@ class GpuChoice:
         """Whether there is a plan for this card."""
         return isinstance(self.answer, Plan)
 
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds of the whole job, None where it does not fit or nobody said how much is trained on."""
+        return job_s(self.answer.workload, self.answer.chosen) if isinstance(self.answer, Plan) else None
+
+    @property
+    def cost_usd(self) -> float | None:
+        """US dollars of the whole job, else of a million tokens; None without a plan or a price."""
+        duration_s = self.duration_s
+        return cost_per_million(self.answer) if duration_s is None else cost_usd(self.answer.workload, duration_s)
+
 
 def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[GpuChoice, ...]:
-    """The answers, cards that fit first; `sort` "size": smallest memory first, "speed", or "cost" per million tokens.
+    """The answers, cards that fit first; `sort` "size": smallest memory first, "speed", or "cost" of the job, else of a
+    million tokens.
 
     Raises:
         ValueError: an unknown `sort`.
     """
     if sort not in SORTS:
         raise ValueError(f"sort must be one of {', '.join(SORTS)}; got {sort!r}")
-    plans = [plan for plan in answers if isinstance(plan, Plan)]
-    by_speed = sorted(plans, key=lambda plan: -plan.chosen.tokens_per_s)
-    by_cost = sorted(
-        (plan for plan in plans if cost_per_million(plan) is not None), key=lambda p: cost_per_million(p) or 0
-    )
-    speed = {plan.workload.gpu.key: place for place, plan in enumerate(by_speed, 1)}
-    cost = {plan.workload.gpu.key: place for place, plan in enumerate(by_cost, 1)}
-    choices = [
-        GpuChoice(
-            gpu=answer.workload.gpu,
-            answer=answer,
-            speed_place=speed.get(answer.workload.gpu.key),
-            cost_place=cost.get(answer.workload.gpu.key),
-        )
-        for answer in answers
-    ]
+    choices = [GpuChoice(gpu=answer.workload.gpu, answer=answer) for answer in answers]
+
+    def seconds_each(one: GpuChoice) -> float:
+        return one.duration_s or 1.0 / one.answer.subject.tokens_per_s
+
+    by_speed = sorted((one for one in choices if one.fits), key=seconds_each)
+    by_cost = sorted((one for one in choices if one.cost_usd is not None), key=lambda one: one.cost_usd or 0.0)
+    speed = {one.gpu.key: place for place, one in enumerate(by_speed, 1)}
+    cost = {one.gpu.key: place for place, one in enumerate(by_cost, 1)}
+    choices = [replace(one, speed_place=speed.get(one.gpu.key), cost_place=cost.get(one.gpu.key)) for one in choices]
     keys: dict[str, Callable[[GpuChoice], Any]] = {
         "size": lambda one: one.answer.workload.memory_bytes,
         "speed": lambda one: one.speed_place or 0,
@@ -111,20 +129,25 @@ def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
 
 def _words(one: GpuChoice) -> str:
     assert isinstance(one.answer, Plan)
-    chosen = one.answer.chosen
-    cost = cost_per_million(one.answer)
-    price = "" if cost is None else f", ${cost:,.3f} per million tokens"
+    chosen, wish, duration_s = one.answer.chosen, one.answer.workload, one.duration_s
     speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
-    return f"{clean(one.gpu.name)} ({gib(one.answer.workload.memory_bytes)}), {speed}{price}"
+    words = [f"{clean(one.gpu.name)} ({gib(wish.memory_bytes)})", speed]
+    if duration_s is None:
+        words += [] if one.cost_usd is None else [f"${one.cost_usd:,.3f} per million tokens"]
+        return joined(words)
+    words.append(seconds(duration_s))
+    if one.cost_usd is None or wish.price_per_hour is None:
+        return joined((*words, "no price known"))
+    per_hour = f"{dollars(wish.price_per_hour)} per GPU hour, {clean(wish.price_source)}"
+    return joined((*words, f"{dollars(one.cost_usd)} ({per_hour})"))
 
 
 def which_gpu_title(wish: Workload) -> str:
-    """The first line: the model and what a step must look like."""
-    several = f" · {wish.num_gpus} of each" if wish.num_gpus > 1 else ""
-    return (
-        f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters){several} · "
-        f"{wish.seq_len_tokens:,} tokens · {wish.global_batch_seqs:,} sequences per step"
-    )
+    """The first line: the model, what a step must look like, and how much is trained on."""
+    several = f"{wish.num_gpus} of each" if wish.num_gpus > 1 else ""
+    model = f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters)"
+    step = (f"{wish.seq_len_tokens:,} tokens", f"{wish.global_batch_seqs:,} sequences per step")
+    return joined((model, several, *step, job_words(wish)), " · ")
 
 
 @dataclass(frozen=True)
@@ -144,9 +167,11 @@ class GpusSheet(Sheet):
             choices = [one for one in choices if one.fits]
         by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
         header, rows, right = _gpus_table(choices, by_method=by_method, setups=setups)
-        page.whole(header, rows, right=right, fixed=("--gpu", "method"))
+        page.whole(header, rows, right=right, fixed=("--gpu", "method", "priced on"))
         marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
-        words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {marks or '-'}."
+        job = any(one.duration_s is not None for one in choices)
+        what = "#: place by time and by cost of the whole job" if job else "#: place by tokens/s and by cost"
+        words = f"{what}. {'' if job else '$/M: US dollars per million tokens. '}Peaks: {marks or '-'}."
         if by_method:
             words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
         if not setups and not all(one.fits for one in choices):
@@ -156,7 +181,9 @@ class GpusSheet(Sheet):
         if missing:
             page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
         if any(one.cost_place for one in choices):
-            page.line("Prices are dated and indicative; plan MODEL --gpu GPU --price sets your own.", style="dim")
+            dates = price_dates(one.answer.workload for one in choices)
+            prices = joined(("Prices", dates, "are indicative"), " ")
+            page.line(f"{prices}; plan MODEL --gpu GPU --price sets your own.", style="dim")
 
     def markdown(self) -> str:
         table = markdown_table(*_gpus_table(self.choices, by_method=True, setups=True))
@@ -179,7 +206,11 @@ def _gpu_json(one: GpuChoice) -> dict[str, Any]:
         "tokens_per_s": chosen.tokens_per_s if one.fits else None,
         "speed_place": one.speed_place,
         "usd_per_hour": answer.workload.price_per_hour,
+        "price_source": answer.workload.price_source or None,
+        "price_date": price_date(answer.workload) or None,
         "usd_per_million_tokens": cost_per_million(answer),
+        "duration_s": one.duration_s,
+        "cost_usd": None if one.duration_s is None else one.cost_usd,
         "cost_place": one.cost_place,
         "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, one.gpu.key),
     }
@@ -188,34 +219,39 @@ def _gpu_json(one: GpuChoice) -> dict[str, Any]:
 def _gpus_table(
     choices: Sequence[GpuChoice], *, by_method: bool, setups: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    """Header, rows and the columns of numbers; `by_method`: a column of speeds per method; `setups`: in full words."""
-    methods = tuple(METHOD_SHORT) if by_method else ()
-    speeds = tuple(METHOD_SHORT[method] for method in methods)
-    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M", "# ", *speeds, "setup" if setups else "method")
+    """Header, rows and the columns of numbers; `by_method`: with every method's speed and the price with its date;
+    `setups`: in full words."""
+    speeds = tuple(METHOD_SHORT.values()) if by_method else ()
+    job = any(one.duration_s is not None for one in choices)
+    costs = ("time", "#", "cost", "# ") if job else ("#", "$/M", "# ")
+    prices = ("$/hour", "priced on") if by_method else ()
+    header = ("--gpu", "memory", "fits", "tokens/s", *costs, *prices, *speeds, "setup" if setups else "method")
     rows: list[tuple[str, ...]] = []
     for one in choices:
-        memory = gib(one.answer.workload.memory_bytes)
+        wish, memory = one.answer.workload, gib(one.answer.workload.memory_bytes)
+        price = "-" if wish.price_per_hour is None else dollars(wish.price_per_hour)
+        dated = "not known" if wish.price_per_hour is None else price_date(wish)
+        priced = (price, dated) if by_method else ()
         if isinstance(one.answer, NoPlan):
             missing = f"{gib(one.answer.missing_bytes)} missing" if setups else f"+{gib(one.answer.missing_bytes)}"
-            rows.append((one.gpu.key, memory, "no", *("-",) * (4 + len(methods)), missing))
+            rows.append((one.gpu.key, memory, "no", "-", *("-",) * len(costs), *priced, *("-",) * len(speeds), missing))
             continue
-        chosen = one.answer.chosen
-        cost = cost_per_million(one.answer)
-        best = best_by_method(one.answer)
+        chosen, best = one.answer.chosen, best_by_method(one.answer)
+        cost = "-" if one.cost_usd is None else dollars(one.cost_usd) if job else f"{one.cost_usd:,.3f}"
+        places = (str(one.speed_place or "-"), cost, str(one.cost_place or "-"))
         rows.append(
             (
                 one.gpu.key,
                 memory,
                 fit_word(chosen),
                 f"{chosen.tokens_per_s:,.0f}",
-                str(one.speed_place or "-"),
-                "-" if cost is None else f"{cost:,.3f}",
-                str(one.cost_place or "-"),
-                *(f"{best[method].tokens_per_s:,.0f}" if method in best else "-" for method in methods),
+                *((seconds(one.duration_s or 0.0), *places) if job else places),
+                *priced,
+                *(f"{best[method].tokens_per_s:,.0f}" if method in best else "-" for method in METHOD_SHORT if speeds),
                 short_setup_words(chosen.setup) if setups else METHOD_SHORT[chosen.setup.method],
             )
         )
-    return header, rows, ("memory", "tokens/s", "#", "$/M", "# ", *speeds)
+    return header, rows, ("memory", "tokens/s", "time", "#", "cost", "$/M", "# ", "$/hour", *speeds)
 
 
 @dataclass(frozen=True, kw_only=True)

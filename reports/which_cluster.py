@@ -1,5 +1,6 @@
 """Which cluster for a piece of work: what to rent, side by side with what else would do."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,21 +12,28 @@ from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
 from planner.units import count, gib, seconds
+from reports.command import data_words
 from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
-from reports.plain import clean, plural
+from reports.plain import clean, joined, plural
 from reports.setup_text import spread_words
-from reports.text import dollars, speed_marks
+from reports.text import dollars, price_dates, speed_marks
 
 MAX_ROWS = 20
-ASSUMPTIONS = (
-    "Times are training alone: loading, evaluation, saving and failures are not counted.",
-    "Prices are dated and indicative, the same per GPU hour for any number of them; --price sets your own.",
-    "GPUs of one node talk over NVLink where the card has it, else over PCIe; nodes of eight over 1,600 Gbit/s "
-    "InfiniBand; --interconnect changes it. GeForce cards are taken in one node only, unless it is given.",
-    "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
-)
+
+
+def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
+    """What the figures take for granted."""
+    prices = joined(("Prices", price_dates(one.workload for one in options), "are indicative"), " ")
+    return (
+        "Times are training alone: loading, evaluation, saving and failures are not counted.",
+        f"{prices}, the same per GPU hour for any number of them; --price sets your own.",
+        "GPUs of one node talk over NVLink where the card has it, else over PCIe; nodes of eight over 1,600 Gbit/s "
+        "InfiniBand; --interconnect changes it. GeForce, RTX, Quadro and TITAN cards are taken in one node only, "
+        "unless it is given.",
+        "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
+    )
 
 
 def cluster_words(one: ClusterOption) -> str:
@@ -60,7 +68,7 @@ class ClustersSheet(Sheet):
         if node is None:
             page.line("No cluster keeps the limits.", style="bold red")
             page.line(_nearest_words(self.options))
-            _assumptions(page)
+            _assumptions(page, self.options)
             return
         for head, lines in _by_method(self.options):
             page.line()
@@ -69,7 +77,7 @@ class ClustersSheet(Sheet):
                 page.line(words, indent=2)
         kept = self._kept(node)
         _show_table(page, kept, node)
-        _assumptions(page)
+        _assumptions(page, self.options)
         best = cheapest(kept) or smallest(kept)
         if best is not None:
             page.head("Next")
@@ -84,7 +92,7 @@ class ClustersSheet(Sheet):
             for head, lines in _by_method(self.options):
                 blocks += [f"## {escape(head)}", bullets(lines)]
             blocks += [f"## {_table_title(node)}", markdown_table(*_table(self._kept(node), wide=True))]
-        return document(_title(self.model, self.limits), *blocks, "## Assumed", bullets(ASSUMPTIONS))
+        return document(_title(self.model, self.limits), *blocks, "## Assumed", bullets(assumptions(self.options)))
 
     def document(self) -> dict[str, Any]:
         by_node = {node: [one for one in self.options if one.node == node] for node in Node}
@@ -98,7 +106,7 @@ class ClustersSheet(Sheet):
                 node: {name: _as_json(one) for name, one in picks(found).items()} for node, found in by_node.items()
             },
             "options": list(map(_as_json, self.options)),
-            "assumptions": list(ASSUMPTIONS),
+            "assumptions": list(assumptions(self.options)),
         }
 
     def _kept(self, node: Node) -> list[ClusterOption]:
@@ -129,15 +137,16 @@ def _nearest_words(options: Sequence[ClusterOption]) -> str:
 
 def next_command(model: ModelSpec, one: ClusterOption, limits: Mapping[str, Any]) -> str:
     """The command that plans one option closely."""
-    words = f"plan {clean(model.model_id)} --gpu {one.cluster.gpu.key}"
+    words = ["plan", clean(model.model_id), "--gpu", one.cluster.gpu.key]
     if one.cluster.num_gpus > 1:
-        words += f" --gpus {one.cluster.num_gpus}"
-    return f"{words} --method {one.node.method} --global-batch {limits['global_batch_seqs']}"
+        words += ["--gpus", str(one.cluster.num_gpus)]
+    words += ["--method", one.node.method, "--global-batch", str(limits["global_batch_seqs"])]
+    return shlex.join([*words, *data_words(one.workload)])
 
 
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
     words = f"Which cluster for {clean(model.model_id)} ({count(model.num_params)} parameters) · "
-    words += f"{count(limits['tokens'])} tokens · {limits['global_batch_seqs']} sequences per step"
+    words += f"{limits['job']} · {limits['global_batch_seqs']} sequences per step"
     if limits["deadline_s"] is not None:
         words += f" · within {seconds(limits['deadline_s'])}"
     if limits["budget_usd"] is not None:
@@ -162,7 +171,8 @@ def _table(
     header = ("GPUs", "spread", "tokens/s", "time", "cost", *(("$/hour", "peak") if wide else ()))
     rows: list[tuple[str, ...]] = []
     for one in sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s)):
-        hourly = None if one.price_per_hour is None else one.price_per_hour * one.cluster.num_gpus
+        price = one.workload.price_per_hour
+        hourly = None if price is None else price * one.cluster.num_gpus
         more = ("-" if hourly is None else f"{hourly:,.2f}", gib(one.candidate.formula.peak_device_bytes))
         rows.append(
             (
@@ -188,9 +198,9 @@ def _show_table(page: Page, kept: Sequence[ClusterOption], node: Node) -> None:
     page.line(f"Speeds, and with them times and costs: {marks}.", style="dim", indent=2)
 
 
-def _assumptions(page: Page) -> None:
+def _assumptions(page: Page, options: Sequence[ClusterOption]) -> None:
     page.head("Assumed")
-    for words in ASSUMPTIONS:
+    for words in assumptions(options):
         page.line(f"· {words}", indent=2)
 
 
@@ -204,11 +214,12 @@ def _as_json(one: ClusterOption) -> dict[str, Any]:
         "meets": one.meets,
         "duration_s": one.duration_s,
         "cost_usd": one.cost_usd,
-        "usd_per_gpu_hour": one.price_per_hour,
+        "usd_per_gpu_hour": one.workload.price_per_hour,
+        "price_source": one.workload.price_source or None,
         "tokens_per_s": one.candidate.tokens_per_s,
         "time_band_fraction": formula.time_band_fraction,
         "peak_device_bytes": formula.peak_device_bytes,
         "budget_bytes": one.candidate.budget_bytes,
-        "memory_bytes": one.memory_bytes,
+        "memory_bytes": one.workload.memory_bytes,
         "setup": setup_to_dict(one.candidate.setup),
     }

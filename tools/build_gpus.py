@@ -1,6 +1,6 @@
-"""Writes planner/data/gpus.csv and planner/data/prices.csv from sourced tables; rows of other GPUs stay.
+"""Writes planner/data/gpus.csv from a sourced table; rows of other GPUs stay. (prices.csv is written by hand.)
 
-    python tools/build_gpus.py DIRECTORY_WITH_gpus.csv_AND_prices.csv planner/data
+    python tools/build_gpus.py DIRECTORY_WITH_gpus.csv planner/data
 
 Units: MiB for memory, TFLOP/s dense with fp32 accumulation, GB/s (decimal), MiB of L2, W. One device is one row: a card
 with two dies that torch shows as two devices is written as one of them.
@@ -17,11 +17,6 @@ COLUMNS = (
     *("bandwidth_gb_per_s", "nvlink_gb_per_s", "pcie", "sm_count", "l2_mib", "tdp_w", "flash_attention_2"),
     *("source", "memory_source", "unsourced", "note"),
 )
-PRICE_COLUMNS = (
-    *("gpu_key", "provider", "kind", "low_usd_per_h", "high_usd_per_h"),
-    *("as_of", "confidence", "source"),
-)
-
 # What drivers also call the same device, beyond name and driver name.
 ALIASES = {
     "p100": "P100",
@@ -114,15 +109,7 @@ def main() -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    with (arguments.source / "prices.csv").open(newline="") as file:
-        prices = list(csv.DictReader(file))
-    with (arguments.target / "prices.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, PRICE_COLUMNS, lineterminator="\n", extrasaction="ignore")
-        table.writeheader()
-        for price in prices:
-            low, _, high = price["usd_per_gpu_hour"].partition("-")
-            table.writerow(price | {"low_usd_per_h": low, "high_usd_per_h": high or low})
-    print(f"{len(rows)} GPUs, {len(prices)} prices")
+    print(f"{len(rows)} GPUs")
 
 
 if __name__ == "__main__":

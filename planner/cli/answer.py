@@ -15,6 +15,7 @@ from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import packs_apart
 from planner.redaction import without_secrets
+from planner.wish import Wish
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
@@ -43,18 +44,27 @@ def workload_for(
     spec = lookup.model(model)
     card = find_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
+    here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
+    asked = wish_for(spec, wish, data)
+    asked = replace(asked, targets=tuple(targets), absent_packages=absent_packages() if here else ())
+    return asked.workload(spec, card, wish.cluster(card))
+
+
+def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions) -> Wish:
+    """The wish that options and data mean for a model on any card.
+
+    Raises:
+        UsageError: what makes no sense, or contradicts itself.
+    """
     aim = aim_of(wish.fixed())
     found = _measured(data, spec, aim, wish)
-    lengths = found[1] if found is not None else None
-    if lengths is not None and wish.packing is None:
-        wish = replace(wish, packing=lengths.packing)
-    here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
-    asked = replace(wish.wish(), targets=tuple(targets), absent_packages=absent_packages() if here else ())
     if found is None:
-        file = data.dataset or ""
-        asked = replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
-        return asked.workload(spec, card, wish.cluster(card))
+        asked, file = wish.wish(), data.dataset or ""
+        return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
     stats, lengths = found
+    if wish.packing is None:
+        wish = replace(wish, packing=lengths.packing)
+    asked = wish.wish()
     told = Data(
         epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
         epoch_seqs=lengths.epoch_seqs,
@@ -67,8 +77,7 @@ def workload_for(
         answers_fraction=stats.answers_fraction,
         held_out=_held_out(stats, aim, spec, wish),
     )
-    asked = replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=told)
-    return asked.workload(spec, card, wish.cluster(card))
+    return replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=told)
 
 
 def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:

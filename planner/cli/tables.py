@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,12 +11,13 @@ import typer
 
 from planner.app.targets import compare_targets as choices_of_targets
 from planner.cli import options
-from planner.cli.answer import workload_for
+from planner.cli.answer import wish_for, workload_for
+from planner.cli.data_options import DataOptions
 from planner.cli.output import console, show_table
 from planner.cli.report import Out as OutOf
 from planner.cli.report import write_html
 from planner.cli.setup_flags import MAX_GPUS, takes_options
-from planner.cli.wish_options import SpaceOptions, WishOptions
+from planner.cli.wish_options import JobOptions, SpaceOptions, WishOptions
 from planner.decision.kinds import compare_kinds
 from planner.decision.reach import longest_tokens
 from planner.errors import EXIT_NOTHING_FITS, UsageError
@@ -74,20 +76,24 @@ def which_gpu(
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     space: SpaceOptions,
     headroom: options.Headroom = None,
+    job: JobOptions,
+    data: DataOptions,
     table: TableOptions,
     out: OutOf = None,
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
-    """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first.
+    """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first; with
+    --dataset, --samples or --tokens by the time and the cost of the whole job.
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    cards, fixed, spec = table.cards(), space.fixed(), options.said(lookup.model(model))
+    cards, spec = table.cards(), options.said(lookup.model(model))
+    said = WishOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
+    wish = wish_for(spec, said, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        fixed = {**_coarse(), **fixed}
-    wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+        wish = replace(wish, fixed={**_coarse(), **wish.fixed})
     answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
     choices = rank_gpus(answers, sort=table.sort)
     show_table(out, as_json, GpusSheet(choices, table.fitting))

@@ -9,56 +9,49 @@ import typer
 
 from planner.app.progress import say
 from planner.cli import options
+from planner.cli.answer import wish_for
 from planner.cli.completion import complete_gpu
+from planner.cli.data_options import DataOptions
 from planner.cli.output import console, show_table
 from planner.cli.setup_flags import MAX_GPUS, takes_options
-from planner.cli.wish_options import SpaceOptions
+from planner.cli.wish_options import JobOptions, SpaceOptions, WishOptions
 from planner.decision.clusters import ClusterOption, counts, options_of
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu
-from planner.hardware.prices import all_prices
+from planner.hardware.prices import keys_on_demand
 from planner.models.spec import ModelSpec
-from planner.option_values import amount, duration_s, positive
+from planner.option_values import duration_s, positive
 from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.wish import Wish
-from planner.workload import Data
 from reports.page import steps
+from reports.text import job_words
 from reports.which_cluster import ClustersSheet
 
 DEFAULT_MAX_GPUS = 64
+ONE_NODE = ("GeForce", "RTX", "Quadro", "TITAN")
+"""How the names of cards begin that nobody rents with a network between nodes that is fit for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkOptions:
-    """The work to be done, and what it may cost."""
+class LimitOptions:
+    """How long the training may take, and what it may cost."""
 
-    dataset_tokens: Annotated[
-        int | None,
-        typer.Option("--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (100M): the work."),
-    ] = None
-    epochs: Annotated[float, typer.Option(help="How often they are trained on.")] = 1.0
     deadline: Annotated[str | None, typer.Option(help="Longest time the training may take: 90m, 24h, 3d.")] = None
     budget: Annotated[float | None, typer.Option(help="Most it may cost, in US dollars.")] = None
 
     def limits(self) -> dict[str, Any]:
-        """Tokens, seconds and US dollars.
+        """Seconds and US dollars.
 
         Raises:
-            UsageError: none, or what cannot be meant.
+            UsageError: what cannot be meant.
         """
-        if self.dataset_tokens is None:
-            hint = "give --dataset-tokens, for example --dataset-tokens 100M"
-            raise UsageError("how much work is it?", hint=hint)
-        if not (math.isfinite(self.epochs) and 0 < self.epochs <= 10_000):
-            raise UsageError(f"--epochs must be above 0, got {self.epochs}", hint="for example --epochs 3")
-        tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * self.epochs
         if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
             raise UsageError(f"--budget must be US dollars above 0, got {self.budget}", hint="for example --budget 500")
         deadline_s = None if self.deadline is None else duration_s("deadline", self.deadline, unit="h")
-        return {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": self.budget}
+        return {"deadline_s": deadline_s, "budget_usd": self.budget}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +61,8 @@ class ClustersOptions:
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            help="GPU to consider; repeatable. Default: those with a known price.", autocompletion=complete_gpu
+            help="GPU to consider; repeatable. Default: those that a cloud rents on demand.",
+            autocompletion=complete_gpu,
         ),
     ] = None
     max_gpus: Annotated[int, typer.Option(help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
@@ -102,7 +96,9 @@ EveryBatch = Annotated[
 def which_cluster(
     model: options.Model,
     *,
-    work: WorkOptions,
+    job: JobOptions,
+    data: DataOptions,
+    limits: LimitOptions,
     clusters: ClustersOptions,
     seq_len: options.SeqLen = None,
     global_batch: EveryBatch = None,
@@ -116,27 +112,28 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-    asked, fixed = work.limits(), space.fixed()
-    numbers = clusters.numbers()
+    asked, numbers = limits.limits(), clusters.numbers()
     cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
-    data = Data(epoch_tokens=work.dataset_tokens)
-    wish = Wish(
-        fixed=fixed, seq_len=seq_len, global_batch=batch, headroom_gib=card.headroom, data=data, price=card.price
-    )
+    said = WishOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=batch)
+    wish = wish_for(spec, said, data.checked())
+    if not wish.data.epoch_tokens and not wish.data.num_samples:
+        hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
+        raise UsageError("how much work is it?", hint=hint)
     found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
-    show_table(out, as_json, ClustersSheet(spec, found, {**asked, "global_batch_seqs": batch}))
+    asked_for = wish.workload(spec, cards[0])
+    tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
+    told = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
+    show_table(out, as_json, ClustersSheet(spec, found, {**asked, **told}))
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
-    """The cards asked for, or every card with a known price, each once."""
+    """The cards asked for, or every card that a cloud rents on demand, each once."""
     if names:
         return list({card.key: card for card in (options.said(find_gpu(name)) for name in names)}.values())
-
-    priced = {price.gpu_key for price in all_prices()}
-    return [card for card in all_gpus() if card.key in priced]
+    return [card for card in all_gpus() if card.key in keys_on_demand()]
 
 
 def _options(
@@ -157,8 +154,8 @@ def _options(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             for number in numbers:
-                if number > GPUS_PER_NODE and interconnect is None and card.name.startswith("GeForce"):
-                    break  # nobody rents these with a network fit for training
+                if number > GPUS_PER_NODE and interconnect is None and card.name.startswith(ONE_NODE):
+                    break
                 options.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))

@@ -12,6 +12,7 @@ from planner.cli.setup_flags import Flag, given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import amount, positive
+from planner.records import dataclass
 from planner.wish import Wish
 from planner.workload import Data
 
@@ -62,8 +63,27 @@ class SpaceOptions:
         return {"method": ("lora", "qlora")} if of_adapters else {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How much is trained on, where no file says so; None: not known, or a stated rule."""
+
+    dataset_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (20M): steps, time, cost."
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."),
+    ] = None
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default 1, up to 3 for small data.")] = (
+        None
+    )
+
+
 @takes_flags(*setup_flags.SPREAD, *setup_flags.AIM, wished=True)
-class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
+class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -85,20 +105,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
     min_rank: Annotated[int | None, typer.Option(help="LoRA rank never falls below this.")] = None
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
-    dataset_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--dataset-tokens", "--tokens", parser=amount, help="Tokens of one epoch (20M): steps, time, cost."
-        ),
-    ] = None
-    samples: Annotated[
-        int | None,
-        typer.Option(parser=amount, help="Samples of one epoch (50k), of full length unless --tokens is given."),
-    ] = None
     price: Annotated[float | None, typer.Option(help="US dollars per GPU hour.")] = None
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default 1, up to 3 for small data.")] = (
-        None
-    )
     lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:

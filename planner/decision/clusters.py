@@ -18,6 +18,7 @@ from planner.outcome import Candidate
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point
 from planner.records import dataclass
+from planner.samples.useful import cost_usd, job_s
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {
@@ -37,16 +38,16 @@ class ClusterOption:
     """One method on one cluster.
 
     Attributes:
+        workload: what is asked of it.
         node: what is trained.
         duration_s: for all tokens asked for; cost_usd: for all GPUs that long, None without a price.
         meets: whether it keeps deadline and budget.
     """
 
     cluster: Cluster
+    workload: Workload
     node: Node
     candidate: Candidate
-    memory_bytes: int
-    price_per_hour: float | None
     duration_s: float
     cost_usd: float | None
     meets: bool
@@ -95,14 +96,13 @@ def _best(
 
 
 def options_of(
-    workload: Workload, cluster: Cluster, *, tokens: int, deadline_s: float | None, budget_usd: float | None
+    workload: Workload, cluster: Cluster, *, deadline_s: float | None, budget_usd: float | None
 ) -> Iterator[ClusterOption]:
     """The best setup of every method that fits on this cluster.
 
     Args:
-        workload: its `cluster` is None with one GPU.
+        workload: its `cluster` is None with one GPU; the size of its data is known.
         cluster: the same, also for one GPU.
-        tokens: of the whole training.
     """
     best = best_of(workload)
     for node in Node:
@@ -110,19 +110,17 @@ def options_of(
         if point is None:
             continue
         found = candidate(workload, point.setup)
-        if not found.tokens_per_s:
+        duration_s = job_s(workload, found)
+        if duration_s is None:
             continue
-        duration_s = tokens / found.tokens_per_s
-        price = workload.price_per_hour
-        cost = None if price is None else duration_s / 3600 * price * workload.num_gpus
+        cost = cost_usd(workload, duration_s)
         late = deadline_s is not None and duration_s > deadline_s
         dear = budget_usd is not None and (cost is None or cost > budget_usd)
         yield ClusterOption(
             cluster=cluster,
             node=node,
             candidate=found,
-            memory_bytes=workload.memory_bytes,
-            price_per_hour=price,
+            workload=workload,
             duration_s=duration_s,
             cost_usd=cost,
             meets=not late and not dear,
@@ -132,7 +130,7 @@ def options_of(
 def smallest(options: Iterable[ClusterOption]) -> ClusterOption | None:
     """The fewest GPUs that keep deadline and budget; of those the least memory, then the fastest."""
     kept = [one for one in options if one.meets]
-    return min(kept, key=lambda one: (one.cluster.num_gpus, one.memory_bytes, one.duration_s), default=None)
+    return min(kept, key=lambda one: (one.cluster.num_gpus, one.workload.memory_bytes, one.duration_s), default=None)
 
 
 def cheapest(options: Iterable[ClusterOption]) -> ClusterOption | None:

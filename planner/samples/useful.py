@@ -45,3 +45,21 @@ def useful_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
     pair = [(setup.micro_batch_seqs, setup.accumulation_steps)]
     whole = family_speeds(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s(setup.optimizer, pair)[0]
     return candidate.tokens_per_s * useful_speeds(workload, setup).tokens_per_s(setup.optimizer, pair)[0] / whole
+
+
+def epoch_s(workload: Workload, candidate: Candidate) -> float:
+    """Seconds of one pass over the data, padding included."""
+    return (workload.data.epoch_tokens or 0) / useful_tokens_per_s(workload, candidate)
+
+
+def job_s(workload: Workload, candidate: Candidate) -> float | None:
+    """Seconds of all passes over the data, None where their size or the speed is not known."""
+    if not workload.data.epoch_tokens or not candidate.tokens_per_s:
+        return None
+    return workload.epochs * epoch_s(workload, candidate)
+
+
+def cost_usd(workload: Workload, duration_s: float) -> float | None:
+    """US dollars for all GPUs that long, None where no price is known."""
+    price = workload.price_per_hour
+    return None if price is None else duration_s / 3600 * price * workload.num_gpus

@@ -337,7 +337,9 @@ def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     asked = ["tune", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--lr", "3e-05"]
     asked += ["--method", "lora", "--seq-len", "512", "--goal", "memory", "--out", "found here"]
     assert run(asked) == 0
-    assert "cd 'found here' && bash launch/run.sh install trl && bash launch/run.sh trl" in " ".join(capsys.readouterr().out.split())
+    assert "cd 'found here' && bash launch/run.sh install trl && bash launch/run.sh trl" in " ".join(
+        capsys.readouterr().out.split()
+    )
     command = json.loads(Path("found here/plan.json").read_text())["command"]
     for words in ("plan tune Qwen/Qwen2.5-0.5B", "--seq-len 512", "--method lora", "--lr 3e-05", "--goal memory"):
         assert words in command

@@ -268,6 +268,24 @@ def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsy
         assert f"| {one['num_gpus']} × {one['gpu']} " in report
 
 
+def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own lengths decide the time, and the next command plans the same job."""
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(f'{{"question": "why", "answer": "{"so " * (9 + at)}"}}\n' for at in range(300)))
+    words = ["which-cluster", "gpt2", "--gpu", "h100-sxm", "--max-gpus", "2"]
+    assert run([*words, "--dataset", str(data), "--epochs", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"].startswith("chats.jsonl, 2 epochs of ")
+    one = found["options"][0]
+    assert one["setup"]["seq_len_tokens"] < 1024  # gpt2's own, where no data say less
+    assert one["duration_s"] != pytest.approx(found["tokens"] / one["tokens_per_s"])  # what is padding trains nothing
+    assert "2026-" in one["price_source"]
+    assert run([*words, "--dataset", str(data)]) == 0
+    assert f"--dataset {data}" in " ".join(capsys.readouterr().out.split())
+    assert run(words) == 2
+    assert "--dataset FILE" in capsys.readouterr().err
+
+
 def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--gpu", "l4", "--max-gpus", "2", "--dataset-tokens"]
     assert run([*arguments, "1000000000", "--deadline", "1m"]) == 1

@@ -1,6 +1,7 @@
 """The GPU table: sourced, plausible, and every known device name matches exactly one row."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import planner.hardware.gpus as gpus
 from planner.errors import EnvironmentProblem, UnknownGpuError
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.prices import all_prices, price_per_hour
+from planner.hardware.prices import all_prices, keys_on_demand, price_per_hour
 from planner.units import GIB, MIB
 from tests.fake_nvml import Card, nvml_module
 
@@ -400,21 +401,27 @@ def test_nvidia_smi_answers_for_the_visible_gpu_too(
 
 
 def test_price_is_the_median_of_on_demand_prices() -> None:
-    """Golden: by hand from 2.245, 2.95, 3.00, 4.25 and 12.29 USD."""
-    price = price_per_hour("h100-sxm")
+    """Golden: by hand from 1.49 (1.19 to 1.79), 1.35, 2.00 and 3.673 USD."""
+    price = price_per_hour("a100-80gb-pcie")
     assert price is not None
-    assert price[0] == 3.0
-    assert "median of 5 on-demand prices" in price[1]
-    assert price[2] == "2026-05-20"
+    assert price[0] == pytest.approx((1.49 + 2.0) / 2)
+    assert "median of 4 on-demand prices, 1.19 to 3.67 USD (Azure eastus, Crusoe," in price[1]
+    assert price[2] == "2026-10-10"
+    many = price_per_hour("h100-sxm")
+    assert many is not None
+    assert "12 providers" in many[1]
 
 
 def test_price_says_when_only_one_or_none_is_known() -> None:
-    single = price_per_hour("rtx-4090")
-    assert single is not None
-    assert single[0] == 0.34
-    assert "RunPod" in single[1]
+    assert price_per_hour("rtx-4090") == (0.34, "RunPod, on-demand", "2026-10-03")
     assert price_per_hour("apple-m1-max") is None
     assert price_per_hour("no-such-gpu") is None
+
+
+def test_a_marketplace_s_lowest_ask_counts_only_where_nobody_rents_on_demand() -> None:
+    """A cent of it is a fifth of the price: not rounded to cents."""
+    assert price_per_hour("rtx-3060") == (0.0521, "Vast.ai, marketplace, lowest ask", "2026-10-03")
+    assert {"rtx-3060"} < {one.gpu_key for one in all_prices()} - keys_on_demand()
 
 
 def test_every_price_belongs_to_a_gpu_and_has_a_source() -> None:
@@ -422,4 +429,5 @@ def test_every_price_belongs_to_a_gpu_and_has_a_source() -> None:
     for price in all_prices():
         assert price.gpu_key in keys
         assert price.source
+        assert re.fullmatch(r"20\d\d-\d\d(-\d\d)?", price.as_of)
         assert 0 < price.low_usd_per_h <= price.high_usd_per_h < 100

@@ -29,12 +29,12 @@ from planner.samples.steps import (
     small_data_note,
     steps_per_epoch,
 )
-from planner.samples.useful import useful_speeds, useful_tokens_per_s
+from planner.samples.useful import epoch_s, useful_speeds, useful_tokens_per_s
 from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Data
 from reports.command import default_next_command
-from reports.text import epoch_s, epoch_sentence
+from reports.text import epoch_sentence
 from tests.planner.helpers import wish
 from tests.planner.launch_sweep import request
 

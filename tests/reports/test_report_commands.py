@@ -7,11 +7,18 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from planner.choices.objectives import OBJECTIVES
 from planner.cli.report import compare, report
 from planner.cli.tables import which_gpu
 from planner.errors import ConfigError, UsageError
 from planner.plan import NoPlan, Plan
+from planner.planning.answer import plan_workload
+from planner.samples.dataset import DatasetStats, LengthChoice, choose_length, measure
+from planner.samples.rows import num_held_out
+from planner.samples.useful import job_s
+from planner.workload import Data
 from reports.write import plan_files
+from tests.planner.helpers import wish
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 
 SMALL_CARDS = "Apple"  # few rows of the GPU table: the whole table takes ten seconds
@@ -106,6 +113,43 @@ def test_which_gpu_ranks_cards_and_json_says_the_same(app: typer.Typer, tmp_path
         assert f"{row['tokens_per_s']:,.0f}" in line
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "report.md").exists()
+
+
+def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, tmp_path: Path) -> None:
+    """On every card those of `plan` itself, ranked by them; a card without a known price says so."""
+    data = tmp_path / "chats.jsonl"
+    row = {"question": "why " * 20, "answer": "so " * 90}
+    data.write_text("".join(json.dumps(row | {"answer": "so " * (30 + at % 90)}) + "\n" for at in range(600)))
+    words = ("which-gpu", "gpt2", "--vendor", "AMD", "--method", "full", "--dataset", str(data))
+    rows = {row["gpu"]: row for row in json.loads(call(app, *words, "--json").stdout)}
+    (stats, lengths), card = measured(str(data)), rows["mi300x"]
+    asked = wish(
+        "gpt2", "mi300x", fixed={"method": ("full",), "packing": (lengths.packing,)}, seq_len=lengths.seq_len_tokens,
+        data=Data(
+            epoch_tokens=lengths.epoch_tokens, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq,
+            real_fractions=lengths.real_fractions, kind=stats.columns,
+        ),
+    )  # fmt: skip
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    assert card["duration_s"] == pytest.approx(job_s(asked, plan.chosen))
+    assert card["duration_s"] != pytest.approx(asked.epochs * lengths.epoch_tokens / card["tokens_per_s"])  # padding
+    assert card["cost_usd"] == pytest.approx(card["duration_s"] / 3600 * card["usd_per_hour"])
+    assert card["price_date"][:5] == "2026-"
+    assert card["price_date"] in card["price_source"]
+    assert rows["mi100"]["cost_usd"] is rows["mi100"]["price_date"] is None
+    by_time = sorted(rows.values(), key=lambda row: row["duration_s"])
+    assert [row["speed_place"] for row in by_time] == list(range(1, len(rows) + 1))
+    shown = call(app, *words).stdout
+    assert f"chats.jsonl, {asked.epochs:g} epochs" in " ".join(shown.split())
+    assert "cards without a known price" in shown
+    assert "Prices of 2026-" in shown
+
+
+def measured(file: str) -> tuple[DatasetStats, LengthChoice]:
+    stats = measure(Path(file), tokenizer=None, columns={}, kinds=OBJECTIVES["sft"].data)
+    held_out = num_held_out(stats.num_samples)
+    return stats, choose_length(stats, max_tokens=1024, held_out=held_out)
 
 
 def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:

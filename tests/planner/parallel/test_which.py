@@ -24,19 +24,20 @@ from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.workload import Data, Workload
 from tests.planner.helpers import wish
 
 
 def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B", method: str = "lora") -> Workload:
     cluster = make_cluster(find_gpu(gpu), num_gpus) if num_gpus > 1 else None
-    return wish(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0)
+    data = Data(epoch_tokens=10_000_000)
+    return wish(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0, data=data)
 
 
 def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
     known = {"deadline_s": None, "budget_usd": None, **limits}
     cluster = make_cluster(find_gpu("a100-80gb"), num_gpus)
-    return list(options_of(job(num_gpus), cluster, tokens=10_000_000, **known))
+    return list(options_of(job(num_gpus), cluster, **known))
 
 
 def test_counts_are_powers_of_two_up_to_the_limit() -> None:
