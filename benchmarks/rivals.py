@@ -29,6 +29,7 @@ from planner.models.spec import ModelSpec
 from planner.option_values import default_headroom_bytes
 from planner.plan import Plan
 from planner.readers import read_text
+from planner.readers.published import PUBLISHED
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.wish import Wish
@@ -49,35 +50,14 @@ PAIRS = (
     ("meta-llama/Llama-3.3-70B-Instruct", "h100-sxm"),
 )
 ENGINES = ("trl", "axolotl", "unsloth")
-_TRL = "model_name_or_path: m\nuse_peft: true\n"
-_AXOLOTL = (
-    "base_model: m\nadapter: {}\nlora_r: {}\nlora_alpha: 32\nlora_dropout: 0.05\n"
-    "lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]\nsequence_len: 2048\n"
-    "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: {}\noptimizer: adamw_8bit\n"
-    "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n"
-)
-_LLAMAFACTORY = (
-    "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
-    "cutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n"
-)
-_UNSLOTH = (
-    "model: m\ntraining:\n  load_in_4bit: true\n  max_seq_length: 2048\n  batch_size: 2\n"
-    "  gradient_accumulation_steps: 4\n  gradient_checkpointing: unsloth\nlora:\n  lora_r: 16\n  lora_dropout: 0\n"
-)
 RIVALS = {
-    # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
-    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks, weights in float32); 4-bit: its
-    # `--load_in_4bit` (nf4, not nested). "TRL" is given bfloat16 weights, "TRL, float32" nothing
-    "TRL": ("trl-sft.yaml", _TRL + "dtype: bfloat16\n", _TRL + "dtype: bfloat16\nload_in_4bit: true\n"),
-    "TRL, float32": ("trl-sft.yaml", _TRL, _TRL + "load_in_4bit: true\n"),
-    # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml, qlora-1b.yml (a dropout: its LoRA kernels stay off)
-    "Axolotl": ("axolotl.yaml", _AXOLOTL.format("lora", 16, 2), _AXOLOTL.format("qlora\nload_in_4bit: true", 32, 4)),
-    # hiyouga/LLaMA-Factory@ff6d4d1 examples/train_lora/qwen3_lora_sft.yaml, train_qlora/qwen3_lora_sft_otfq.yaml
-    "LLaMA-Factory": ("llamafactory.yaml", _LLAMAFACTORY, _LLAMAFACTORY + "quantization_bit: 4\n"),
-    # unslothai/notebooks@bdda2ef nb/Llama3.1_(8B)-Alpaca.ipynb
-    "Unsloth": ("unsloth.yaml", _UNSLOTH, _UNSLOTH),
+    "TRL": ("trl", "trl-4bit"),
+    "TRL, float32": ("trl-fp32", "trl-fp32-4bit"),
+    "Axolotl": ("axolotl", "axolotl-4bit"),
+    "LLaMA-Factory": ("llamafactory", "llamafactory-4bit"),
+    "Unsloth": ("unsloth", "unsloth"),
 }
-"""Rival -> its file's name, the file, and its 4-bit form."""
+"""Rival -> what it publishes, and the 4-bit form of it (`planner.readers.published`)."""
 
 
 class Row(NamedTuple):
@@ -99,10 +79,10 @@ class Row(NamedTuple):
 
 def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | None, tuple[str, ...]]:
     """The rival's setup on this work, None where one sequence does not fit; what was changed."""
-    name, *texts = RIVALS[rival]
     budget = gpu.memory_bytes - default_headroom_bytes(gpu.memory_bytes)
-    for bits, text in zip((16, 4), texts, strict=True):
-        setup, remarks = _on(read_text(text, name, model=model).setup, gpu)
+    for bits, name in zip((16, 4), RIVALS[rival], strict=True):
+        one = PUBLISHED[name]
+        setup, remarks = _on(read_text(one.text("m", SEQ_LEN), one.file, model=model).setup, gpu)
         if bits == 4:
             remarks.append("4-bit")
         micro = setup.micro_batch_seqs

@@ -94,13 +94,13 @@ def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[C
     if plans:
         speeds = [plan.chosen.tokens_per_s for _, plan in plans]
         charts.append(
-            _bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, [rate(v) for v in speeds])
+            bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, [rate(v) for v in speeds])
         )
     known = [(label, cost) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
     if known:
         words = [f"${cost:,.3f}" for _, cost in known]
         names, costs = [label for label, _ in known], [cost for _, cost in known]
-        charts.append(_bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
+        charts.append(bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
     memory = memory_bars(list(zip(labels, candidates, strict=True)), 1, 1, limit=len(named))
     sizes = [plan.workload.memory_bytes for _, plan in named]
     height = 160 + 34 * len(named)
@@ -116,9 +116,10 @@ def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[C
     return charts
 
 
-def _bars(
+def bars(
     name: str, title: str, unit: str, labels: Sequence[str], values: Sequence[float], words: Sequence[str]
 ) -> Chart:
+    """A bar for each of what is compared."""
     return {
         "kind": "bars",
         "id": f"comparison-{name}",

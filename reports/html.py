@@ -69,11 +69,25 @@ def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
     if not single:
         targets = [view["id"] for view in plans] or [""] * len(entries)
         comparison = comparison_view([(entry.name, entry.plan) for entry in entries], targets)
+    title = workload_words(entries[0].plan.workload) if single else f"{len(entries)} plans compared"
+    return _page(title, version or entries[0].extras.planner_version, plans, comparison)
+
+
+def comparison_html(comparison: dict[str, Any], *, version: str = "") -> str:
+    """The page of a comparison alone (what comparison.html.j2 reads).
+
+    Raises:
+        EnvironmentProblem: jinja2 is not installed.
+    """
+    return _page(comparison["title"], version, [], comparison)
+
+
+def _page(title: str, version: str, plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> str:
     drawn = [*(comparison["charts"] if comparison else ()), *(chart for view in plans for chart in view["drawn"])]
     charts = {one["id"]: {key: value for key, value in one.items() if key != "table"} for one in drawn}
     page: str = _template().render(
-        title=workload_words(entries[0].plan.workload) if single else f"{len(entries)} plans compared",
-        version=version or entries[0].extras.planner_version,
+        title=title,
+        version=version,
         echarts_version=ECHARTS_VERSION,
         plans=plans,
         comparison=comparison,

@@ -26,6 +26,10 @@ from reports.extras import Extras, LaunchTarget
 from reports.write import entry_of, plan_files
 
 if TYPE_CHECKING:
+    from planner.codec import Outcome
+    from planner.hardware.gpu import GpuSpec
+    from planner.models.spec import ModelSpec
+    from planner.setup import TrainSetup
     from probes.confirm import Confirmation
     from probes.launched.run import LaunchedFile
 
@@ -59,8 +63,6 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
         EnvironmentProblem: this machine cannot run it.
     """
     from probes.confirm import compare, promise_of
-    from probes.gpu.evaluate import Prober
-    from probes.launched.run import FileExecutor
 
     entry = entry_of(document)
     plan = entry.plan
@@ -72,28 +74,8 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
     if isinstance(setup, str):
         raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
     planned = chosen if setup == chosen.setup else candidate(workload, setup)
-    device = machine.job_devices(how.device, 1)[0]
-    card = machine.gpu_of(None, device)
-    line = ProgressLine()
-    executor = FileExecutor(
-        launched_file(folder, launch, workload.model.model_id, setup.objective),
-        model_bytes=2 * workload.model.num_params,
-        num_steps=how.num_steps,
-        limit_s=how.limit_s,
-        work_dir=_beside(folder),
-        on_progress=line.event,
-    )
-    prober = Prober(
-        model=resolve_model(workload.model.model_id),  # with its configuration, which plan.json does not hold
-        gpu=card,
-        executor=executor,
-        store=machine.open_store(how.store),
-        device=device,
-        depths=(0,),
-        rung=Rung.RUN,
-    )
-    outcome = prober.finish(setup, prober.submit(setup))
-    line.close()
+    file = launched_file(folder, launch, workload.model.model_id, setup.objective)
+    outcome, card, device = run_file(file, setup, workload.model, how, beside=folder)
     promise = promise_of(planned.memory_evidence, planned.speed_evidence)
     confirmation = compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes)
     if card is not None and card.key != workload.gpu.key:
@@ -103,6 +85,46 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
         plan = with_run(plan, replace(chosen, run=outcome))
         _write(folder, plan, entry.extras)
     return confirmation, plan
+
+
+def run_file(
+    file: "LaunchedFile", setup: "TrainSetup", model: "ModelSpec", how: HowToRun, *, beside: Path, kept: bool = True
+) -> "tuple[Outcome, GpuSpec | None, str]":
+    """What came of a file's run, the card's row and the device that it ran on.
+
+    Args:
+        beside: the run's folder is made beside this one.
+        kept: whether the outcome is a fact about the setup, for the store.
+
+    Raises:
+        EnvironmentProblem: this machine cannot run it.
+    """
+    from probes.gpu.evaluate import Prober
+    from probes.launched.run import FileExecutor
+
+    device = machine.job_devices(how.device, 1)[0]
+    card = machine.gpu_of(None, device)
+    line = ProgressLine()
+    executor = FileExecutor(
+        file,
+        model_bytes=2 * model.num_params,
+        num_steps=how.num_steps,
+        limit_s=how.limit_s,
+        work_dir=_beside(beside),
+        on_progress=line.event,
+    )
+    prober = Prober(
+        model=resolve_model(model.model_id),  # with its configuration, which plan.json does not hold
+        gpu=card,
+        executor=executor,
+        store=machine.open_store(how.store) if kept else None,
+        device=device,
+        depths=(0,),
+        rung=Rung.RUN,
+    )
+    outcome = prober.finish(setup, prober.submit(setup))
+    line.close()
+    return outcome, card, device
 
 
 def with_run(plan: Plan, chosen: Candidate) -> Plan:

@@ -41,6 +41,7 @@ COMMANDS = {
     "confirm": Command("confirm", "confirm", "Run a plan's setup or launch file and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
+    "race": Command("race", "race", "Existing configs, or rivals' defaults, against the plan for the same work."),
     "trace": Command("trace", "trace", "Run any training program on a GPU that computes nothing."),
     "report": Command("report", "report", "Write a plan's reports anew from its plan.json."),
     "compare": Command("report", "compare", "Several plans side by side."),
@@ -60,7 +61,7 @@ COMMANDS = {
     "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
 }
 INTERRUPTED = 130
-MEASURING = frozenset({"campaign", "confirm", "probe", "tune"})
+MEASURING = frozenset({"campaign", "confirm", "probe", "race", "tune"})
 """Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}

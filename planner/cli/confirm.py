@@ -50,12 +50,12 @@ def confirm(
     if run:
         if target is not None:
             raise UsageError("--run runs a target's own file, --target reads a setup from one", hint="give one of them")
-        how = HowToRun(num_steps=_enough(steps), limit_s=limit, device=device, store=store)
+        how = HowToRun(num_steps=enough_steps(steps), limit_s=limit, device=device, store=store)
         return run_files(directory, run, how, as_json=as_json)
     return _own_step(directory, target, device, limit, measure_seconds, store, as_json=as_json)
 
 
-def _enough(steps: int) -> int:
+def enough_steps(steps: int) -> int:
     """Steps of which some are left when the first are not counted.
 
     Raises:

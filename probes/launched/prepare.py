@@ -8,7 +8,7 @@ written tensor by tensor, so that a model needs no more memory here than its lar
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +107,24 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_texts(folder: Path, columns: str, num_rows: int, num_tokens: int) -> None:
-    """`train.jsonl` in a folder: each sample is longer than a sequence, so that every batch is the worst one.
+def make_texts(place: Path, columns: str, num_rows: int, num_tokens: int, splits: Sequence[str] = ("train",)) -> None:
+    """JSON lines at a place, a file where its name is one, else a folder with a file for each split: each sample is
+    longer than a sequence, so that every batch is the worst one.
 
     Texts that go on in the next row are few and long, so that few rows are ends of them; one may be held out.
     """
     if columns == "text":
         num_rows, num_tokens = NUM_TEXTS, -(-num_rows // (NUM_TEXTS - 1)) * num_tokens
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "train.jsonl", "w", encoding="utf-8") as handle:
-        for number in range(num_rows):
-            handle.write(json.dumps(row_of(columns, number, num_tokens)) + "\n")
+    files = [place / f"{split}.jsonl" for split in splits]
+    if place.suffix in (".json", ".jsonl"):
+        files = [place]
+    elif set(splits) - {"train", "test"}:  # datasets reads other names of splits off this form alone
+        files = [place / "data" / f"{split}-00000-of-00001.jsonl" for split in splits]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "w", encoding="utf-8") as handle:
+            for number in range(num_rows):
+                handle.write(json.dumps(row_of(columns, number, num_tokens)) + "\n")
 
 
 def row_of(columns: str, number: int, num_tokens: int) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def main(arguments: list[str]) -> int:
         make_model(order["config"], Path(order["model"]))
         make_tokenizer(Path(order["model"]))
     for name in order.get("texts", ()):
-        make_texts(Path(name), order["columns"], order["num_rows"], order["num_tokens"])
+        make_texts(Path(name), order["columns"], order["num_rows"], order["num_tokens"], order["splits"])
     return 0
 
 

@@ -69,7 +69,7 @@ class LaunchedFile:
         files: what is copied beside it: path below the run's folder -> text; `links`: what is only seen from there.
         program_folder: where the tool's program is looked for first ("" : where this machine's shell would look).
         model_name: as the file names the model; `dataset_names`: as it names its data sets.
-        columns: what a row of its data must have (`prepare.row_of`).
+        columns: what a row of its data must have (`prepare.row_of`); `splits`: the parts that it asks for.
         model_here, data_here: the model's weights, the data set are on this machine: neither is made.
     """
 
@@ -81,6 +81,7 @@ class LaunchedFile:
     model_name: str
     dataset_names: tuple[str, ...]
     columns: str = "text"
+    splits: tuple[str, ...] = ("train",)
     program_folder: str = ""
     model_here: bool = False
     data_here: bool = False
@@ -153,6 +154,7 @@ class FileExecutor(Executor):
             "model": "" if file.model_here else str(_below(folder, file.model_name)),
             "texts": [] if file.data_here else [str(_below(folder, name)) for name in file.dataset_names],
             "columns": file.columns,
+            "splits": list(file.splits),
             "num_rows": seqs * (self._num_steps + 1) * (2 if setup.packing else 1) + HELD_OUT_ROWS,
             "num_tokens": setup.seq_len_tokens,
         }

@@ -89,6 +89,7 @@ def callback_class(base: type, order: dict[str, Any]) -> type:
             Path(order["folder"], PROGRESS).write_text(str(len(self.ended)), encoding="utf-8")
             if len(self.ended) >= order["num_steps"]:
                 control.should_training_stop = True
+            control.should_save = False  # nothing of the run is kept
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen = {**step_times(self.began, self.ended), "loaded_bytes": self.loaded_bytes, **memory_seen()}
