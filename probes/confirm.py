@@ -68,7 +68,7 @@ def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes
         store=None,  # a confirmation is run because somebody wants to see it run
         limits=replace(prober.limits, max_accumulation=EVERY_MICRO_BATCH),
     )
-    outcome = full(setup)
+    outcome = full.finish(setup, full.submit(setup))
     if prober.store is not None:
         full.store = prober.store
         full.remember(setup, outcome)

@@ -17,8 +17,9 @@ from search.dimensions import key_of
 Objective = Literal["tokens", "cost", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens", "cost", "memory")
 
-Evaluate = Callable[[TrainSetup], Evidence]
-"""Runs one setup: a probe on a GPU (Measurement or ProbeFailure), or the dry run (Prediction)."""
+Evaluate = Callable[[TrainSetup], Evidence | str]
+"""Runs one setup: a probe on a GPU (Measurement or ProbeFailure), or the dry run (Prediction). Text: why there is no
+time for it, which ends the search; the setup waits for the next call."""
 
 Unprobed = Callable[[TrainSetup], str]
 """Why no probe of this machine runs a setup, whatever its memory; empty where one does."""

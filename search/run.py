@@ -95,7 +95,8 @@ def search(
     Args:
         problem: candidates, objective and wishes.
         evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
-            setup. An `EnvironmentProblem` ends the search; the setup waits for the next call.
+            setup. Text (no time is left for it) or an `EnvironmentProblem` ends the search; the setup waits for the
+            next call.
         storage: None (memory), a directory (journal file) or a URL (`storage.open_storage`).
         strategy: what is tried next, and when it is enough.
         budget: limits; None: until nothing left is worth a probe.
@@ -148,7 +149,7 @@ class _Worker:
         self._sampler = make_sampler(strategy.sampler) if isinstance(strategy.sampler, str) else strategy.sampler
         self.belief = belief
         self._budget = budget
-        self._started = time.monotonic()
+        self._started = time.monotonic() if budget.since_s is None else budget.since_s
         self._told: set[int] = set()
         self._converged: tuple[int, str] = (-1, "")
         self._excluded: list[tuple[Candidate, str]] = []
@@ -191,7 +192,8 @@ class _Worker:
                 with study.liveness.keep_alive(study.trial_id(number)):
                     self.work(study, number, setup)
                 self.catch_up(study)
-                yield from (record for record in study.records() if record.number == number)
+                if not self._reason:
+                    yield from (record for record in study.records() if record.number == number)
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
@@ -277,6 +279,10 @@ class _Worker:
         except EnvironmentProblem:
             study.set_aside(number)
             raise
+        if isinstance(evidence, str):
+            study.set_aside(number)
+            self._reason = evidence
+            return
         study.tell(number, evidence, duration_s=time.monotonic() - started)
 
     def result(self, study: Study) -> SearchResult:

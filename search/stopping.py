@@ -20,10 +20,15 @@ NUM_SAMPLES = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much may be spent: probes over the whole study, seconds of this call. None: no limit."""
+    """How much may be spent: probes over the whole study, seconds of this call. None: no limit.
+
+    Attributes:
+        since_s: of `time.monotonic`, when the seconds begin to count; None: with the search.
+    """
 
     max_probes: int | None = None
     seconds: float | None = None
+    since_s: float | None = None
 
     def spent(self, *, num_probes: int, elapsed_s: float, durations_s: list[float]) -> str:
         """Why no further probe may start; empty when one may.

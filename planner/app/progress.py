@@ -28,10 +28,12 @@ class ProgressLine:
     """What is being done, on stderr: one line that changes where a person watches; in a pipe or a log file a line for
     every change, and now and then one that says it is still so."""
 
-    def __init__(self, *, total: int | None = None, budget_s: float | None = None) -> None:
+    def __init__(
+        self, *, total: int | None = None, budget_s: float | None = None, started_s: float | None = None
+    ) -> None:
         self._watched = sys.stderr.isatty()
         self._total, self._budget_s = total, budget_s
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started_s is None else started_s
         self._done = 0
         self._told: set[str] = set()  # of the probe at hand; probes at the same time take turns to speak
         self._told_at = 0.0

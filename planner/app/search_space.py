@@ -14,7 +14,7 @@ from planner.decision.spreads import spread_name
 from planner.decision.tree import preferred_nodes
 from planner.interchange import setup_to_dict
 from planner.notes import found
-from planner.outcome import Candidate, Measurement
+from planner.outcome import Candidate, Measurement, ProbeFailure
 from planner.plan import Plan, with_trades
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
@@ -132,10 +132,15 @@ def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
             yield point
 
 
-def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "") -> Plan:
+def tuned(
+    plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "", *, rehearsed: bool = False
+) -> Plan:
     """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
 
     What no probe can run stands beside it with its prediction and the reason, never among what was measured.
+
+    Args:
+        rehearsed: probes ran on the CPU, which says nothing of the plan's GPU: the choice stands on prediction.
     """
     trials = [(record.setup, record.origin, record.evidence, record.excluded) for record in result.trials]
     values: Mapping[str, object] = {
@@ -151,8 +156,8 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
         words = "; ".join(trial_words(setup) for setup in result.given_up)
         note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
         plan = replace(plan, notes=(*plan.notes, found(note)))
-    if result.best is None:
-        note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
+    if result.best is None or rehearsed:
+        note = f"{_probes_said(plan, result, rehearsed)} ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, found(note)))
     chosen = _preferred(plan.workload, result.best, result.candidates)
     rivals = [one for one in result.candidates if one.fits and one.setup != chosen.setup]
@@ -165,6 +170,26 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
         search=values,
         alternatives=with_trades(chosen, [one for one in plan.alternatives if one.candidate.setup != chosen.setup]),
     )
+
+
+def _probes_said(plan: Plan, result: "SearchResult", rehearsed: bool) -> str:
+    """What the probes of a search showed that chooses nothing."""
+    answers = [record.evidence for record in result.trials if record.probed]
+    failures = Counter(one.kind.value.replace("_", " ") for one in answers if isinstance(one, ProbeFailure))
+    failed = ", ".join(f"{num} {kind}" for kind, num in failures.items())
+    measured = [one for one in answers if isinstance(one, Measurement)]
+    if not answers:
+        return "no probe was measured"
+    if not rehearsed:
+        return f"no probe showed a setup that fits: {len(measured)} of {len(answers)} measured{_beside(failed)}"
+    fastest = max((one.tokens_per_s or 0.0 for one in measured), default=0.0)
+    speed = f", the fastest at {fastest:,.0f} tokens/s there" if fastest else ""
+    told = f"rehearsed on this machine's CPU: {len(measured)} of {len(answers)} measured{speed}{_beside(failed)}"
+    return f"{told}, which says nothing of a {plan.workload.gpu.name}"
+
+
+def _beside(failed: str) -> str:
+    return f", {failed}" if failed else ""
 
 
 def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:

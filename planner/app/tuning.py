@@ -1,7 +1,10 @@
 """A finished plan goes through a search with GPU probes; what was learned is kept for the next."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +14,13 @@ from planner.app import machine
 from planner.app.history import history_of
 from planner.app.progress import ProgressLine, say
 from planner.app.search_space import search_candidates, tuned
+from planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.plan import Plan
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.units import gib
+from planner.units import gib, seconds
 from planner.workload import Workload
 from reports.setup_text import trial_words
 
@@ -64,7 +68,9 @@ class Tuning:
         study: name of the study. Default: "plan", with several GPUs their number in it.
         storage: the study's place (`search.storage.open_storage`); None: memory.
         store, corrections: files of measurements and of what was learned on several GPUs; None: the user's.
-        device: the first one to probe on; None: this machine's first.
+        device: the first one to probe on; None: this machine's first. "cpu" rehearses: what it measures is no fact
+            about the plan's GPU, which keeps its prediction.
+        started_s: of `time.monotonic`, when the budget's seconds begin to count.
     """
 
     budget: "Budget | None" = None
@@ -75,12 +81,25 @@ class Tuning:
     store: Path | None = None
     corrections: Path | None = None
     device: str | None = None
+    started_s: float = field(default_factory=time.monotonic)
 
     def limits(self) -> "Budget":
         """When it stops, by itself after a few minutes."""
         from search.stopping import Budget
 
-        return self.budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+        budget = self.budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+        return replace(budget, since_s=self.started_s)
+
+    @property
+    def ends_at(self) -> float:
+        """Of `time.monotonic`, when the last probe is over."""
+        limit_s = self.limits().seconds
+        return math.inf if limit_s is None else self.started_s + limit_s
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether probes run on the CPU."""
+        return self.device == "cpu"
 
     def dry_runs(self) -> bool:
         """Whether a dry run goes before each probe."""
@@ -111,9 +130,10 @@ def tune_plan(
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
     budget = how.limits()
-    line = ProgressLine(budget_s=budget.seconds)
+    line = ProgressLine(budget_s=budget.seconds, started_s=how.started_s)
     line.say(f"searching among {len(problem.candidates):,} setups")
-    with _prober(wish, how, line) if evaluate is None else nullcontext(evaluate) as evaluator:
+    least_s = _least_s(wish, how, line, plan.chosen.setup) if evaluate is None else lambda setup: 0.0
+    with _prober(wish, how, line, least_s) if evaluate is None else nullcontext(evaluate) as evaluator:
         result = search(
             problem,
             evaluator,
@@ -122,19 +142,46 @@ def tune_plan(
             strategy=Strategy(sampler=how.sampler),
             budget=budget,
             plan=plan.chosen.setup,
-            check=partial(_dry_run, wish, line) if how.dry_runs() else None,
+            check=partial(_dry_run, wish, line, how.ends_at, least_s) if how.dry_runs() else None,
             elsewhere=learned.elsewhere(),
             on_trial=lambda record, belief: line.advance(trial_line(record)),
         )
     line.close()
     learned.keep(result.candidates, line)
-    return tuned(plan, result, unprobed)
+    return tuned(plan, result, unprobed, rehearsed=how.rehearses and evaluate is None)
 
 
-def _prober(wish: Workload, how: Tuning, line: ProgressLine) -> "AbstractContextManager[Evaluate]":
+def _least_s(wish: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
+    """The seconds that a setup's probe takes at least on the device; of a CPU it is told before anything runs."""
+    rate = cpu_flops_per_s() if how.rehearses else wish.gpu.bf16_flops_per_s or math.inf
+    least_s = partial(least_probe_s, wish.model, wish.gpu, flops_per_s=rate)
+    if how.rehearses:
+        line.note(
+            f"probes run on this CPU, which is slow, not on a {wish.gpu.name}: one of the planned setup takes "
+            f"{seconds(least_s(first))} at least"
+        )
+    return least_s
+
+
+def _prober(
+    wish: Workload, how: Tuning, line: ProgressLine, least_s: Callable[[TrainSetup], float]
+) -> "AbstractContextManager[Evaluate]":
+    from probes.gpu.request import Limits
+
     devices = machine.job_devices(how.device, wish.num_gpus)
-    gpu = None if devices == ("cpu",) else wish.gpu
-    return machine.prober_on(devices, wish.model, gpu, store=how.store, executor={"on_progress": line.event})
+    gpu = None if how.rehearses else wish.gpu
+    usual, left_s = Limits(), how.ends_at - how.started_s
+    slow = {"limits": replace(usual, time_s=max(usual.time_s, left_s))} if how.rehearses else {}
+    return machine.prober_on(
+        devices,
+        wish.model,
+        gpu,
+        store=how.store,
+        executor={"on_progress": line.event},
+        ends_at=how.ends_at,
+        least_s=least_s,
+        **slow,
+    )
 
 
 class _Learned:
@@ -187,13 +234,21 @@ def _unprobed(wish: Workload) -> "Unprobed":
     return why_not_probed
 
 
-def _dry_run(wish: Workload, line: ProgressLine, setup: TrainSetup) -> Prediction | ProbeFailure | None:
-    """The dry run before a probe; None where it breaks, or does not follow the spread: the probe decides."""
+def _dry_run(
+    wish: Workload, line: ProgressLine, ends_at: float, least_s: Callable[[TrainSetup], float], setup: TrainSetup
+) -> Prediction | ProbeFailure | None:
+    """The dry run before a probe; None where it breaks, does not follow the spread, or would leave no time for the
+    probe: the probe decides."""
     from planner.app.climb import dry_run_setup
 
+    if time.monotonic() + least_s(setup) > ends_at:
+        return None
     line.say(f"dry run: {trial_words(setup)}")
     try:
-        found = dry_run_setup(wish.model, wish.gpu, setup)
+        with until(ends_at):
+            found = dry_run_setup(wish.model, wish.gpu, setup)
+    except TimeIsUp:
+        return None
     except Exception as error:  # a prediction that breaks is no reason to end a search
         line.note(f"  dry run failed, the probe decides: {type(error).__name__}: {error}")
         return None

@@ -36,7 +36,7 @@ class SearchOptions:
     """What is searched for, how, and how long."""
 
     goal: Annotated[str, typer.Option(help="What is best: tokens, cost or memory.")] = "tokens"
-    budget: Annotated[str, typer.Option(help="Stop after this long: 5m, 90s, 1.5h.")] = "5m"
+    budget: Annotated[str, typer.Option(help="End the search after this long, a probe too: 5m, 90s, 1.5h.")] = "5m"
     max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES
     sampler: Annotated[str, typer.Option(help="residual (ours), tpe, gp, random or grid.")] = "residual"
     storage: Annotated[

@@ -163,7 +163,7 @@ class ThroughputProfile:
         share = trained_share(self._speed, setup)
         inputs = 2.0 * self._family.above  # of the activations' gradients; the weights' where they train
         needed = (2.0 + inputs + (2.0 * share if full else 0.0)) * weights * tokens
-        needed += (6.0 if full and not setup.trained_layers else 4.0) * head * tokens
+        needed += self.head_flops(micro_batch_seqs, 1)
         needed += (1.0 + inputs) * self._family.work.attention_flops * seqs
         if not full and setup.kind.like_lora:
             needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
@@ -171,6 +171,13 @@ class ThroughputProfile:
         if self._beside is not None:
             needed += self._beside.flops(micro_batch_seqs, full=full)
         return needed * accumulation_steps
+
+    def head_flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
+        """Of these those of the head, which any number of layers needs; an extra forward's are not counted."""
+        head, setup = self._speed.inv.head, self._setup
+        passes = 6.0 if setup.method == "full" and not setup.trained_layers else 4.0
+        weights = head.num_weights if head is not None else 0
+        return passes * weights * self._tokens(micro_batch_seqs) * accumulation_steps
 
     def mfu_fraction(self, flops: float, seconds: float) -> float:
         """`flops` in so many seconds against the data sheet's rate for the compute type, 0 where there is none."""

@@ -1,5 +1,7 @@
 """`Prober`: `evaluate(setup) -> Measurement | ProbeFailure` for a search. With a store nothing is measured twice."""
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, field, replace
@@ -13,6 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Environment, FailureKind, ProbeFailure, Rung
 from planner.records import dataclass
 from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.units import seconds
 from probes.fingerprint import config_digest, fingerprint
 from probes.gpu.executors import Executor
 from probes.gpu.request import Limits, ProbeRequest
@@ -37,6 +40,8 @@ class Prober:
         gpu: row of the GPU table the device belongs to (model FLOPs utilisation); None on the CPU.
         depths: () truncated, (0,) full depth.
         on_event: told of every answer.
+        ends_at: of `time.monotonic`, when the last probe has to be over.
+        least_s: the seconds that a setup's probe takes at least: one that cannot end in time is not begun.
     """
 
     model: ModelSpec
@@ -49,6 +54,8 @@ class Prober:
     check_depth: bool = True
     rung: Rung = Rung.PROBE
     on_event: Callable[[ProbeEvent], None] = lambda event: None
+    ends_at: float = math.inf
+    least_s: Callable[[TrainSetup], float] = lambda setup: 0.0
 
     @cached_property
     def environment(self) -> Environment:
@@ -85,16 +92,24 @@ class Prober:
         record = self.store.reusable(fingerprint(self.request(setup), self.environment), time_s=self.limits.time_s)
         return record.outcome if record is not None else None
 
-    def __call__(self, setup: TrainSetup) -> Outcome:
-        """The outcome of one setup, measured now if the store does not know it."""
+    def __call__(self, setup: TrainSetup) -> Outcome | str:
+        """The outcome of one setup, measured now if the store does not know it; in words why the time that is left does
+        not hold its probe, which is then not begun, or left to the executor's end."""
         known = self.stored(setup)
         if known is not None:
             self.on_event(ProbeEvent(setup=setup, outcome=known, from_store=True))
             return known
+        left_s = self.ends_at - time.monotonic()
+        least_s = self.least_s(setup) if math.isfinite(left_s) else 0.0
+        if left_s <= least_s:
+            left = f"{seconds(max(0.0, left_s))} of the budget are left"
+            return f"a probe takes {seconds(least_s)} here at least, {left}" if least_s else left
         future = self.submit(setup)
         # A wait without a limit cannot be interrupted by Ctrl-C on every platform.
         while not future.done():
-            wait((future,), timeout=1.0)
+            if time.monotonic() >= self.ends_at:
+                return f"the budget ended in a probe, {seconds(left_s)} after its start"
+            wait((future,), timeout=min(1.0, max(0.01, self.ends_at - time.monotonic())))
         return self.finish(setup, future)
 
     def submit(self, setup: TrainSetup) -> "Future[Outcome]":

@@ -35,7 +35,8 @@ AGENT_ARGV = python_argv("-m", "probes.gpu.agent")
 JOB_VARIABLE = "FINETUNE_PLANNER_PROBE"
 """Set for every process of a probe: torchrun's ranks have sessions of their own and are found by it."""
 KEPT_TAIL_CHARS = 2000
-KILL_WAIT_S = 15.0
+KILL_WAIT_S = 4.0
+"""A process that is stuck in the driver does not die; what waits for it has promised to end within a limit."""
 
 
 class ProbeStopped(Exception):
