@@ -53,8 +53,8 @@ class AskedOptions:
         Raises:
             UsageError: one that makes no sense.
         """
-        num_gpus = positive("gpus", gpus) or 1
-        return Asked.of(**vars(self), model=model, num_gpus=num_gpus)
+        num_gpus = positive("gpus", gpus)
+        return Asked.of(**vars(self), model=model, num_gpus=num_gpus or 1, says_gpus=num_gpus is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ class Asked:
     """What the command line says about a file.
 
     Attributes:
-        model: where the file names none; num_gpus: of the job, where it says nothing of them.
+        model: where the file names none; num_gpus: of the job, where it says nothing of them; says_gpus: whether that
+            was said.
         accelerate: the Accelerate config that the run is launched with.
         sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
         strict: whether unknown settings are errors.
@@ -46,6 +47,7 @@ class Asked:
 
     model: str | None = None
     num_gpus: int = 1
+    says_gpus: bool = False
     accelerate: Path | None = None
     sets: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] | None = None
@@ -151,8 +153,10 @@ def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: Asked) -> Re
         versions=asked.versions,
     )
     found = supply(found, asked.sets)
-    named = asked.model or found.model_id
-    return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
+    settled = {"model"} if asked.model or found.model_id else set()
+    settled |= {"num_gpus"} if asked.says_gpus else set()
+    settled |= {"parallel"} if asked.says_gpus and asked.num_gpus == 1 else set()
+    return replace(found, missing=tuple(one for one in found.missing if one.field not in settled))
 
 
 def _named(found: ReadConfig, model: str | None, file: str) -> ReadConfig:

@@ -94,9 +94,9 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
 def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Logits of one sequence as `compute_metrics` gets them: in fp32 under autocast (accelerate
     `convert_outputs_to_fp32`), twice that on the GPU while they are joined at the evaluation's end, unless
-    `eval_accumulation_steps` is set."""
+    `eval_accumulation_steps` is set. A head of scores gives one for each label, counted with one."""
     size = SIZE_BYTES["fp32" if setup.autocast_dtype else setup.weight_dtype]
-    return setup.seq_len_tokens * model.vocab_size * size
+    return setup.seq_len_tokens * model.vocab_size * size if setup.aim.head == "vocabulary" else size
 
 
 def between_steps_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

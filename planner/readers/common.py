@@ -13,6 +13,8 @@ from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
+from planner.memory.traits import ENCODERS
+from planner.models.spec import ModelSpec
 from planner.models.stored import stored_bits
 from planner.models.targets import same_targets
 from planner.models.towers import SEEING
@@ -312,14 +314,25 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     return "fp16" if fp16 else None
 
 
+IN_FLOAT32 = (*ENCODERS, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "t5")
+"""Types of models whose checkpoints are published in float32, and say so nowhere but in their tensors."""
+
+
+def stored_dtype(model: ModelSpec | None) -> str:
+    """The data type of a model's checkpoint, "" where that is not known."""
+    config = model.config if model is not None else {}
+    said = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(said, str) and said.removeprefix("torch.") in DTYPES:
+        return DTYPES[said.removeprefix("torch.")]
+    return "fp32" if model is not None and model.model_type in IN_FLOAT32 else ""
+
+
 def weight_dtype(settings: Settings, key: str, default: str) -> str:
     """ "fp32", "bf16" or "fp16" from a dtype word; "auto" is the checkpoint's own."""
     word = settings.text(key, default).removeprefix("torch.")
     if word == "auto":
-        config = settings.model.config if settings.model is not None else {}
-        stored = config.get("dtype") or config.get("torch_dtype")
-        if isinstance(stored, str) and stored.removeprefix("torch.") in DTYPES:
-            return DTYPES[stored.removeprefix("torch.")]
+        if dtype := stored_dtype(settings.model):
+            return dtype
         settings.assume(f"{key} auto: the checkpoint is taken to be bf16")
         return "bf16"
     if word not in DTYPES:

@@ -41,9 +41,16 @@ def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
 
 
 def of_program(trainer: Made | None, arguments: Settings) -> int:
-    """Sequences that a program's trainer evaluates at once, 0 where none or where that is not known."""
-    open_ = {"per_device_eval_batch_size", *LATER} & set(arguments.unknown)
-    if open_ or arguments.more or not given(trainer, "eval_dataset"):
+    """Sequences that a program's trainer evaluates at once, 0 where none; where that is not known it is asked for."""
+    if not given(trainer, "eval_dataset"):
+        return 0
+    when = [key for key in (*LATER, "do_eval", "eval_on_start") if key in arguments.unknown]
+    told = any(arguments.values.get(key) is not None for key in LATER)
+    size = arguments.unknown.get("per_device_eval_batch_size")
+    evaluates = _evaluates("hf-script", arguments.values)
+    why = arguments.unknown[when[0]] if when and not told else arguments.more if not told else ""
+    if why or (size and evaluates):
+        arguments.missing["eval_seqs"] = why or str(size)
         return 0
     return sequences("hf-script", arguments.values)
 

@@ -82,7 +82,12 @@ def detect(values: dict[str, Any]) -> str:
         return "accelerate"
     if unsloth.is_config(values):
         return unsloth.FORMAT
-    if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
+    if isinstance(values.get("model"), str) and keys & {
+        "train_dataset",
+        "dist_config",
+        "peft_config",
+        "micro_batch_size",
+    }:
         return llamafactory_v1.FORMAT
     return _of_hf_names(values, keys)
 

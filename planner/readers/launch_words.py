@@ -1,5 +1,6 @@
 """How many processes a launch starts by its launcher's own words, on how many nodes, with which configuration."""
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ LAUNCHERS = {
     "deepspeed": ("--num_gpus",),
 }
 """Launcher -> its flags for the number of processes, of a node but for Accelerate's."""
-NODES = ("--nnodes", "--num_nodes")
+NODES = ("--nnodes", "--num_nodes", "--num_machines")
+OF_MACHINE = ("gpu", "auto")
+"""As many processes as the machine has GPUs."""
 CONFIGS = ("--config_file", "--config-file", "--accelerate_config")
 """What names Accelerate's configuration, to itself and to `trl`."""
 OF_TRL, OF_TRL_GPUS = ("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8
@@ -18,17 +21,19 @@ FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 
 
 class Said(NamedTuple):
-    """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind."""
+    """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind; `open`: the
+    word for the processes or nodes that only the machine or the shell knows."""
 
     num_gpus: int | None
     num_nodes: int = 1
     config: str = ""
     rest: Sequence[str] = ()
+    open: str = ""
 
 
 def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
     """Of a launcher's words, up to the program; `shown`: GPUs that the environment shows it."""
-    num_gpus, num_nodes, config = shown, 1, ""
+    num_gpus, num_nodes, config, open_ = shown, 1, "", ""
     index = 0
     while index < len(words) and words[index].startswith(("-", "$(")):
         flag, equals, value = words[index].partition("=")
@@ -38,6 +43,8 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
         value = value if equals else following if takes else ""
         if flag in LAUNCHERS[launcher] and value.isdigit():
             num_gpus = int(value) or shown
+        elif flag in (*LAUNCHERS[launcher], *NODES) and value and not re.fullmatch(r"[\d:]+", value):
+            open_ = "" if shown and value in OF_MACHINE else f"{flag} {value}"
         if launcher != "accelerate" and flag in NODES and value.isdigit():
             num_nodes = int(value) or 1
         if flag == "--include" and value.count(":") == 1:
@@ -47,7 +54,7 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    return Said(num_gpus * num_nodes if num_gpus else None, num_nodes if num_gpus else 1, config, words[index:])
+    return Said(num_gpus * num_nodes if num_gpus else None, num_nodes if num_gpus else 1, config, words[index:], open_)
 
 
 def said_by_tool(tool: str, words: Sequence[str], shown: int | None) -> Said:

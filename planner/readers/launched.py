@@ -59,6 +59,7 @@ class Launches:
             said = [f"read from the launch in {name}"]
             if len(launches) > 1:
                 said = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
+            found = with_launcher(found, command, around)
             if command.num_nodes > 1:
                 said.append(f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them")
             return replace(found, path=name, assumptions=(*said, *found.assumptions))
@@ -158,6 +159,22 @@ class Launches:
         found = READERS[kind](Settings(known, self.name, around))
         said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
         return with_open(found, said, self.name, around.num_gpus)
+
+
+def with_launcher(found: ReadConfig, command: shell.Command, around: Surroundings) -> ReadConfig:
+    """A reading with what its launcher decides and nobody says as open: how many processes, and what the launcher's own
+    file says where that is not at hand."""
+    missing: dict[str, str] = {}
+    if command.open_gpus:
+        missing["num_gpus"] = f"{command.open_gpus}: known to the machine or the shell alone"
+    if command.launcher and around.below(command.folder).by_end(command.launcher) is None:
+        why = f"{command.launcher}, Accelerate's config, is not beside it"
+        missing |= {"parallel": why} | ({} if command.num_gpus else {"num_gpus": why})
+        if found.setup.autocast_dtype is None:
+            missing["precision"] = why
+    known = {one.field for one in found.missing}
+    more = tuple(Missing(field=of, reason=why) for of, why in missing.items() if of not in known)
+    return replace(found, missing=(*found.missing, *more))
 
 
 def weight(problem: ConfigError) -> int:

@@ -107,6 +107,12 @@ OF_DIFFUSION = {
     "resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images",
 }  # fmt: skip
 """Settings of the training of image models; one alone may stand in others."""
+OF_ROLLOUTS = {
+    "orchestrator", "rollout", "rollouts", "rollouts_per_example", "rollout_batch_size", "num_rollouts", "reward",
+    "rewards", "reward_model", "reward_fn", "reward_weights", "adv_estimator", "advantage", "gae_lambda", "kl_coef",
+    "kl_coeff", "kl_loss_coef", "init_kl_coef", "ppo_epochs", "clip_range", "cliprange", "critic", "verifier",
+}  # fmt: skip
+"""Settings and blocks of reinforcement learning, by whichever program."""
 OF_EMBEDDING = {"pooling_mode", "simcse_dropout", "mlm_probability", "mask_token_type"}
 """Settings of the training of embeddings, and of masked words."""
 TRACE = "plan trace runs other programs on a phantom GPU"

@@ -48,8 +48,11 @@ class Surroundings:
     def below(self, folder: str) -> "Surroundings":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
         tops = [root.absolute() for root in self.roots]
-        places = [Path(os.path.normpath(root / folder)) for root in tops]
-        inner = [place for place in places if place not in tops and any(place.is_relative_to(top) for top in tops)]
+        parts = Path(folder).parts
+        ends = [Path(*parts[start:]) for start in range(len(parts))]  # its beginning may be above what is here
+        places = [Path(os.path.normpath(root / end)) for end in ends for root in tops]
+        places = [place for place in places if place not in tops and place.is_dir()]
+        inner = [place for place in places if any(place.is_relative_to(top) for top in tops)]
         return replace(self, roots=(*inner, *self.roots)) if inner else self
 
     def by_end(self, path: str) -> str | None:

@@ -11,7 +11,7 @@ from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind, config
-from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_own
+from planner.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
 from planner.readers.program.reading import PARTS_OF_LENGTH
 from planner.readers.sharding import parallel_of
 from planner.readers.types import ReadConfig
@@ -131,6 +131,8 @@ def read(settings: Settings) -> ReadConfig:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     texts = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
     objective, certain = of_own(values, name, (name.lower(), *texts))
+    if marks := sorted(OF_ROLLOUTS & {part.lower() for path, _ in _leaves(values, ()) for part in path}):
+        raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
@@ -241,7 +243,8 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """What is asked -> (path of the key, value), where the file says one thing."""
     # the last two of a path's names, as programs spell them
     leaves = [
-        (path, value, [part.lower().replace("-", "_") for part in path[-2:]]) for path, value in _leaves(values, ())
+        (path, value, [_unprefixed(part.lower().replace("-", "_")) for part in path[-2:]])
+        for path, value in _leaves(values, ())
     ]
     by_last: dict[str, list[tuple[tuple[str, ...], Any, list[str]]]] = {}
     for leaf in leaves:
@@ -266,6 +269,17 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         if all(type(part) is int for part in parts):
             found["length"] = (f"{one} + {other}", sum(parts))
     return found
+
+
+PREFIXES = ("train_", "training_", "trainer_", "sft_", "finetune_", "finetuning_", "ft_", "llm_", "hf_")
+"""What people put before a library's name of a setting."""
+LAST_NAMES = frozenset(name.rpartition(".")[2] for names in NAMES.values() for name in names)
+
+
+def _unprefixed(word: str) -> str:
+    """A setting's name without what was put before a usual one."""
+    bare = next((word.removeprefix(one) for one in PREFIXES if word.startswith(one)), word)
+    return bare if word not in LAST_NAMES and bare in LAST_NAMES else word
 
 
 def _is_named(words: Sequence[str], name: str) -> bool:

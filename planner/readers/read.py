@@ -163,9 +163,14 @@ def _under_launcher(text: str, name: str, around: Surroundings, launcher: str) -
     return replace(
         inner,
         setup=setup,
+        missing=tuple(one for one in inner.missing if one.field not in OF_LAUNCHER),
         assumptions=(*inner.assumptions, *spread.assumptions),
         approximations=(*inner.approximations, *spread.approximations),
     )
+
+
+OF_LAUNCHER = ("num_gpus", "parallel")
+"""What a launcher's file says."""
 
 
 def _of_settings(parsed: Parsed, launches: Launches, around: Surroundings) -> ReadConfig:

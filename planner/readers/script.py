@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES, Objective
-from planner.errors import ConfigError, NotPlanned
+from planner.errors import ConfigError, NotATraining, NotPlanned
 from planner.inputs import reason
-from planner.readers import common, evaluating, lengths, partial, program_changes, training, versions
+from planner.readers import common, evaluating, lengths, open_conditions, partial, program_changes, training, versions
 from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS, rollout_fields
 from planner.readers.outside import Surroundings
@@ -40,14 +40,28 @@ def read(text: str, name: str, outside: Surroundings, source: Source | None = No
         ConfigError: not Python, or nothing in it that trains as is planned.
     """
     source = source or of_script(text)
+    pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
+    around = replace(outside.of_program(), newest=not pinned)
+
+    def taken(
+        decided: Mapping[str, bool], *, trains: bool = False, uncalled: bool = True
+    ) -> tuple[Program, ReadConfig]:
+        program = run(source.text, name, replace(around, decided=decided, uncalled=uncalled), source.label)
+        if trains and not program.trained:
+            raise NotATraining(f"{name} trains nothing on this way", hint="")
+        return program, _Script(program, training.find(program, name), source, name, outside).config()
+
     try:
-        pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
-        program = run(source.text, name, replace(outside.of_program(), newest=not pinned), source.label)
+        program, found = taken({})
+        workers = plain(program.workers)
+        if outside.num_gpus == 1 and isinstance(workers, int) and workers > 1:
+            return read(text, name, replace(outside, num_gpus=workers), source)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
             f"{name} is not Python that can be read: {reason(error)}", hint="give a script that Python itself accepts"
         ) from error
-    return _Script(program, training.find(program, name), source, name, outside).config()
+    as_it_is = {"trains": bool(program.trained), "uncalled": not program.starts}
+    return open_conditions.settle(found, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
 
 
 def _has_trainer(aim: Objective) -> bool:
@@ -162,12 +176,15 @@ class _Script:
         fields["compile"] = fields.get("compile", False) or program_changes.compiled(self.found)
         fields["optimizer"] = self._optimizer()
         fields["attention"] = "sdpa" if self.unsloth else self._attention()
-        liger = arguments.flag("use_liger_kernel", False) or program_changes.liger(self.found, self.program)
+        switch = arguments.first("use_liger_kernel", "use_liger")
+        liger = arguments.flag(switch, False) or program_changes.liger(self.found, self.program)
         fields |= self._kernels_and_loss(fields, liger=liger)
         if _has_trainer(self.aim):
             fields |= self._objective(fields, liger)
         elif not self.aim.supervised:
             fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
+        if isinstance(workers := plain(self.program.workers), Unknown):
+            self.missing["num_gpus"] = workers.reason
         if self.found.open_objective:
             self.missing["objective"] = self.found.open_objective
         if why := pictures(self.found, self.model, self.name):
@@ -186,6 +203,8 @@ class _Script:
         adapted = self.adapters.wanted()
         base = self._quantization()
         method = "full" if not adapted else "lora" if base == "none" else "qlora"
+        if not adapted and self.found.built:
+            self.missing["method"] = self.missing["lora_rank"] = self.found.built
         if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
             self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
         fields: dict[str, Any] = {
@@ -309,6 +328,9 @@ class _Script:
         autocast = common.autocast(self.arguments, bf16_default=self.trl and own_default)
         loader = self.loader
         key = loader.first("dtype", "torch_dtype")
+        if self.found.prepared is not None and method != "qlora" and self._quantization() == "none":
+            loader.assume("prepare_model_for_kbit_training on a model that is not quantized casts all of it to float32")
+            return common.precision(self.arguments, "fp32", autocast, method)
         if self.unsloth:
             if method == "full":
                 if loader.flag("float32_mixed_precision", False):
@@ -327,8 +349,7 @@ class _Script:
         if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
-            stored = self.model.config.get("torch_dtype") if self.model is not None and self.found.hears else None
-            own = f"the checkpoint's own, {stored or 'taken to be bf16'}"
+            own = f"the checkpoint's own, {common.stored_dtype(self.model) or 'taken to be bf16'}"
             taken = own if default == "auto" else f"{default} ({self.transformers.why}: transformers 4's default)"
             loader.assume(f"no dtype on from_pretrained: {taken}")
         weights = common.weight_dtype(loader, key, default)

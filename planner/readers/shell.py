@@ -66,6 +66,7 @@ class Command:
         arguments: the words behind it.
         num_gpus: processes of the job, None where the launcher does not say; num_nodes: on how many machines.
         launcher: Accelerate's config file, "" where none is named.
+        open_gpus: the launcher's word for the processes that only the shell or the machine knows.
         folder: where the script went with `cd` before, relative to its own folder.
         environment: variables that the script exports, or sets for this launch.
     """
@@ -76,6 +77,7 @@ class Command:
     num_gpus: int | None = None
     num_nodes: int = 1
     launcher: str = ""
+    open_gpus: str = ""
     folder: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -153,8 +155,10 @@ def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Comma
 
 def _handed_to_shell(words: list[str]) -> str:
     """The commands that a command gives a shell of its own: `srun singularity exec image bash -lc "..."`."""
+    shell = False
     for before, flag, text in zip(words, words[1:], words[2:], strict=False):
-        if PurePosixPath(before).name in ("bash", "sh") and re.fullmatch(r"-\w*c", flag):
+        shell = PurePosixPath(before).name in ("bash", "sh") or (shell and before[:1] in ("-", "p"))
+        if shell and re.fullmatch(r"-\w*c", flag):
             return text if PurePosixPath(words[0]).name not in SAID_ONLY else ""
     return ""
 
@@ -192,7 +196,7 @@ def _lines(text: str) -> Iterator[str]:
             continue
         held = f"{held}\n{line}" if held else line
         starts = re.match(r"(?:export\s+|local\s+|declare\s++(?:-\S++\s++)*+)?[A-Za-z_]\w*+\+?=([\"'(])", held)
-        starts = starts or re.search(r"\b(?:bash|sh)\s+-l?c\s+([\"'])", held)
+        starts = starts or re.search(r"\b(?:bash|sh)\s+(?:-\w+\s+(?:pipefail\s+)?)*-\w*c\s+([\"'])", held)
         if starts and _is_open(held[starts.start(1) :], starts[1]) and held.count("\n") < MAX_CONTINUED:
             continue
         yield held
@@ -381,7 +385,7 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         return None
     said = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
     found = _program(list(said.rest), said.num_gpus, said.config)
-    return replace(found, num_nodes=said.num_nodes) if found is not None else None
+    return replace(found, num_nodes=said.num_nodes, open_gpus=said.open) if found is not None else None
 
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:
@@ -409,7 +413,7 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
     said = launch_words.said_by_tool(tool, rest, num_gpus)
     found = Command(tool=tool, target=config, arguments=tuple(words), launcher=said.config)
-    return replace(found, num_gpus=said.num_gpus, num_nodes=said.num_nodes)
+    return replace(found, num_gpus=said.num_gpus, num_nodes=said.num_nodes, open_gpus=said.open)
 
 
 def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[True]]:

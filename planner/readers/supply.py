@@ -13,6 +13,8 @@ from planner.tools import PROGRAMS
 SETTABLE = tuple(TrainSetup.__dataclass_fields__)
 BESIDE = "beside"
 """GiB of another model on the same GPU: no field of a setup."""
+EVALUATED = "eval_seqs"
+"""Sequences evaluated at once: no field of a setup either."""
 _WORDS = {"true": True, "false": False, "on": True, "off": False}
 
 
@@ -28,6 +30,9 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
         field = SHORT_NAMES.get(name.strip(), name.strip())
         if field == BESIDE and equals:
             found[field] = round(_number(field, text.strip().lower().removesuffix("gib"), float) * 2**30)
+            continue
+        if field == EVALUATED and equals:
+            found[field] = _number(field, text.strip(), int)
             continue
         if not equals or field not in SETTABLE:
             raise UsageError(
@@ -95,7 +100,7 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     """
     if not given:
         return config
-    values = {name: value for name, value in given.items() if name != BESIDE}
+    values = {name: value for name, value in given.items() if name not in (BESIDE, EVALUATED)}
     method = values.get("method", config.setup.method)
     if method == "full":
         values = {"lora_rank": 0, "quantization": "none", "kbit_fp32_cast": False, "adapter_dtype": "auto", **values}
@@ -111,12 +116,15 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
         raise UsageError(f"--set: {error.message}", hint=error.hint) from error
     answered = set(given)
     if method == "full":
-        answered |= {"lora_rank", "lora_targets"}
+        answered |= {"lora_rank", "lora_targets", "quantization"}
+    elif "method" in given and method == "lora":
+        answered.add("quantization")
     missing = tuple(one for one in config.missing if one.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
-    beside = given.get(BESIDE, config.beside_bytes)
+    beside, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)
     assumed = tuple(one for one in config.assumptions if one != TEXT_ALONE or "images" not in given)
-    return replace(config, setup=setup, missing=missing, origins=origins, beside_bytes=beside, assumptions=assumed)
+    supplied = replace(config, setup=setup, missing=missing, origins=origins, assumptions=assumed)
+    return replace(supplied, beside_bytes=beside, eval_seqs=evaluated)
 
 
 def determined(config: ReadConfig) -> ReadConfig:

@@ -24,8 +24,17 @@ from planner.readers.values import Settings
 from planner.records import dataclass
 
 RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
+
+
+def run_it(name: str) -> str:
+    """What finds out about a program that cannot be read."""
+    return RUN_IT.replace("FILE", name) if name.endswith(".py") else RUN_IT
+
+
 HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
 LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
+TRAINERS_OF = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "llamafactory", "swift", "pl")
+"""Packages whose trainers are transformers' Trainer, or are known by their own names."""
 BASE_QUANTIZATIONS = ("BitsAndBytesConfig",)
 
 
@@ -38,6 +47,7 @@ class Training:
         unknown_model: why the model is not known, "" where it is; handed_over: it comes to the program's function as an
             object, and who loaded it knows how.
         loads: why it is not known in which type the model is loaded, "" where it is.
+        built: why it is not known whether it comes with adapters, "" where it is: what else makes or changes it.
         adapter: the LoRA settings; continued: adapters loaded to be trained on.
         handed: what the trainer hands to the model's loading (`model_init_kwargs`).
         prepared: `prepare_model_for_kbit_training`.
@@ -54,6 +64,7 @@ class Training:
     unknown_model: str = ""
     handed_over: bool = False
     loads: str = ""
+    built: str = ""
     quantization: Value | None = None
     adapter: Value | None = None
     continued: Made | None = None
@@ -117,11 +128,21 @@ def _recognise(found: Training, trainer: Made, name: str) -> None:
         raise NotPlanned(
             f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it", hint=RUN_IT
         )
+    if foreign := _of_unknown_package(trainer):
+        if trainer.name in PLANNED or trainer.name in OTHER_TRAINERS:
+            raise refusal(f"{name} trains with {foreign}", run_it(name))
+        found.open_objective = f"{trainer.where}: what a step of {foreign} is"
     given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
     if isinstance(given, Made):
         found.arguments = given
     elif isinstance(given, Unknown):
         found.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
+
+
+def _of_unknown_package(trainer: Made) -> str:
+    """A trainer's full name where its class is foreign code that is not known, "" otherwise."""
+    unknown = trainer.package not in (*TRAINERS_OF, "", trainer.name) and trainer.name not in HF_TRAINERS[2:]
+    return f"{trainer.package}'s {trainer.name}" if unknown else ""
 
 
 def _refuse_trainer(found: Training, trainer: Made, program: Program, name: str) -> None:
@@ -214,12 +235,13 @@ def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:
 
 def _refuse(program: Program, name: str) -> None:
     """Says why there is nothing to read."""
-    loads = any(one.name == "from_pretrained" for one in program.made)
-    steps = any(one.name in ("backward", "step") for one in program.made)
-    if loads and steps:
+    called = {one.name for one in program.made}
+    loads = "from_pretrained" in called and called & {"backward", "step"}
+    engine = any((one.package, one.name) == ("deepspeed", "initialize") for one in program.made)
+    if loads or engine or {"backward", "zero_grad"} <= called:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
-            hint="plan trace -- python FILE runs it on a phantom GPU; plan estimate answers for a setup that you name",
+            hint=f"{run_it(name)}; plan estimate answers for a setup that you name",
         )
     raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
@@ -248,6 +270,16 @@ def _check_model_class(found: Training, loader: Made, program: Program, name: st
                 raise _other_objective(name, part, f"finetune_{part}_layers")
 
 
+CHANGES_NOTHING = ("accelerate", "copy", "datasets", "deepspeed", "peft", "torch", "transformers", "trl", "unsloth")
+"""Packages whose functions give a model back as they got it, or say in a configuration what they make of it."""
+
+
+def _built_elsewhere(model: Made) -> str:
+    """Why a call on a model's way to the trainer may put adapters on it, "" where it does not."""
+    foreign = model.receiver is None and model.package not in (*CHANGES_NOTHING, "")
+    return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
+
+
 def _follow_model(found: Training, model: Value | None) -> None:
     """From what the trainer got back to what loaded the model."""
     for step in range(16):
@@ -257,10 +289,13 @@ def _follow_model(found: Training, model: Value | None) -> None:
             found.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
             return
         if isinstance(model, Unknown):
-            found.unknown_model = model.reason
+            found.unknown_model = found.built = model.reason
             found.handed_over = isinstance(model, Argument) and model.name.endswith("model")
             return
         if not isinstance(model, Made):
+            last = found.touched[-1] if step else None
+            if model is not None and last is not None:
+                found.unknown_model = found.built = f"{last.where}: what {last.name or 'a call'}() makes"
             return
         found.touched.append(model)
         if model.name == "SentenceTransformer":
@@ -269,6 +304,7 @@ def _follow_model(found: Training, model: Value | None) -> None:
         if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
             found.loader = model
             return
+        found.built = found.built or _built_elsewhere(model)
         if model.name == "from_pretrained":
             found.continued = model
             if model.owner.startswith("AutoPeft"):
@@ -309,13 +345,15 @@ def contrast(found: Training, arguments: Settings) -> dict[str, int]:
 
 
 def _only_loader(found: Training, program: Program) -> None:
-    """The only model that the program loads, where the way to the trainer is not known."""
-    loaders = [one for one in program.made if one.name == "from_pretrained" and loads_model(one.owner)]
+    """The only model that the program loads before it trains, where the way to the trainer is not known."""
+    trainer = found.trainer
+    before = program.made[: program.made.index(trainer)] if trainer in program.made else program.made
+    loaders = [one for one in before if one.name == "from_pretrained" and loads_model(one.owner)]
     named = [plain(named_model(one)) for one in loaders]
     names = {"one that is not known" if isinstance(name, Unknown) else str(name) for name in named}
     if len(names) == 1:
         found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
-        wrapped = [one for one in program.made if one.name == "get_peft_model"]
+        wrapped = [one for one in before if one.name == "get_peft_model"]
         if found.adapter is None and wrapped:
             found.adapter = _handed_to_peft(wrapped[-1])
         prepared = [one for one in program.made if one.name == "prepare_model_for_kbit_training"]

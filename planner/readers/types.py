@@ -44,6 +44,8 @@ OPTIONS = {
     "images": "--set images=NUMxWIDTHxHEIGHT of a sample (1x1024x1024; none: text alone)",
     "loss": "--set loss=full|chunked",
     "num_gpus": "--gpus N",
+    "parallel": "--set parallel=none|ddp|fsdp2|zero2|zero3 (or --accelerate FILE)",
+    "eval_seqs": "--set eval_batch=N (sequences that are evaluated at once; 0: none)",
     "beside": "--set beside=GIB (what the other model holds on this GPU; 0: nothing)",
 }
 SHORT_NAMES = {
@@ -57,6 +59,8 @@ SHORT_NAMES = {
     "rank": "lora_rank",
     "targets": "lora_targets",
     "optim": "optimizer",
+    "eval_batch": "eval_seqs",
+    "per_device_eval_batch_size": "eval_seqs",
 }
 """Words of `--set` for fields of a setup, beside their own names."""
 TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"

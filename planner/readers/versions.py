@@ -46,7 +46,7 @@ TRL_TRAINER_KEYS = {
     "tokenizer": "0.15",
 }  # fmt: skip
 """Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
-TRL_CONFIG_KEYS = {"max_seq_length": "0.19"}
+TRL_CONFIG_KEYS = {"max_seq_length": "0.19", "use_liger": "0.17"}
 """Fields of `SFTConfig` -> the newest TRL that has them."""
 TRL_PREFERENCE_TRAINER_KEYS = {
     **dict.fromkeys(("beta", "loss_type", "max_length", "max_prompt_length", "label_pad_token_id"), "0.12"),

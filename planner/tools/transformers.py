@@ -56,6 +56,8 @@ KERNELS = Field(of="kernels", key="use_liger_kernel", older=("use_liger",), edit
 COMPILE = Field(of="compile", key="torch_compile", default=False)
 PARALLEL = Field(of="parallel", key="deepspeed", more=("fsdp", "fsdp_config"), fix=False)
 
+OF_QUANTIZATION = ("load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_quant_type")
+
 _PEFT = (Field(of="lora_rank", key="r", fix=False), Field(of="lora_targets", key="target_modules", fix=False))
 SCRIPT = Tool(
     name="hf-script",
@@ -71,7 +73,7 @@ SCRIPT = Tool(
         Field(of="packing", key="packing", fix=False),
         Field(of="attention", key="attn_implementation", words=ATTENTIONS, fix=False),
         Field(of="precision", key="dtype", older=("torch_dtype",), more=("bf16", "fp16"), fix=False),
-        Field(of="quantization", key="load_in_4bit", more=("load_in_8bit",), fix=False),
+        Field(of="quantization", key="load_in_4bit", more=OF_QUANTIZATION, fix=False),
         PARALLEL,
         *_PEFT,
     ),

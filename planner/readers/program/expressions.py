@@ -101,6 +101,8 @@ class Expressions(Reading):
     def conditional(self, node: ast.IfExp, scope: Scope) -> Value:
         """`a if test else b`: both where the test is not known."""
         truth = objects.truth(self.value(node.test, scope))
+        if truth is None:
+            truth = self.decided(node.test, self.place(node, scope))
         if truth is not None:
             return self.value(node.body if truth else node.orelse, scope)
         one, other = self.value(node.body, scope), self.value(node.orelse, scope)
@@ -159,6 +161,8 @@ class Expressions(Reading):
         for part in node.values:
             value = self.value(part, scope)
             truth = objects.truth(value)
+            if truth is None and (truth := self.decided(part)) is False:
+                value = Known(False, self.place(part, scope))
             if truth is None:
                 unknown = unknown or Undecided(f"{self.place(node, scope)}: depends on a condition")
             elif truth == stops_at:
@@ -243,7 +247,7 @@ class Expressions(Reading):
             return self.called(callee, call)
         if isinstance(callee, Class):
             return self.instance(callee, call)
-        return library.call(self, callee, call)
+        return library.call(self, callee, call, scope)
 
 
 def _last(node: ast.expr) -> str:

@@ -30,6 +30,8 @@ class Functions(Expressions):
     def decorated(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> Function:
         function = Function(node, scope)
         for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Name) and decorator.id in ("classmethod", "staticmethod"):
+                function.of = decorator.id
             if isinstance(decorator, ast.Call):
                 made = self.value(decorator, scope)
                 if isinstance(made, Made) and made.name in ("option", "argument"):
@@ -47,10 +49,12 @@ class Functions(Expressions):
             parent = self.value(base, scope)
             if isinstance(parent, Class):
                 inner.names |= self.copied(parent.attributes)
+                made.parents += (parent,)
                 fields += parent.fields
                 made.base = made.base or parent.base
             elif isinstance(parent, Dotted):
                 made.base = made.base or parent.path
+        inner.names["__class__"] = made
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 fields.append(statement.target.id)
@@ -70,6 +74,7 @@ class Functions(Expressions):
             known = () if call.more else made_by.fields
             defaults = {name: made_by.attributes[name] for name in known if name in made_by.attributes}
             call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
+            call.package = made_by.base.rpartition(".")[0].partition(".")[0]
             call.keywords = {**defaults, **call.keywords}
             self.program.made.append(call)
             return call

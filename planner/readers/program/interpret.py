@@ -25,6 +25,7 @@ from planner.readers.program.reading import (
     Program,
     Raise,
     Return,
+    changes,
     file_of,
 )
 from planner.readers.program.source import parsable, tree_of
@@ -74,8 +75,10 @@ def _read(tree: ast.Module, text: str, name: str, outside: Outside, label: Calla
         again.whole(tree)
         if again.makes_trainer():
             return again.program
+    reader.program.starts = reader.makes_trainer()
     with suppress(TooLong, Leave):
-        reader.uncalled(reader.program.module)
+        if outside.uncalled:
+            reader.uncalled(reader.program.module)
     return reader.program
 
 
@@ -157,7 +160,8 @@ class Reader(Functions):
             case ast.Continue():
                 raise Loop
             case ast.Raise():
-                raise Raise(Known(None))
+                ended = self.value(node.exc, scope) if node.exc is not None else None
+                raise (Return if isinstance(ended, Made) and ended.name == "SystemExit" else Raise)(Known(None))
         value = self.value(node.value, scope) if node.value is not None else Known(None)
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)
@@ -171,6 +175,8 @@ class Reader(Functions):
 
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))
+        if truth is None:
+            truth = self.decided(node.test, self.place(node, scope) if changes([*node.body, *node.orelse]) else "")
         if truth is not None:
             try:
                 self.block(node.body if truth else node.orelse, scope)

@@ -21,6 +21,8 @@ from planner.readers.program.values import (
     Items,
     Known,
     Made,
+    Parent,
+    Scope,
     Table,
     Unknown,
     Value,
@@ -64,8 +66,17 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if name in value.attributes:
                 found = value.attributes[name]
                 if isinstance(found, Function) and isinstance(value, Instance) and value.made_by is not None:
-                    return Function(found.node, found.scope, value, found.options)
+                    return found.bound_to(value, value.made_by)
+                if isinstance(found, Function) and isinstance(value, Class):
+                    return found.bound_to(None, value)
                 return found
+        case Parent():
+            found_in = next((one for one in value.kind.parents if name in one.attributes), None)
+            inherited = found_in.attributes[name] if found_in is not None else None
+            if isinstance(inherited, Function):
+                kind = value.of.made_by if isinstance(value.of, Instance) else value.of
+                return inherited.bound_to(value.of, kind)
+            return inherited or Made(name, receiver=value, where=place)
             if isinstance(value, Instance) and value.more:
                 return Unknown(value.more)
             if name == "__dict__" and isinstance(value, Instance):
@@ -101,10 +112,19 @@ def _of_dotted(reader: Reading, value: Dotted, name: str, place: str) -> Value:
     return command_line(reader) if (value.path, name) == ("sys", "argv") else Dotted(f"{value.path}.{name}")
 
 
-def call(reader: Reading, callee: Value, made: Made) -> Value:
-    """What a call of foreign code gives."""
+def _parent(scope: Scope | None) -> Parent | None:
+    """What `super()` is in a method, None outside of one."""
+    kind = scope.find("__class__") if scope is not None else None
+    first = next(iter(scope.names.values()), None) if scope is not None else None
+    return Parent(first, kind) if isinstance(first, (Instance, Class)) and isinstance(kind, Class) else None
+
+
+def call(reader: Reading, callee: Value, made: Made, scope: Scope | None = None) -> Value:
+    """What a call of foreign code gives; `scope`: where it stands."""
     outside = reader.outside
     if isinstance(callee, Dotted):
+        if callee.path == "super" and (parent := _parent(scope)) is not None:
+            return parent
         made.name, made.owner = callee.name, callee.path.rpartition(".")[0].rpartition(".")[2]
         made.package = callee.path.partition(".")[0]
         known = _by_others(reader, callee, made) or of_module(reader, callee, made)
@@ -120,6 +140,8 @@ def call(reader: Reading, callee: Value, made: Made) -> Value:
             made.name = made.name or callee.name
     elif isinstance(callee, Unknown):
         made.more = made.more or callee.reason
+    if made.name == "ScalingConfig":
+        reader.program.workers = made.argument("num_workers", 1) or Known(1, made.where)
     _run_handed_functions(reader, made)
     reader.program.made.append(made)
     if made.name in BF16_QUESTIONS:
@@ -156,6 +178,8 @@ def _run_handed_functions(reader: Reading, made: Made) -> None:
     named = made.keywords.get("fn_kwargs")
     said = dict(named.entries) if isinstance(named, Table) else made.keywords if made.name == "partial" else {}
     first = made.positional[1:] if made.name == "partial" else []
+    if (config := made.argument("train_loop_config")) is not None:  # Ray hands it to each worker
+        first = [config]
     for value in (*made.positional, *made.keywords.values()):
         if isinstance(value, Function) and id(value.node) not in reader.entered:
             reader.uncertain += 1

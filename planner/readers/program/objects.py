@@ -25,6 +25,8 @@ from planner.readers.program.values import (
 
 ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
 TOKENIZER_TRAINERS = ("BpeTrainer", "WordPieceTrainer", "UnigramTrainer", "WordLevelTrainer")
+STARTERS = ("TorchTrainer", "DataParallelTrainer", "HorovodTrainer")
+"""Ray's classes that start a function on workers."""
 ARGUMENT_DEFAULTS = {
     "fp16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "deepspeed": None,
     "gradient_accumulation_steps": 1, "max_steps": -1, "do_train": False, "do_eval": False, "fsdp": None,
@@ -73,7 +75,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 def is_trainer(made: Made) -> bool:
     """Whether a call makes a trainer."""
-    return made.name.endswith("Trainer") and made.name not in TOKENIZER_TRAINERS
+    return made.name.endswith("Trainer") and made.name not in (*TOKENIZER_TRAINERS, *STARTERS)
 
 
 def holds_arguments(made: Made) -> bool:

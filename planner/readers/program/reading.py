@@ -17,7 +17,7 @@ MAX_SOURCE_BYTES = 600_000
 """Of modules beside the program: what lies behind is taken for foreign code."""
 LIBRARIES = frozenset({
     "accelerate", "bitsandbytes", "datasets", "deepspeed", "evaluate", "numpy", "pandas", "peft", "torch",
-    "transformers", "trl", "unsloth", "vllm", "wandb",
+    "transformers", "trl", "unsloth", "vllm", "wandb", "ray", "lightning", "omegaconf", "hydra",
 })  # fmt: skip
 """Packages that stay foreign code where their own source lies beside the program."""
 LENGTH_NAMES = frozenset({
@@ -44,6 +44,8 @@ class Outside:
         arguments: the words after the program's name on its command line; None: nobody said.
         environment: variables that the launcher sets.
         open_switches: whether flags that nobody gave are not known (else they are off).
+        decided: conditions that nothing in the program decides -> how they are taken this time; others: both ways.
+        uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
         newest: whether no older TRL or transformers is pinned, so that their newest classes are those in use.
         bf16: whether the card computes in bf16; capability: its compute capability.
         read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
@@ -53,6 +55,8 @@ class Outside:
     arguments: Sequence[str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     open_switches: bool = False
+    decided: Mapping[str, bool] = field(default_factory=dict)
+    uncalled: bool = True
     newest: bool = True
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
@@ -71,6 +75,9 @@ class Program:
         sources: files read beside the program.
         do_train_decides: whether it trains only where its command line, which was said, asks for it.
         cuts: lengths to which lists of tokens are cut by slices; lengths: values of names that say a length.
+        starts: whether it trains by what it calls itself; else functions that nothing calls were read too.
+        workers: processes that the program itself starts, as it says.
+        open_conditions: conditions that were met and that nothing decides -> where the first of each stands.
     """
 
     trained: list[tuple[Made, bool]] = field(default_factory=list)
@@ -80,6 +87,9 @@ class Program:
     do_train_decides: bool = False
     cuts: list[Known] = field(default_factory=list)
     lengths: list[Known] = field(default_factory=list)
+    starts: bool = True
+    workers: Value | None = None
+    open_conditions: dict[str, str] = field(default_factory=dict)
 
 
 class Leave(Exception):
@@ -139,6 +149,14 @@ class Reading:
         if self.steps > MAX_STEPS:
             raise TooLong
 
+    def decided(self, test: ast.expr, place: str = "") -> bool | None:
+        """How a condition that is not known is taken this time, None for both ways; `place`: where it decides."""
+        text, turned = _condition(test)
+        taken = self.outside.decided.get(text)
+        if place and text not in self.outside.decided:
+            self.program.open_conditions.setdefault(text, place)
+        return taken if taken is None else taken != turned
+
     def copied(self, names: dict[str, Value]) -> dict[str, Value]:
         """A scope's names, once more."""
         spend(len(names))
@@ -157,6 +175,42 @@ class Reading:
         inside = [name.lower() for name in (*running, called)]
         if value.data >= 16 and not any(part in name for name in inside for part in NOT_DATA):
             self.program.lengths.append(value)
+
+
+SAYS_ONLY = frozenset({
+    "print", "pprint", "log", "info", "warning", "warn", "debug", "error", "exception", "set_verbosity_info",
+    "set_verbosity_error", "makedirs", "mkdir", "rmtree", "remove", "login", "init", "save_model", "save_pretrained",
+    "push_to_hub", "save_state", "log_metrics", "save_metrics", "dump", "write", "barrier", "empty_cache", "set_seed",
+    "manual_seed", "manual_seed_all", "seed", "flush", "close", "add_argument", "filterwarnings", "set_device",
+    "init_process_group", "create_model_card", "sleep", "collect", "update_dataset", "wait_for_everyone",
+})  # fmt: skip
+"""Functions that change nothing of a training, by their last names."""
+
+
+def changes(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements may set or call anything that a training hangs on."""
+    for node in (one for statement in body for one in ast.walk(statement)):
+        if isinstance(
+            node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Continue, ast.Break, ast.Delete)
+        ):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+            if name not in SAYS_ONLY:
+                return True
+    return False
+
+
+def _condition(test: ast.expr) -> tuple[str, bool]:
+    """A condition's text without what only turns it (`not a`, `a is None`), and whether that turned it."""
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            text, turned = _condition(test.operand)
+            return text, not turned
+        case ast.Compare(ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+            return ast.unparse(test.left), isinstance(op, ast.Is)
+    return ast.unparse(test), False
 
 
 def file_of(scope: Scope | None) -> str:

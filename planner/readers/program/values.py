@@ -19,7 +19,7 @@ MAX_SIZE = 2_000_000
 """Elements, names and characters that one reading may make, copy or compare, all together. Of 203 modules of TRL, PEFT
 and transformers, read as if they were programs, the largest takes 456,122."""
 
-Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance"]
+Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance", "Parent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +145,39 @@ class Scope:
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A function of the program, with the object it is bound to and the options its decorators declare."""
+    """A function of the program, with the object it is bound to and the options its decorators declare; `of`: what it
+    is bound to where a class holds it ("classmethod", "staticmethod", "" for its objects)."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     scope: Scope
     bound: Value | None = None
     options: dict[str, Value] = field(default_factory=dict)
+    of: str = ""
+
+    def bound_to(self, owner: "Class | Instance | None", kind: "Class | None") -> "Function":
+        """As an attribute of an object, or of its class (`kind`; `owner` is None, or the class, there)."""
+        bound = {"classmethod": kind, "staticmethod": None}.get(self.of, owner)
+        return Function(self.node, self.scope, bound, self.options)
 
 
 @dataclass(eq=False, slots=True)
 class Class:
-    """A class of the program; `base` is the foreign class it extends, "" where there is none."""
+    """A class of the program; `base` is the foreign class it extends, "" where there is none; `parents` its own."""
 
     name: str
     attributes: dict[str, Value]
     base: str = ""
     fields: tuple[str, ...] = ()
     where: str = ""
+    parents: tuple["Class", ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Parent:
+    """An object as its class's parent sees it: `super()`."""
+
+    of: "Class | Instance"
+    kind: Class
 
 
 @dataclass(eq=False, slots=True)
