@@ -204,10 +204,9 @@ class Checked(_Answer):
         return as_document(self.result, None)
 
     def _print(self, console: "Console") -> None:
-        from planner.cli.check import text_lines
+        from reports.check import render_check
 
-        for line in text_lines(self.result, None):
-            console.print(line, markup=False, soft_wrap=True)
+        render_check(self.result, None, console)
 
 
 @dataclass(frozen=True, repr=False)

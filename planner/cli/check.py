@@ -8,25 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from planner.app.progress import say
-from planner.check import CheckResult, improve, summary
+from planner.check import CheckResult, improve
 from planner.cli import check_folder, options
 from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
-from planner.cli.output import console, print_json, print_lines, tell, write_text
+from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.setup_flags import takes_options
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.memory.types import MemoryTerm
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
-from planner.readers import ReadConfig
 from planner.readers.loading import read_bounded
 from planner.records import dataclass
 from planner.single_changes import Predict
 from planner.units import gib, percent
+from reports.check import render_check
 from reports.plain import clean
-from reports.setup_text import layers_words
-
-SHOWN_CHANGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +121,10 @@ def check(
         dry_run=not answer.no_dry_run,
     )
     fixed = _fixed(file, target, result, spec, predict, wish) if target else None
-    tell(as_document(result, fixed), text_lines(result, fixed), as_json=answer.as_json)
+    if answer.as_json:
+        print_json(as_document(result, fixed))
+    else:
+        render_check(result, fixed, console())
     return result.exit_code
 
 
@@ -221,93 +220,3 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
             ", ".join(saving) or "-",
         )
     return table
-
-
-def _origin_lines(config: ReadConfig) -> list[str]:
-    """Where the values were read, by place; what is not named stands in "assumed"."""
-    words = {"micro_batch_seqs": "micro-batch", "accumulation_steps": "accumulation", "seq_len_tokens": "length"}
-    by_place: dict[str, list[str]] = {}
-    for name, place in config.origins.items():
-        by_place.setdefault(place, []).append(words.get(name, name.removeprefix("lora_").replace("_", " ")))
-    if not by_place:
-        return []
-    places = sorted(by_place, key=lambda place: place.startswith("default of"))
-    return ["  read: " + "; ".join(f"{', '.join(by_place[place])} ({place})" for place in places)]
-
-
-def _term_words(term: MemoryTerm) -> str:
-    return term.name if term.name.startswith(term.category) else f"{term.category}: {term.name}"
-
-
-def text_lines(result: CheckResult, fixed: dict[str, Any] | None) -> list[str]:
-    """The answer for people."""
-    config, prediction = result.config, result.prediction
-    rung = prediction.rung.value.replace("_", " ")
-    lines = [*_setup_lines(result), "", f"{summary(result)} [{rung}]"]
-    if prediction.tokens_per_s:
-        lines.append(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
-    lines += [f"  {gib(term.size_bytes):>10}  {_term_words(term)}" for term in prediction.terms[:SHOWN_CHANGES]]
-    lines += _change_lines(result, rung) if result.changes else []
-    for title, notes in (
-        ("assumed:", config.assumptions),
-        ("not followed exactly (the error band is wider):", config.approximations),
-        ("note:", (*result.notes, *prediction.notes)),
-    ):
-        if notes:
-            lines += ["", title, *(f"  {note}" for note in notes)]
-    return lines + (["", *_fix_lines(fixed, fits=result.verdict.value == "fits")] if fixed is not None else [])
-
-
-def _setup_lines(result: CheckResult) -> list[str]:
-    """What was read."""
-    config, setup = result.config, result.config.setup
-    words = (
-        setup.objective * (setup.objective != "sft"),
-        setup.method,
-        setup.precision,
-        setup.quantization * setup.quantized,
-        setup.adapter * (setup.adapter != "lora"),
-        f"{setup.kind.size} {setup.lora_rank}" * bool(setup.lora_rank),
-        layers_words(setup),
-        setup.optimizer,
-        setup.attention,
-        f"checkpointing {setup.checkpointing or 'off'}",
-        f"loss {setup.loss}",
-    )
-    return [
-        f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
-        f"  {', '.join(filter(None, words))}",
-        f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
-        f"sequences of {setup.seq_len_tokens} tokens"
-        + (f", each with {setup.images.words}" if setup.images is not None else ""),
-        *_origin_lines(config),
-    ]
-
-
-def _change_lines(result: CheckResult, rung: str) -> list[str]:
-    """The single changes worth making."""
-    what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
-    lines = ["", f"{what} [{'formula corrected by the dry run' if rung == 'dry run' else 'formula'}]"]
-    for one in result.changes[:SHOWN_CHANGES]:
-        mark = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}[one.verdict.value]
-        tail = "; changes the training" if one.changes_training else ""
-        peak = gib(one.prediction.peak_device_bytes)
-        lines.append(f"  {one.label}: {peak} ({mark}), speed x {one.speedup:.2f}{tail}")
-    return lines
-
-
-def _fix_lines(fixed: dict[str, Any], *, fits: bool) -> list[str]:
-    """How --fix ended; `fits`: whether the file did before."""
-    outcome = fixed["verdict"].replace("_", " ")
-    changes = "; ".join(fixed["changes"])
-    if fixed["path"]:
-        lines = [f"wrote {fixed['path']} ({outcome}): {changes}", *(f"  {line}" for line in fixed["diff"])]
-        if fixed["verdict"] != "fits":
-            lines.append("no combination of changes that one setting each can say makes it fit")
-        return lines
-    if fixed["refused"]:
-        by_hand_lines = (f"  {line}" for line in fixed["by_hand"])
-        return [f"nothing written: {fixed['refused']}", f"by hand ({outcome}): {changes}", *by_hand_lines]
-    if fits:
-        return ["it fits, and no change is predicted to be faster: nothing written"]
-    return ["no change that one setting can say makes it fit: nothing written"]

@@ -21,6 +21,7 @@ from planner.setup import TrainSetup
 from planner.single_changes import single_changes
 from planner.tools import changed_fields, tool_of
 from planner.units import GIB
+from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
 
 MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
@@ -248,6 +249,29 @@ def test_the_command_is_uncertain_inside_the_band(tmp_path: Path, capsys: pytest
     words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--headroom", "0"]
     assert run([*words, "--memory-gib", str(1.02 * peak / GIB)]) == 3
     assert "may or may not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_command_says_each_fact_in_a_line_of_its_own_and_the_file_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL)
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run"]
+    run([*words, "--json"])
+    origins = json.loads(capsys.readouterr().out)["origins"]
+    run(words)
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    assert shown.count("trl.yaml") == 1
+    read = [line for line in lines[lines.index("Read") + 1 :] if line.startswith("  ")][: len(origins)]
+    micro = next(line for line in read if line.split()[0] == "micro-batch")
+    assert micro.split()[1:] == ["16", "line", origins["micro_batch_seqs"].removeprefix("trl.yaml:")]
+    told = {line.strip().split("  ")[0] for line in lines}
+    for name in set(origins) - {"model"}:
+        assert NAMES.get(name, name.replace("_", " ")) in told
 
 
 @pytest.mark.parametrize("text", ["{}", "a: [", "!!python/object/apply:os.system ['true']", "- 1"])

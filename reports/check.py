@@ -1,0 +1,162 @@
+"""`plan check` for people: the verdict, then one line for each fact with its place in the file, which is named once."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+
+from planner.check import Change, CheckResult, summary
+from planner.memory.types import MemoryTerm
+from planner.setup import TrainSetup
+from planner.units import gib
+from reports.page import Page
+from reports.plain import clean, plural
+from reports.setup_text import layers_words, targets_words
+
+SHOWN = 8
+"""Terms of memory, and changes, that are shown."""
+ALWAYS = (
+    "method", "precision", "quantization", "lora_rank", "lora_targets", "optimizer", "attention", "checkpointing",
+    "loss", "seq_len_tokens", "micro_batch_seqs", "accumulation_steps", "num_gpus",
+)  # fmt: skip
+"""Fields of a setup in the order of a person; the others follow where the file says them or where they are unusual."""
+NAMES = {
+    "micro_batch_seqs": "micro-batch",
+    "accumulation_steps": "accumulation",
+    "seq_len_tokens": "length",
+    "num_gpus": "GPUs",
+    "lora_rank": "rank",
+    "lora_targets": "targets",
+    "lora_dropout": "dropout",
+}
+OF_ADAPTERS = ("adapter", "adapter_dtype", "lora_rank", "lora_targets", "lora_dropout", "modules_to_save")
+DEFAULT = "default of "
+VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}
+
+
+def render_check(result: CheckResult, fixed: Mapping[str, Any] | None, console: Console) -> None:
+    """The whole answer; `fixed`: how --fix ended, where it was asked for."""
+    page, config, prediction = Page(console), result.config, result.prediction
+    rung = prediction.rung.value.replace("_", " ")
+    page.line(clean(f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}"), style="bold")
+    page.line(f"{summary(result)} [{rung}]")
+    if prediction.tokens_per_s:
+        page.line(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
+    page.head("Read")
+    rows, defaults = _without_versions(facts(result))
+    _table(page, rows, fixed=1)
+    if defaults:
+        page.line(f"default: {defaults}", style="dim", indent=2)
+    page.head("Memory", rung)
+    _table(page, [(gib(term.size_bytes), _term_words(term)) for term in prediction.terms[:SHOWN]], fixed=1, right=[0])
+    if result.changes:
+        page.head(
+            "Faster, and still fits" if result.exit_code == 0 else "What would help, best first",
+            "formula corrected by the dry run" if rung == "dry run" else "formula",
+        )
+        _table(page, [_change_cells(one) for one in result.changes[:SHOWN]], right=[1, 3])
+        if any(one.changes_training for one in result.changes[:SHOWN]):
+            page.line("*: changes the training", style="dim", indent=2)
+    for title, notes in (
+        ("Assumed", config.assumptions),
+        ("Not followed exactly (the error band is wider)", config.approximations),
+        (plural(len(result.notes) + len(prediction.notes), "Note"), (*result.notes, *prediction.notes)),
+    ):
+        if notes:
+            page.head(title)
+            for note in notes:
+                page.line(f"· {clean(short_place(note, config.path))}", indent=2)
+    if fixed is not None:
+        _render_fix(page, fixed, fits=result.verdict.value == "fits")
+
+
+def facts(result: CheckResult) -> list[tuple[str, str, str]]:
+    """(name, value, where it was read) of every setting that counts; the place is empty where nobody said it."""
+    config, setup = result.config, result.config.setup
+    plain = TrainSetup()
+    found = [("model", clean(str(config.model_id)), short_place(config.origins.get("model", ""), config.path))]
+    for name in dict.fromkeys((*ALWAYS, *config.origins, *setup.__dataclass_fields__)):
+        if not hasattr(setup, name) or name == "stack" or (setup.method == "full" and name in OF_ADAPTERS):
+            continue
+        if name in ALWAYS or name in config.origins or getattr(setup, name) != getattr(plain, name):
+            label = setup.kind.size if name == "lora_rank" else NAMES.get(name, name.replace("_", " "))
+            place = short_place(config.origins.get(name, ""), config.path)
+            found.append((label or "size", clean(value_words(setup, name)), clean(place)))
+    return found
+
+
+def value_words(setup: TrainSetup, name: str) -> str:
+    """A setting as people write it."""
+    value = getattr(setup, name)
+    match name:
+        case "checkpointing":
+            return {0: "off", 1: "on"}.get(value, f"every {value} layers")
+        case "lora_targets":
+            return targets_words(setup)
+        case "trained_layers":
+            return layers_words(setup) or "all"
+        case "accumulation_steps":
+            return f"{value} ({setup.global_batch_seqs:,} sequences a step)"
+        case "seq_len_tokens":
+            return f"{value:,} tokens"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(getattr(value, "words", value))
+
+
+def short_place(words: str, file: str) -> str:
+    """The words without the file's own name: "line 7" for "run.yaml:7"."""
+    words = re.sub(rf"(?<![\w./-]){re.escape(file)}:(\d+)", r"line \1", words)
+    return words.replace(f"{file}:cell ", "cell ")
+
+
+def _without_versions(rows: Sequence[tuple[str, str, str]]) -> tuple[list[tuple[str, str, str]], str]:
+    """The facts with "default" for "default of TRL 1.16.0", and whose defaults they are, where one tool's are meant."""
+    tools = {place for _, _, place in rows if place.startswith(DEFAULT)}
+    if len(tools) != 1:
+        return list(rows), ""
+    (tool,) = tools
+    return [(name, value, "default" if place == tool else place) for name, value, place in rows], tool[len(DEFAULT) :]
+
+
+def _table(page: Page, rows: Sequence[Sequence[str]], *, fixed: int = 0, right: Sequence[int] = ()) -> None:
+    """Rows in columns, indented; the first `fixed` columns and those on the right are never wrapped."""
+    names = [str(at) for at in range(len(rows[0]))]
+    table = page.table(*names, right=[names[at] for at in right], fixed=names[:fixed], header=False)
+    for row in rows:
+        page.row(table, *row)
+    page.console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _change_cells(one: Change) -> tuple[str, ...]:
+    label = f"{one.label} *" if one.changes_training else one.label
+    return label, gib(one.prediction.peak_device_bytes), VERDICTS[one.verdict.value], f"speed × {one.speedup:.2f}"
+
+
+def _term_words(term: MemoryTerm) -> str:
+    return term.name if term.name.startswith(term.category) else f"{term.category}: {term.name}"
+
+
+def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
+    """How --fix ended; `fits`: whether the file did before."""
+    outcome, changes = fixed["verdict"].replace("_", " "), "; ".join(fixed["changes"])
+    page.line()
+    if fixed["path"]:
+        page.line(clean(f"wrote {fixed['path']} ({outcome}): {changes}"))
+        for line in fixed["diff"]:
+            page.command(clean(line))
+        if fixed["verdict"] != "fits":
+            page.line("no combination of changes that one setting each can say makes it fit")
+    elif fixed["refused"]:
+        page.line(clean(f"nothing written: {fixed['refused']}"))
+        page.line(clean(f"by hand ({outcome}): {changes}"))
+        for line in fixed["by_hand"]:
+            page.line(clean(line), indent=2)
+    elif fits:
+        page.line("it fits, and no change is predicted to be faster: nothing written")
+    else:
+        page.line("no change that one setting can say makes it fit: nothing written")
