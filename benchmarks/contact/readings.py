@@ -270,18 +270,22 @@ def attention() -> Iterator[Reading]:
 
 
 def traces() -> Iterator[Reading]:
-    """Ten setups' allocator traces and the meter's readings."""
+    """Ten setups' allocator traces and the meter's readings.
+
+    Raises:
+        RuntimeError: a setup could not be traced; the others are written.
+    """
     base = 0 if DEVICE == "cpu" else driver_view().get("used_bytes")
     from benchmarks.contact import traces as contact_traces
     from planner.models.resolve import resolve_model
 
     config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
-    read = 0
+    failed = []
     for one in contact_traces.traces(config, DEVICE, base):
-        read += "problem" not in one
+        failed += [str(one["step"])] * ("problem" in one)
         yield one
-    if not read:
-        raise RuntimeError("no setup could be traced")
+    if failed:
+        raise RuntimeError(f"no trace of {', '.join(failed)}")
 
 
 def rates() -> Iterator[Reading]:

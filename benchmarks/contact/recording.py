@@ -6,7 +6,8 @@
 
 `rows` are torch.cuda's statistics and the driver's at every mark of the meter, `events` every allocation ("+bytes",
 numbered from 0) and release ("-number") in the allocator's order. `replay_problems` runs them through today's meter,
-classifier, allocator model and device turn, and says where those come to another answer than the GPU gave.
+classifier, allocator model, device turn and watcher of launch files, and says where those come to another answer than
+the GPU gave.
 """
 
 import builtins
@@ -29,6 +30,9 @@ ALLOCATED_FRACTION, RESERVED_FRACTION = 0.001, 0.02
 """How far the allocator's model may be from a GPU's allocator; of a rehearsal, which is the model's own, nothing."""
 LEAST_CONTEXT_GROWTH_BYTES = 96 << 20
 """What libraries may load into the context while known sizes are allocated: cuBLAS alone 66 MiB on an H100."""
+
+LAUNCHED_FRACTIONS = {"peak_allocated_bytes": 0.007, "peak_reserved_bytes": 0.02, "tokens_per_s": 0.10}
+"""How far the formula may be from a launch file's run."""
 
 Line = Mapping[str, Any]
 
@@ -253,5 +257,44 @@ def _known_problems(lines: Sequence[Line]) -> Iterator[str]:
         yield f"known: the driver counts {beyond} bytes beyond what PyTorch reserves"
 
 
-CHECKS = {"refusals": _refusal_problems, "refusal": _refusal_problems, "traces": _trace_problems}
-CHECKS["teardown"] = _teardown_problems
+def _fault_problems(line: Line, rehearsal: bool) -> Iterator[str]:
+    """What says nothing about a setup is never out of memory, not even on a full device."""
+    kind, _ = classify_exception(error_of(line), device_is_full=lambda: True)
+    if kind.value != line["kind"]:
+        yield f"{line['text']!r} is {kind.value}, it is {line['kind']}"
+
+
+def _launched_problems(line: Line, rehearsal: bool) -> Iterator[str]:
+    """A launch file's run is measured as it was seen, and the formula says its memory (LAUNCHED_FRACTIONS)."""
+    from planner.hardware.gpus import find_gpu
+    from planner.interchange import asked_setup
+    from planner.models.resolve import resolve_model
+    from planner.predict import predict
+    from probes.gpu.request import ProbeRequest
+    from probes.launched.run import LaunchedFile, measurement
+
+    said = dict(line["setup"])
+    model, card = resolve_model(said.pop("model")), find_gpu(said.pop("gpu"))
+    setup = asked_setup(said)
+    file = LaunchedFile(target="trl", command="python", files={}, model_name=model.model_id, dataset_names=())
+    request = ProbeRequest(model_id=model.model_id, config=model.config, setup=setup, device="cuda:0")
+    seen = {"loaded_bytes": 0, "cuda": "", "python": "", "libraries": {}, "peak_resident_bytes": 0, **line["seen"]}
+    found = measurement(file, request, seen, line["used_before_bytes"])
+    answers = {name: getattr(found, name) for name in line["result"]}
+    if answers != line["result"]:
+        yield f"the run is {answers}, it was {line['result']}"
+    predicted = predict(model, card, setup, planned=True)
+    for name, most in LAUNCHED_FRACTIONS.items():
+        error = (getattr(predicted, name) or 0.0) / (getattr(found, name) or 1.0) - 1
+        if abs(error) > most:
+            yield f"{name} is predicted {100 * error:+.2f} % off, at most {100 * most:g} %"
+
+
+CHECKS = {
+    "refusals": _refusal_problems,
+    "refusal": _refusal_problems,
+    "traces": _trace_problems,
+    "teardown": _teardown_problems,
+    "fault": _fault_problems,
+    "launched": _launched_problems,
+}

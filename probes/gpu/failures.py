@@ -46,6 +46,7 @@ _MACHINE_TEXT = re.compile(
     r"|CUDA driver initialization failed|initialization error|system not yet initialized|CUDA unknown error"
     r"|Unexpected error from cudaGetDeviceCount|forward compatibility was attempted|[Dd]river/library version mismatch"
     r"|[Uu]ncorrectable ECC|fallen off the bus|GPU is lost|No (?:CUDA|HIP) GPUs are available|invalid device ordinal"
+    r"|Cannot re-initialize CUDA in forked subprocess"  # of the process that started this one; seen on an H200
     r"|no ROCm-capable device is detected|\b0 active drivers \("  # the latter: Triton 3.6 runtime/driver.py
 )
 _UNSUPPORTED_TEXT = re.compile(

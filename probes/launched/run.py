@@ -244,7 +244,7 @@ class _Watched:
         best = max(found, key=lambda seen: len(seen["step_s"]))
         if len(best["step_s"]) <= WARM_UP_STEPS:
             return _failure(FailureKind.CRASHED, f"it ended after {len(best['step_s'])} optimizer steps", tail)
-        return self._measurement(best, before.used_bytes if before is not None else None)
+        return measurement(self._file, self._request, best, before.used_bytes if before is not None else None)
 
     def _wait(self, words: list[str], variables: Mapping[str, str], log: Path) -> int | None:
         """The command's exit code, None where it was stopped at its limit."""
@@ -293,45 +293,49 @@ class _Watched:
         visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
         return {**found, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
 
-    def _measurement(self, seen: Mapping[str, Any], used_before: int | None) -> Measurement:
-        setup, file = self._request.setup, self._file
-        on_cpu = seen["device"] == "cpu"
-        reserved = seen.get("peak_reserved_bytes", seen["peak_resident_bytes"])
-        added = seen["used_bytes"] - used_before if used_before is not None and "used_bytes" in seen else None
-        between = sorted(seen["between_s"][WARM_UP_STEPS - 1 :])
-        here = read_environment(self._request.device, self._request.gpu_key, cuda=seen["cuda"])
-        return Measurement(
-            rung=Rung.RUN,
-            peak_allocated_bytes=seen.get("peak_allocated_bytes", seen["peak_resident_bytes"]),
-            peak_reserved_bytes=reserved,
-            peak_device_bytes=reserved if added is None else added,
-            phase_peaks_bytes={"load": seen["loaded_bytes"]} if seen["loaded_bytes"] else {},
-            step_times_s=tuple(seen["step_s"][WARM_UP_STEPS:]),
-            tokens_per_step=setup.tokens_per_step,
-            layers_measured=(),
-            environment=replace(here, python=seen["python"], libraries=seen["libraries"]),
-            flags=("allocator-retries",) if seen.get("num_alloc_retries") else (),
-            notes=tuple(self._notes(seen, on_cpu=on_cpu)),
-            device_peak_is_nvml=added is not None,
-            between_steps_s=between[len(between) // 2] if between else 0.0,
-            program=file.target,
-        )
 
-    def _notes(self, seen: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
-        file = self._file
-        yield (
-            f"{shlex.join(split_command(file.command)[0])}: {len(seen['step_s'])} optimizer steps of its own trainer, "
-            f"the first {WARM_UP_STEPS} not counted"
-        )
-        if not file.model_here:
-            yield "random weights: the model's are not on this machine"
-        if not file.data_here:
-            yield "texts that fill every sequence stood in for the data set"
-        if on_cpu:
-            yield "a rehearsal on the CPU: memory is the process's own, speed this CPU's"
-        mine = [size for pid, size in seen.get("processes", ()) if size]
-        if len(mine) > 1:
-            yield f"{len(mine)} processes held memory of the device: {', '.join(gib(size) for size in mine)}"
+def measurement(
+    file: LaunchedFile, request: ProbeRequest, seen: Mapping[str, Any], used_before: int | None
+) -> Measurement:
+    """What a run took, from what it showed; `used_before`: the device's bytes in use before it."""
+    setup = request.setup
+    on_cpu = seen["device"] == "cpu"
+    reserved = seen.get("peak_reserved_bytes", seen["peak_resident_bytes"])
+    added = seen["used_bytes"] - used_before if used_before is not None and "used_bytes" in seen else None
+    between = sorted(seen["between_s"][WARM_UP_STEPS - 1 :])
+    here = read_environment(request.device, request.gpu_key, cuda=seen["cuda"])
+    return Measurement(
+        rung=Rung.RUN,
+        peak_allocated_bytes=seen.get("peak_allocated_bytes", seen["peak_resident_bytes"]),
+        peak_reserved_bytes=reserved,
+        peak_device_bytes=reserved if added is None else added,
+        phase_peaks_bytes={"load": seen["loaded_bytes"]} if seen["loaded_bytes"] else {},
+        step_times_s=tuple(seen["step_s"][WARM_UP_STEPS:]),
+        tokens_per_step=setup.tokens_per_step,
+        layers_measured=(),
+        environment=replace(here, python=seen["python"], libraries=seen["libraries"]),
+        flags=("allocator-retries",) if seen.get("num_alloc_retries") else (),
+        notes=tuple(_notes(file, seen, on_cpu=on_cpu)),
+        device_peak_is_nvml=added is not None,
+        between_steps_s=between[len(between) // 2] if between else 0.0,
+        program=file.target,
+    )
+
+
+def _notes(file: LaunchedFile, seen: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+    yield (
+        f"{shlex.join(split_command(file.command)[0])}: {len(seen['step_s'])} optimizer steps of its own trainer, "
+        f"the first {WARM_UP_STEPS} not counted"
+    )
+    if not file.model_here:
+        yield "random weights: the model's are not on this machine"
+    if not file.data_here:
+        yield "texts that fill every sequence stood in for the data set"
+    if on_cpu:
+        yield "a rehearsal on the CPU: memory is the process's own, speed this CPU's"
+    mine = [size for pid, size in seen.get("processes", ()) if size]
+    if len(mine) > 1:
+        yield f"{len(mine)} processes held memory of the device: {', '.join(gib(size) for size in mine)}"
 
 
 def split_command(command: str) -> tuple[list[str], dict[str, str]]:

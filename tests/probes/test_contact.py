@@ -14,6 +14,7 @@ import torch
 from benchmarks.contact import forks as contact_forks
 from benchmarks.contact import operators
 from benchmarks.contact import readings as contact_readings
+from benchmarks.contact import traces as contact_traces
 from benchmarks.contact.staged import Stage
 from benchmarks.contact.steps import CASES
 from planner.children import ROOT
@@ -175,6 +176,34 @@ def test_a_refusal_is_recorded_with_what_the_classifier_makes_of_it(monkeypatch:
     monkeypatch.setitem(contact_readings.REFUSALS, "triton", lambda: None)
     (found,) = contact_readings.refusal("triton")
     assert found["text"] == "it had enough"
+
+
+def test_a_reading_whose_child_failed_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 every child crashed, and refusals, traces and teardown said that they had ended well."""
+    monkeypatch.setattr(contact_readings, "begin", lambda name, lines: len(name))
+    monkeypatch.setattr(contact_readings, "end", lambda child, limit_s: int(child == len("refusal:cublas")))
+    found = contact_readings.refusals()
+    assert next(found) == {"step": "cublas", "problem": "status 1"}
+    with pytest.raises(RuntimeError, match="no reading of cublas, triton"):
+        list(found)
+    lines = [{"step": "lora", "events": ""}, {"step": "full", "problem": "RuntimeError: no"}]
+    monkeypatch.setattr(contact_traces, "traces", lambda config, device, base: lines)
+    traced = contact_readings.traces()
+    assert [next(traced), next(traced)] == lines
+    with pytest.raises(RuntimeError, match="no trace of full"):
+        next(traced)
+
+
+def test_a_process_that_died_before_it_held_memory_is_no_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(name: str, lines: Any) -> int:
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        return child.pid
+
+    monkeypatch.setattr(contact_readings, "begin", died)
+    monkeypatch.setattr(contact_readings, "driver_view", dict)
+    with pytest.raises(RuntimeError, match="died before it held any"):
+        list(contact_readings.teardown())
 
 
 def test_samples_keep_only_what_changed() -> None:

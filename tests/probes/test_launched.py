@@ -1,6 +1,7 @@
 """A launch file's own run: what is made for it, how it is watched, what comes of it, and what is said when it fails."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from planner.children import ROOT
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
@@ -56,6 +58,23 @@ def file(program: str = PROGRAM, **changes: Any) -> LaunchedFile:
 def outcome(tmp_path: Path, what: LaunchedFile, *, limit_s: float = 60.0, num_steps: int = 5) -> Any:
     executor = FileExecutor(what, model_bytes=0, num_steps=num_steps, limit_s=limit_s, work_dir=tmp_path)
     return executor.submit(request()).result()
+
+
+WATCHES = """
+import sys
+from tests.probes import test_launched as of
+found = of.outcome(of.Path(sys.argv[1]), of.file())
+assert found.step_times_s, found
+print(*sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_who_watches_a_run_holds_nothing_of_the_device(tmp_path: Path) -> None:
+    """The first program that watched one kept the model that it had written, 16 GiB of an H200: this has no torch."""
+    run = subprocess.run(
+        [sys.executable, "-c", WATCHES, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr[-2000:]
 
 
 def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> None:
@@ -203,8 +222,7 @@ def test_what_a_gpu_showed_is_written_from_cudas_own_statistics(
     assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
     assert seen["used_bytes"] == 9 * GIB + 600 * MIB
     told = {**SEEN, **seen}
-    made = launched._Watched(file(), request("cuda:0"), tmp_path, 5, 1.0, print)
-    found = made._measurement(told, 600 * MIB)
+    found = launched.measurement(file(), request("cuda:0"), told, 600 * MIB)
     assert (found.peak_device_bytes, found.device_peak_is_nvml, found.flags) == (9 * GIB, True, ("allocator-retries",))
 
 

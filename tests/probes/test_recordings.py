@@ -1,6 +1,7 @@
-"""What a GPU said is replayed through meter, classifier, allocator model and device turn, for ever.
+"""What a GPU said is replayed through meter, classifier, allocator model, device turn and watcher, for ever.
 
-Until a GPU was lent, the only recording is a rehearsal's: a CPU's tensors with the statistics of the allocator's model.
+An H100's readings, what an H200 said (its forks' errors, its run of an emitted launch file), and a rehearsal's: a CPU's
+tensors with the statistics of the allocator's model.
 """
 
 import json
@@ -85,6 +86,24 @@ def test_a_refused_allocation_that_is_called_a_crash_is_noticed() -> None:
 
     (problem,) = changed("torch", strange)
     assert "a refused allocation is crashed" in problem
+
+
+def test_what_an_h200_said_is_replayed_and_another_answer_is_noticed() -> None:
+    """A fork's words called out of memory, a step that took twice as long, a formula a percent too low."""
+    (h200,) = read_recordings(DATA / "gpu_recordings" / "h200.jsonl")
+    assert h200.source.startswith("NVIDIA H200")
+    assert replay_problems(h200) == []
+    lines = [deepcopy(dict(line)) for line in h200.lines]
+    for line in lines:
+        if line["reading"] == "fault":
+            line["kind"] = "out_of_memory"
+        else:
+            line["seen"]["peak_allocated_bytes"] = round(1.01 * line["seen"]["peak_allocated_bytes"])
+            line["seen"]["step_s"] = [2 * seconds for seconds in line["seen"]["step_s"]]
+    problems = replay_problems(Recording(source=h200.source, lines=tuple(lines)))
+    assert [one.partition(":")[0] for one in problems] == [
+        "fault fork", "fault fork, transformers' trainer", *["launched trl"] * 3,
+    ]  # fmt: skip
 
 
 def test_without_expandable_segments_the_model_reserves_by_segments() -> None:
