@@ -70,18 +70,18 @@ def row_of(case: str, steps_s: Sequence[float], model: ModelSpec, gpu: GpuSpec, 
         return None
     run = run_speed(report.program, gpu, setup)
     formula = speed_profile(model, gpu, setup).step_time(setup).step_time_s
-    own_s = run.step_s - run.parts_s["trainer"]
-    return Row(case, median(steps_s), min(steps_s), max(steps_s), own_s, formula, run.parts_s["host"] / run.step_s)
+    between_s = run.parts_s["trainer"]  # of both
+    own_s, waits = run.step_s - between_s, run.parts_s["host"] / run.step_s
+    return Row(case, median(steps_s), min(steps_s), max(steps_s), own_s, formula - between_s, waits)
 
 
 def h200_rows() -> Iterator[Row]:
     """The runs on an H200, to which nothing here was fitted."""
     for row in own_rows():
         model = catalogue.load(row.model or "")
-        if row.setup is None or not row.tokens_per_s or row.gpu != "h200" or model is None:
+        if row.setup is None or not row.step_time_s or row.gpu != "h200" or model is None:
             continue
-        steps_s = [row.setup.tokens_per_step / row.tokens_per_s]
-        found = row_of(row.config_id, steps_s, model, find_gpu("h200"), row.setup)
+        found = row_of(row.config_id, [row.step_time_s], model, find_gpu("h200"), row.setup)
         if found is not None:
             yield found
 

@@ -23,10 +23,12 @@ from planner.interchange import asked_setup  # noqa: E402
 OUT = ROOT / "planner" / "data" / "measured_own.jsonl"
 WARM_UP_STEPS = 1
 DIFFERS = {
-    "q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of random "
-    "weights those are nearly all of down_proj's, 3.6 GB more than without any"
+    "h100-q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of "
+    "random weights those are nearly all of down_proj's, 3.6 GB more than without any",
+    "h200-q05-lora-mb8-ck-liger": "device: exactly 256 MiB more beyond the allocator than any other run has, the "
+    "fourth model of its process: whether they are its own or an earlier one's is not known",
 }
-"""Case -> why another run of its setup would not have the figure."""
+"""Row -> why another run of its setup would not have the figure."""
 CORRECTED: dict[str, tuple[dict[str, Any], str]] = {
     "q8-trl-default-bf16-2048": (
         {"lora_dropout": 0.05},
@@ -38,13 +40,13 @@ CORRECTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions: dict[str, str]) -> dict[str, Any]:
-    """One row in the form of the recorded runs. tokens/s are of the median step after the first, begin to end: the
-    trainer's few milliseconds between two are in `between_steps_s`."""
+    """One row in the form of the recorded runs. tokens/s are of the median step after the first with what the trainer
+    takes between two, as predictions count them; of pairs both sequences'."""
     said = dict(run["setup"])
     model, gpu = said.pop("model"), said.pop("gpu", gpu)
     changes, why = CORRECTED.get(run["case"], ({}, ""))
     setup = {"stack": "trl", **said, **changes}
-    step_s = median(run["step_s"][WARM_UP_STEPS:])
+    step_s, between_s = median(run["step_s"][WARM_UP_STEPS:]), median(run["between_s"])
     device = run.get("process_bytes")  # its own, where it shared the card
     if device is None and not run.get("shared_device"):
         device = run["device_bytes"]
@@ -64,21 +66,21 @@ def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions:
         "reserved_bytes": run["peak_reserved_bytes"],
         "device_bytes": device,
         "memory_confidence": "A",
-        "tokens_per_s": round(run["tokens_per_step"] / step_s, 1),
+        "tokens_per_s": round(run["tokens_per_step"] / (step_s + between_s), 1),
         "step_time_s": step_s,
-        "between_steps_s": median(run["between_s"]),
+        "between_steps_s": between_s,
         "speed_confidence": "A",
         "versions": versions,
     }
     left = "what earlier runs of the same process had left was taken off all three peaks"
     row["assumed"] = [*([why] if why else ()), *([left] if run.get("leftover_subtracted_bytes") else ())]
-    if run["case"] in DIFFERS:
-        row["differs"] = [DIFFERS[run["case"]]]
+    if row["id"] in DIFFERS:
+        row["differs"] = [DIFFERS[row["id"]]]
     if run.get("layers"):
         return row | {"unmapped": f"{run['layers']} layers of it"}
     try:
-        asked_setup(setup)
-        return row | {"setup": setup}
+        tokens = asked_setup(setup).tokens_per_step
+        return row | {"setup": setup, "tokens_per_s": round(tokens / (step_s + between_s), 1)}
     except SetupError as error:
         return row | {"unmapped": error.message}
 
