@@ -25,10 +25,13 @@ WARM_UP_STEPS = 1
 DIFFERS = {
     "h100-q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of "
     "random weights those are nearly all of down_proj's, 3.6 GB more than without any",
-    "h200-q05-lora-mb8-ck-liger": "device: exactly 256 MiB more beyond the allocator than any other run has, the "
-    "fourth model of its process: whether they are its own or an earlier one's is not known",
 }
 """Row -> why another run of its setup would not have the figure."""
+BESIDE = {
+    "h200-q05-lora-mb8-ck-liger": "of its device memory exactly 256 MiB more lie beyond the allocator than in any "
+    "other run; it was the fourth model of its process: whether they are its own or an earlier one's is not known",
+}
+"""Row -> what else is seen in it."""
 CORRECTED: dict[str, tuple[dict[str, Any], str]] = {
     "q8-trl-default-bf16-2048": (
         {"lora_dropout": 0.05},
@@ -74,6 +77,7 @@ def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions:
     }
     left = "what earlier runs of the same process had left was taken off all three peaks"
     row["assumed"] = [*([why] if why else ()), *([left] if run.get("leftover_subtracted_bytes") else ())]
+    row["assumed"] += [BESIDE[row["id"]]] if row["id"] in BESIDE else []
     if row["id"] in DIFFERS:
         row["differs"] = [DIFFERS[row["id"]]]
     if run.get("layers"):
