@@ -13,7 +13,7 @@ import typer
 
 from planner import __version__
 from planner.cli import completion
-from planner.cli.output import fail, fail_environment, show_warning
+from planner.cli.output import BRIEF, BRIEF_WORD, fail, fail_environment, show_warning
 from planner.errors import PlannerError
 
 MAIN_COMMAND = "make"
@@ -53,6 +53,7 @@ COMMANDS = {
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
     "explain": Command("explain", "explain", "What a word of a plan means."),
+    "mcp": Command("agent_server", "mcp", "Serve plans to coding agents (Model Context Protocol)."),
     "gpus": Command("lists", "gpus", "The GPU table."),
     "models": Command("lists", "models", "The built-in model catalogue."),
     "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
-    words = complete_arguments(arguments)
+    words = _with_brief(complete_arguments(arguments))
     completed = completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
         code = build_app([completed] if completed else words)(words, standalone_mode=False, prog_name="plan")
@@ -161,6 +162,13 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
         return _interrupted(words)
     return code if isinstance(code, int) else 0
+
+
+def _with_brief(words: Sequence[str]) -> list[str]:
+    """The words with `--json=brief` as `--json`, and whether it was said; what follows `--` is a program's."""
+    own = words.index("--") if "--" in words else len(words)
+    BRIEF.set(BRIEF_WORD in words[:own])
+    return ["--json" if word == BRIEF_WORD else word for word in words[:own]] + list(words[own:])
 
 
 def _interrupted(words: Sequence[str]) -> int:

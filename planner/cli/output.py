@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -42,8 +43,17 @@ def fail_environment(error: OSError) -> int:
     return EXIT_ENVIRONMENT
 
 
+BRIEF_WORD = "--json=brief"
+BRIEF = ContextVar("brief", default=False)
+"""Whether a document is cut to what an agent reads (`reports/brief_json.py`)."""
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout, and nothing else there."""
+    if BRIEF.get():
+        from reports.brief_json import brief
+
+        document = brief(document)
     sys.stdout.write(json_text(document, indent=2) + "\n")
 
 

@@ -1,0 +1,182 @@
+"""`plan mcp`: what an agent asks, through the SDK's own client; and `--json=brief`, which its answers are made of."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, Desk, build_server
+from planner.cli.app import run
+from reports.brief_json import LEFT_OUT, MAX_BYTES, brief
+from tests.whole import some
+
+pytest.importorskip("mcp")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+ROOT = Path(__file__).parents[2]
+TASKS = [json.loads(line) for line in (Path(__file__).parent / "agent_tasks.jsonl").read_text().splitlines()]
+TOOLS = ["check", "details", "estimate", "explain", "plan", "which_gpu", "which_model"]
+
+
+def ask(desk: Desk, *calls: tuple[str, dict[str, Any]], allow_trace: bool = False) -> list[Any]:
+    """What the client gets, call after call in one session."""
+    from mcp import Client
+
+    async def session() -> list[Any]:
+        async with Client(build_server(desk, allow_trace=allow_trace)) as client:
+            return [await client.call_tool(name, arguments) for name, arguments in calls]
+
+    return asyncio.run(session())
+
+
+def at(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk([tmp_path_factory.mktemp("root")], 300.0, dry_run=False)
+
+
+def schemas(allow_trace: bool) -> list[Any]:
+    from mcp import Client
+
+    async def session() -> list[Any]:
+        async with Client(build_server(Desk([Path.cwd()], 1.0), allow_trace=allow_trace)) as client:
+            return list((await client.list_tools()).tools)
+
+    return asyncio.run(session())
+
+
+def test_every_tool_has_a_typed_schema_and_none_executes_unless_started_with_it() -> None:
+    tools = schemas(allow_trace=False)
+    assert sorted(tool.name for tool in tools) == TOOLS
+    for tool in tools:
+        assert tool.description
+        for name, field in tool.input_schema["properties"].items():
+            assert "type" in field or "anyOf" in field, (tool.name, name)
+    assert sorted(tool.name for tool in schemas(allow_trace=True)) == sorted([*TOOLS, "trace"])
+
+
+@pytest.mark.parametrize("task", some(TASKS, 5), ids=lambda task: task["question"][:40])
+def test_an_agent_is_answered(desk: Desk, task: dict[str, Any]) -> None:
+    """Fifty questions, each with the call that a schema suggests, and what the answer must hold."""
+    (result,) = ask(desk, (task["tool"], task["arguments"]))
+    expect = dict(task["expect"])
+    text = result.content[0].text
+    if "error" in expect:
+        assert result.is_error
+        assert expect["error"] in text
+        return
+    assert not result.is_error, text
+    if "text" in expect:
+        assert expect["text"] in text
+        return
+    answer = result.structured_content
+    assert len(json.dumps(answer, ensure_ascii=False).encode()) <= MAX_ANSWER_BYTES + 40
+    for path, value in expect.items():
+        assert at(answer, path) == value, path
+
+
+def test_details_give_what_was_left_out(desk: Desk) -> None:
+    asked = {"model": "gpt2", "gpu": "t4", "seq_len": 512, "method": "full"}
+    (first,) = ask(desk, ("plan", asked))
+    handle = first.structured_content["details"]
+    paths = ("", "chosen.formula.terms", "alternatives.0", "chosen.nothing")
+    *parts, wrong = ask(desk, *(("details", {"handle": handle, "path": path}) for path in paths))
+    assert parts[0].structured_content["memory"] == first.structured_content["memory"]
+    assert parts[1].structured_content["weights"] > 2**28
+    assert "label" in parts[2].structured_content
+    assert wrong.is_error
+    assert "one of setup, fits" in wrong.content[0].text
+
+
+def test_nothing_outside_the_roots_is_read_and_nothing_inside_is_executed(desk: Desk, tmp_path: Path) -> None:
+    root = desk.roots[0]
+    (tmp_path / "outside.yaml").write_text("model_name_or_path: gpt2\nmax_length: 64\n")
+    (root / "link.yaml").symlink_to(tmp_path / "outside.yaml")
+    mark = tmp_path / "ran"
+    script = f"open({str(mark)!r}, 'w')\nfrom trl import SFTTrainer\nSFTTrainer('gpt2').train()\n"
+    (root / "train.py").write_text(script)
+    (root / "torch.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    calls = [{"path": "link.yaml"}, {"path": str(tmp_path / "outside.yaml")}, {"path": "train.py"}]
+    *outside, inside = ask(desk, *(("check", {"gpu": "t4", **call}) for call in calls))
+    assert all(one.is_error and "outside the folders" in one.content[0].text for one in outside)
+    assert not mark.exists()
+    assert "outside" not in inside.content[0].text
+    (refused,) = ask(desk, ("plan", {"model": "gpt2", "gpu": "t4", "out": "../elsewhere"}))
+    assert "outside the folders" in refused.content[0].text
+
+
+def test_answers_hold_no_home_and_no_token(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "hf_" + "a1" * 12
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("HOME", str(desk.roots[0]))
+    (desk.roots[0] / "t.yaml").write_text(f"model_name_or_path: ./nowhere\nhub_token: {token}\n")
+    (result,) = ask(desk, ("check", {"gpu": "t4", "path": "t.yaml"}))
+    assert token not in result.content[0].text
+    assert str(desk.roots[0]) not in result.content[0].text
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    (result,) = ask(Desk([tmp_path], 0.01), ("plan", {"model": "gpt2", "gpu": "t4"}))
+    assert "no answer within" in result.content[0].text
+
+
+def test_over_stdio_as_an_agent_starts_it(tmp_path: Path) -> None:
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters
+
+    words = ["-P", "-c", "from planner.cli import main; main()", "mcp", "--root", str(tmp_path)]
+
+    async def session() -> Any:
+        server = StdioServerParameters(command=sys.executable, args=words, env={"PYTHONPATH": str(ROOT)})
+        async with Client(server) as client:
+            return await client.call_tool("explain", {"word": "chunked loss"})
+
+    assert "vocabulary" in asyncio.run(session()).content[0].text
+
+
+def test_the_skill_names_the_tools_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["mcp", "--skill"]) == 0
+    text = capsys.readouterr().out
+    assert text == SKILL.read_text()
+    assert all(f"`{name}`" in text for name in TOOLS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpt2", "--gpu", "t4", "--no-dry-run"],
+        ["meta-llama/Llama-3.1-70B", "--gpu", "t4", "--no-dry-run"],
+        ["estimate", "gpt2", "--gpu", "t4", "--no-dry-run"],
+        ["gpus"],
+        ["models"],
+    ],
+    ids=lambda words: words[0][-12:],
+)
+def test_brief_is_short_and_its_figures_are_the_whole_ones(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run([*words, "--json"])
+    whole = json.loads(capsys.readouterr().out)
+    assert run([*words, "--json=brief"]) == code
+    text = capsys.readouterr().out
+    short = json.loads(text)
+    assert len(json.dumps(short).encode()) <= MAX_BYTES * 1.1
+    if "kind" in whole:
+        figures = whole["chosen" if whole["kind"] == "plan" else "nearest"]["formula"]
+        assert short["memory"]["peak_device_bytes"] == figures["peak_device_bytes"]
+        assert short["speed"]["tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=1e-5)
+
+
+def test_what_is_cut_is_counted() -> None:
+    short = brief([{"a": "x" * 250, "walk": [1]} for _ in range(100)])
+    assert short[-1] == {LEFT_OUT: 100 - (len(short) - 1)}
+    assert "walk" not in short[0]
+    assert brief({"deep": [["x" * 299] * 30] * 30}, max_bytes=100) == {"deep": {LEFT_OUT: 30}}
