@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from planner.cli.agent_server import Desk, refusal
+from planner.cli.agent_desk import Desk, refusal
 
 Model = Annotated[str, Field(description="hub id, what people call it ('llama 3.1 8b'), or a folder")]
 Gpu = Annotated[str, Field(description="'RTX 3060 12GB', '8xH100', 'local', or NAME:12GiB:360GB/s:29TFLOPS")]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, Desk, build_server
+from planner.cli.agent_desk import MAX_ANSWER_BYTES, Desk
+from planner.cli.agent_server import SKILL, build_server
 from planner.cli.app import run
 from reports.brief_json import LEFT_OUT, MAX_BYTES, brief
 from tests.whole import some
