@@ -1,8 +1,8 @@
 """`plan mcp`: the answers of this program as tools of the Model Context Protocol, over stdio.
 
 Each call is the command line in a child of its own, in an empty folder and with a time limit; what it prints as JSON
-comes back in at most `agent_desk.MAX_ANSWER_BYTES` with a handle, under which `details` gives the rest. Paths are taken only within
-the folders that the server was started for; no file is executed unless the server was started with `--allow-trace`.
+comes back short with a handle, under which `details` gives the rest. Paths are taken only within the folders that the
+server was started for; no file is executed unless the server was started with `--allow-trace`.
 """
 
 import sys
