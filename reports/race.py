@@ -36,6 +36,7 @@ class Lane:
         rehearsal: of a run on the CPU, which says nothing of the card.
         not_run: why it was not run though it was asked for.
         source: where published defaults come from.
+        remark: what else is to be known of its run.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Lane:
     rehearsal: Measurement | ProbeFailure | None = None
     not_run: str = ""
     source: str = ""
+    remark: str = ""
 
     @property
     def failure(self) -> str:
@@ -181,6 +183,8 @@ def _sentences(heat: Heat) -> list[str]:
     if isinstance(heat.plan, NoPlan):
         found.append(f"No plan: nothing fits, {gib(heat.plan.missing_bytes)} missing.")
     for lane in heat.all:
+        if lane.remark:
+            found.append(f"{clean(lane.label)}: {lane.remark}.")
         if lane.failure:
             found.append(f"{clean(lane.label)} was not run to its end: {clean(lane.failure)}.")
         if isinstance(lane.rehearsal, Measurement):
@@ -217,6 +221,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "plan_over_this": heat.ratio(lane),
                 "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,
                 "not_run": lane.failure or None,
+                "remark": lane.remark or None,
                 "rehearsal": to_jsonable(lane.rehearsal) if lane.rehearsal is not None else None,
                 "candidate": candidate_to_dict(lane.candidate, wish.model.model_id, wish.gpu.key),
             }

@@ -2,7 +2,8 @@
 must stand where it names data. It is run as it was written."""
 
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ class _Data:
     files: Mapping[str, str]
 
 
-def own_file(path: Path, config: ReadConfig) -> "LaunchedFile":
-    """A training file that was read.
+def own_file(path: Path, config: ReadConfig, arguments: Sequence[str] = ()) -> "LaunchedFile":
+    """A training file that was read; `arguments`: words behind it on its command line.
 
     Raises:
         UsageError: what starts it is not known or cannot be watched, or what its data look like.
@@ -60,10 +61,12 @@ def own_file(path: Path, config: ReadConfig) -> "LaunchedFile":
     if Path(model).exists():  # a folder: the run stands elsewhere
         name = str(Path(model).resolve()) if here else STAND_IN
         texts, model = {**texts, path.name: text.replace(model, name)}, name
-    command = config.setup.aim.targets.get("trl", "sft")
+    command = PROGRAMS[config.format].format(
+        command=config.setup.aim.targets.get("trl", "sft"), file=shlex.quote(path.name)
+    )
     return LaunchedFile(
         target={"hf-script": "hf"}.get(config.format, config.format),
-        command=PROGRAMS[config.format].format(command=command, file=path.name),
+        command=shlex.join([*shlex.split(command), *arguments]),
         files=texts,
         model_name=model,
         dataset_names=data.names,

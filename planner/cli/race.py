@@ -29,7 +29,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.readers import ReadConfig
 from planner.readers.published import published
 from planner.records import dataclass
@@ -45,6 +45,7 @@ SAME = ("method", "adapter", "objective", "packing", "images", "rollout", "froze
 """What the plan shares with the files that it races against, beside model, length and sequences per step."""
 ADAPTER = ("lora_rank", "lora_targets")
 """What it shares too with --same-adapter."""
+OWN_DATA = "it read its own data: its tokens/s are counted as if every sequence were full"
 RUN_AS = "trl"
 """The target whose file of the plan is run, where none is named."""
 
@@ -104,6 +105,7 @@ class _Entry:
     label: str
     config: ReadConfig
     model: ModelSpec
+    arguments: tuple[str, ...] = ()
     source: str = ""
 
     def work(self, same: Sequence[str]) -> tuple[Any, ...]:
@@ -185,12 +187,14 @@ def _entries(
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
-        config, model, card = load(path, gpu, asked.asked(None if source else rivals.model, None))
+        told = asked.asked(None if source else rivals.model, None)
+        config, model, card = load(path, gpu, told)
         if config.setup.num_gpus > 1:
             raise UsageError(
                 f"{label} is for {config.setup.num_gpus} GPUs: a race is on one", hint="plan check reads it"
             )
-        yield _Entry(path=path, label=label, config=config, model=model, source=source), card
+        words = told.arguments or ()
+        yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card
 
 
 def _by_work(racers: Sequence[_Entry], same: Sequence[str]) -> list[list[_Entry]]:
@@ -230,6 +234,9 @@ def _heat(
     lanes = [_lane(one, workload, dry_run=dry_run) for one in entries]
     # what was measured here before corrects the plan alone: both sides are predicted alike
     plan = answered(workload, dry_run=dry_run, history=False)
+    if isinstance(plan, NoPlan):
+        free = {name: values for name, values in workload.fixed.items() if name not in ("method", "adapter", *ADAPTER)}
+        plan = answered(replace(workload, fixed=free), dry_run=dry_run, history=False)  # by another method, if any
     planned = Lane(label=PLAN, candidate=plan.chosen) if isinstance(plan, Plan) else None
     if how is not None:
         lanes = [_run(lane, one, how) for lane, one in zip(lanes, entries, strict=True)]
@@ -263,8 +270,9 @@ def _run(lane: Lane, entry: _Entry, how: HowToRun) -> Lane:
     """A file's lane after its run."""
     say(f"running {lane.label}")
     try:
-        file = own_file(entry.path, entry.config)
+        file = own_file(entry.path, entry.config, entry.arguments)
         kept = not file.data_here  # of a person's own data nobody says that they fill every sequence
+        lane = lane if kept else replace(lane, remark=OWN_DATA)
         outcome, _, device = run_file(file, entry.config.setup, entry.model, how, beside=Path(entry.path), kept=kept)
     except (EnvironmentProblem, UsageError) as error:
         return replace(lane, not_run=f"{error.message}" + (f" ({error.hint})" if error.hint else ""))

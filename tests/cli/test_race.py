@@ -162,6 +162,43 @@ def test_a_run_that_fails_is_said_and_counts(
     assert "no rows can stand in for data sets of type pygmalion" in theirs["not_run"]
 
 
+def test_where_nothing_of_the_files_method_fits_another_is_planned(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("large.yaml").write_text(TRL.replace(MODEL, "Qwen/Qwen2.5-14B"))
+    (theirs, plan) = raced(["large.yaml", *GPU], capsys)["heats"][0]["lanes"]
+    assert (theirs["verdict"], theirs["plan_over_this"]) == ("over", None)
+    assert plan["candidate"]["setup"]["method"] == "qlora"
+
+
+PROGRAM = """
+import argparse
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--seqs", type=int)
+given = parser.parse_args()
+arguments = TrainingArguments(output_dir="o", per_device_train_batch_size=given.seqs, bf16=True)
+model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+Trainer(model=model, args=arguments, train_dataset=rows()).train()
+"""
+
+
+def test_a_program_is_run_with_its_words_on_its_own_data(
+    files: list[str], on_a_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody says that these fill every sequence: the run is no fact for the store, and the answer says so."""
+    Path("mine.py").write_text(PROGRAM)
+    assert run(["race", "mine.py", *GPU]) == 3
+    assert "--set seq_len=N" in capsys.readouterr().err
+    seen = on_a_gpu(hf=0.2, plan=0.1)
+    words = ["mine.py", "--args", "--seqs 4", "--set", "seq_len=256", *GPU, "--run", "--store", "s.jsonl"]
+    (theirs, _) = raced(words, capsys)["heats"][0]["lanes"]
+    assert (seen[0].command, seen[0].data_here) == ("python mine.py --seqs 4", True)
+    assert theirs["tokens_per_s"] == 4 * 256 / 0.2
+    assert "its own data" in theirs["remark"]
+    assert len(list(Store(Path("s.jsonl")).records())) == 1
+
+
 def read(name: str, text: str) -> tuple[Path, ReadConfig]:
     path = Path(name)
     path.write_text(text)
