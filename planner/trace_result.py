@@ -67,7 +67,7 @@ class TraceResult:
             "untraceable" (it fails on the phantom GPU alone) or "failed" (the program's own error).
         error: what ended it, "" where nothing did.
         num_steps: optimizer steps that ran.
-        phase_peaks_bytes: allocated peak of load, forward, backward and step.
+        phase_peaks_bytes: allocated peak of load, forward, backward, step and evaluation.
         by_category, by_module, by_line, by_op: what is alive at the peak, largest first.
         questions: values that only a GPU knows and the program asked for: (what, line, how often).
         timeline: (fraction of the run, allocated bytes), thinned.

@@ -12,11 +12,19 @@ from planner.units import gib, percent, seconds
 from reports.plain import clean
 
 SCHEMA = 1
-RESERVED_WORDS = {"load": "load", "forward": "forward", "backward": "backward", "step": "optimizer step"}
+RESERVED_WORDS = {
+    "load": "load",
+    "forward": "forward",
+    "backward": "backward",
+    "step": "optimizer step",
+    "evaluation": "evaluation",
+}
 SHRINKERS = {
     "loss": "a chunked or fused cross-entropy (TRL: loss_type 'chunked_nll'; use_liger_kernel) or fewer tokens per "
     "micro-batch",
     "activations kept for the backward": "activation checkpointing, a smaller micro-batch or shorter sequences",
+    "evaluation": "fewer sequences evaluated at once (per_device_eval_batch_size) and, with compute_metrics, "
+    "eval_accumulation_steps; checkpointing does nothing there",
     "gradients of activations, recomputed": "a smaller micro-batch or shorter sequences",
     "optimizer states": "an 8-bit or paged optimizer, or LoRA",
     "optimizer temporaries": "the fused form of the optimizer (adamw_torch_fused)",
@@ -163,7 +171,7 @@ def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[st
         yield f"  {gib(rest):>10}  {len(rows) - _ROWS} smaller"
 
 
-_COLOURS = {"load": "#8c8c8c", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
+_COLOURS = {"load": "#8c8c8c", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "evaluation": "#b279a2"}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 320, 60, 30
 
 

@@ -220,6 +220,18 @@ def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
         return found, None
 
 
+TRAINERS = (
+    "unsloth", "unsloth_zoo", "axolotl", "llamafactory", "swift", "torchtune", "litgpt", "liger_kernel", "trl", "peft",
+    "accelerate", "bitsandbytes", "lightning", "pytorch_lightning", "sentence_transformers", "setfit", "verl",
+)  # fmt: skip
+"""Packages that train, which may be in another environment; what a program lacks beside them is its own."""
+
+
+def _program_of(order: "TraceOrder") -> str:
+    """The file that the command runs, as it is named there."""
+    return next((word for word in order.command if word.endswith((".py", ".yaml", ".yml", ".sh"))), "FILE")
+
+
 def traced(order: "TraceOrder") -> TraceResult:
     """What the one training process of the command found, and what kept it from the machine.
 
@@ -230,6 +242,12 @@ def traced(order: "TraceOrder") -> TraceResult:
     from probes.phantom.runner import run_traced
 
     ended = run_traced(order)
+    if ended.absent in TRAINERS and not any(one.num_steps for one in ended.results):
+        raise EnvironmentProblem(
+            f"this program cannot be followed: it needs {ended.absent}, which is not installed here",
+            hint=f"run it in the environment that has {ended.absent}; plan check {_program_of(order)} --gpu GPU reads "
+            "it without running it",
+        )
     found = _training(ended)
     if found.status == "refused":
         raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")

@@ -45,8 +45,21 @@ def begin() -> None:
         # what a library is told must be there before the program binds the library's functions
         watcher.first = lambda: importlib.import_module("torch")
         watcher.watch()
+        _remember_what_is_absent(order["results"])
     except BaseException:
         _give_up(text)
+
+
+def _remember_what_is_absent(results: str) -> None:
+    """A package that the program imports in vain is told to whoever started it, also where PyTorch was not imported."""
+    hook = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            Path(results, f"{os.getpid()}.absent").write_text(error.name.partition(".")[0])
+        hook(kind, error, trace)
+
+    sys.excepthook = excepthook
 
 
 def _guarded(order: dict[str, Any], watcher: Watcher) -> None:

@@ -20,8 +20,23 @@ CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
-_device = torch._C.TensorBase.device.__get__
-_is_meta = torch._C.TensorBase.is_meta.__get__
+_true_device = torch._C.TensorBase.device.__get__
+_true_is_meta = torch._C.TensorBase.is_meta.__get__
+_num_modes = torch._C._len_torch_function_stack
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is truly on meta, also within `with torch.device`, where C++ asks `torch.Tensor`, which lies."""
+    if not _num_modes():
+        return bool(_true_is_meta(tensor))
+    with torch._C.DisableTorchFunction():
+        return bool(_true_is_meta(tensor))
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    with torch._C.DisableTorchFunction():
+        true: torch.device = _true_device(tensor)
+        return true
 
 
 class Claims:
@@ -39,9 +54,8 @@ class Claims:
 
     def of(self, tensor: torch.Tensor) -> torch.device:
         """The device that `tensor` claims, the true one where it claims none."""
-        if not _is_meta(tensor):
-            true: torch.device = _device(tensor)
-            return true
+        if not is_meta(tensor):
+            return _device(tensor)
         local = getattr(tensor, "_local_tensor", None)
         if local is not None:  # a DTensor, which has no storage of its own
             return self.of(local)
@@ -80,7 +94,7 @@ def lying(claims: Claims) -> AbstractContextManager[None]:
 
     def told(true: Any, answer: Any) -> property:
         def get(tensor: torch.Tensor) -> Any:
-            if claims.depth or not _is_meta(tensor):
+            if claims.depth or not is_meta(tensor):
                 return true(tensor)
             return answer(claims.of(tensor))
 

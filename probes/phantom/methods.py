@@ -11,11 +11,10 @@ import torch.utils._device as device_context
 from torch.overrides import _get_current_function_mode_stack
 
 from probes.patching import Replacement, replaced
-from probes.phantom.claims import CPU, CUDA, META, pinned, says_pinned
+from probes.phantom.claims import CPU, CUDA, META, is_meta, pinned, says_pinned
 from probes.phantom.copies import ready
 from probes.phantom.mode import Phantom
 
-_is_meta = torch._C.TensorBase.is_meta.__get__
 _base = torch._C.TensorBase
 _true_to = _base.to
 _APART = 4096
@@ -46,6 +45,7 @@ class _Methods:
         self._true_deepcopy = torch.Tensor.__deepcopy__
         self._true_repr = torch.Tensor.__repr__
         self._true_address = torch.UntypedStorage.data_ptr
+        self._true_move = torch.UntypedStorage.to
 
     def patches(self) -> dict[str, Callable[..., Any]]:
         """Name of `torch.Tensor` -> what stands in its place."""
@@ -82,7 +82,7 @@ class _Methods:
             options["memory_format"] = memory_format
         if device is None or device.type == tensor.device.type:
             return _true_to(tensor, dtype, **options)
-        if device.type == "meta" and _is_meta(tensor):  # a meta tensor of the program's own, which claims nothing
+        if device.type == "meta" and is_meta(tensor):  # a meta tensor of the program's own, which claims nothing
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=META)
         if device.type == "cuda":
             device = CUDA  # without an index C++ asks the driver for it
@@ -105,11 +105,11 @@ class _Methods:
             return found
         if tensor.dtype is torch.bfloat16:
             return torch.from_numpy(numpy.zeros(tuple(tensor.shape), dtype="int16")).view(torch.bfloat16)
-        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=tensor.dtype, device=CPU).numpy().dtype
         return torch.from_numpy(numpy.zeros(tuple(tensor.shape), dtype=dtype))
 
     def numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _is_meta(tensor):
+        if not is_meta(tensor):
             return _base.numpy(tensor, *args, **kwargs)
         if tensor.device.type == "cuda" and not kwargs.get("force"):
             raise TypeError(
@@ -119,15 +119,15 @@ class _Methods:
         return self._real(tensor.detach()).numpy()
 
     def tolist(self, tensor: torch.Tensor) -> Any:
-        if not _is_meta(tensor):
+        if not is_meta(tensor):
             return _base.tolist(tensor)
         host = self.cpu(tensor.detach())
-        return _base.tolist(self._real(host) if _is_meta(host) else host)
+        return _base.tolist(self._real(host) if is_meta(host) else host)
 
     # Addresses
 
     def address(self, tensor: torch.Tensor) -> int:
-        if not _is_meta(tensor) or self._claims.depth:
+        if not is_meta(tensor) or self._claims.depth:
             return int(_base.data_ptr(tensor))
         address: int = tensor.untyped_storage()._cdata * _APART + tensor.storage_offset() * tensor.element_size()
         return address
@@ -137,10 +137,19 @@ class _Methods:
         is_true = storage.device.type != "meta" or self._claims.depth
         return int(self._true_address(storage)) if is_true else storage._cdata * _APART
 
+    def storage_to(self, storage: torch.UntypedStorage, *, device: Any = None, non_blocking: bool = False) -> Any:
+        """`torch.load` moves storages by it to where `map_location` says."""
+        if self._claims.depth or torch.device(device).type != "cuda":
+            return self._true_move(storage, device=device, non_blocking=non_blocking)
+        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=CUDA)
+        if storage.device.type == "cpu":
+            made.copy_(torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage))
+        return made.untyped_storage()
+
     # Copies
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if not _is_meta(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if not is_meta(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return self._true_deepcopy(tensor, memo)
         if id(tensor) in memo:
             return memo[id(tensor)]
@@ -157,13 +166,13 @@ class _Methods:
         return made
 
     def shown(self, tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
-        if not _is_meta(tensor) or tensor.device.type == "meta":
+        if not is_meta(tensor) or tensor.device.type == "meta":
             return str(self._true_repr(tensor, tensor_contents=tensor_contents))
         return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor.data = value`."""
-        goes_to_meta = _is_meta(tensor) and not _is_meta(value)
+        goes_to_meta = is_meta(tensor) and not is_meta(value)
         _base.data.__set__(tensor, self._phantom.on_host(value) if goes_to_meta else value)
 
 
@@ -180,7 +189,7 @@ class _Makers:
         is_tensor = true is torch.tensor
 
         def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
-            if isinstance(data, torch.Tensor) and device is None and _is_meta(data):
+            if isinstance(data, torch.Tensor) and device is None and is_meta(data):
                 device = data.device
             if type(device) is int:
                 device = CUDA
@@ -200,7 +209,7 @@ class _Makers:
 
     def parameter(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         """Parameters are never real: on a GPU moving one keeps the object, which PyTorch refuses from CPU to meta."""
-        is_real = type(data) is torch.Tensor and not _is_meta(data) and data.is_floating_point()
+        is_real = type(data) is torch.Tensor and not is_meta(data) and data.is_floating_point()
         if is_real and not self._phantom.claims.depth:
             data = self._phantom.on_host(data)
         return self._true_parameter(cls, data, requires_grad)
@@ -230,6 +239,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
         *((torch.Tensor, name, method) for name, method in methods.patches().items()),
         (torch.Tensor, "data", property(_base.data.__get__, methods.set_data)),
         (torch.UntypedStorage, "data_ptr", _method(methods.storage_address)),
+        (torch.UntypedStorage, "to", _method(methods.storage_to)),
+        (torch.UntypedStorage, "cuda", lambda storage, *_, **__: methods.storage_to(storage, device=CUDA)),
         (torch.nn.Parameter, "__new__", staticmethod(makers.parameter)),
         *((torch, name, makers.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
         *((torch, name, _with_numbers(getattr(torch, name))) for name in _FACTORIES),
@@ -303,4 +314,4 @@ def _numbers(data: Any) -> Any:
     """Data for a new tensor, with the GPU's tensors among its entries as the numbers that C++ would fetch."""
     if type(data) not in (list, tuple):
         return data
-    return [one.tolist() if isinstance(one, torch.Tensor) and _is_meta(one) else _numbers(one) for one in data]
+    return [one.tolist() if isinstance(one, torch.Tensor) and is_meta(one) else _numbers(one) for one in data]

@@ -283,7 +283,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             return out
         self.origins.asked(self, "values of a GPU tensor on the host")
         uniform = self.values.uniform(tensor)
-        return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype)
+        return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype, device=CPU)
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`destination.copy_(source)` between any two kinds of tensors."""
@@ -299,7 +299,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             if mine is not None:
                 mine.copy_(values)
             elif destination.numel() * destination.element_size() == destination.untyped_storage().nbytes():
-                self.values.keep(destination, torch.empty(destination.shape, dtype=destination.dtype).copy_(values))
+                copy = torch.empty(destination.shape, dtype=destination.dtype, device=CPU)
+                self.values.keep(destination, copy.copy_(values))
         else:
             self.values.drop(key)
         return destination

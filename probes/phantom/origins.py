@@ -65,6 +65,8 @@ class Origins:
         refused: the first request that the card refused.
         num_forwards: calls of outermost modules in training mode.
         stepping: above zero while an optimizer steps.
+        evaluating: whether the outermost module that ran last is the trained one out of its training.
+        idle_checkpointing: whether it trained in evaluation mode, where transformers' checkpointing does nothing.
         questions: what the program asked that only a GPU could answer -> how often.
     """
 
@@ -80,14 +82,19 @@ class Origins:
         self._parameters: dict[int, str] = {}
         self.stepping = 0
         self.num_forwards = 0
+        self.evaluating = False
+        self.idle_checkpointing = False
+        self._trained: set[int] = set()
 
     @property
     def phase(self) -> str:
-        """load, forward, backward or step."""
+        """load, forward, backward, step or evaluation."""
         if self.stepping:
             return "step"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
+        if self.evaluating:
+            return "evaluation"
         if self._modules or self.num_forwards:
             return "forward"
         return "load"
@@ -151,6 +158,18 @@ class Origins:
             self._parameters.setdefault(id(parameter), ".".join(filter(None, (prefix, path))))
         return self._names[id(module)][1]
 
+    def _outermost(self, module: Any) -> None:
+        """A whole model begins a forward: of the training, or of an evaluation of what trains (no other model's, such
+        as a reference's)."""
+        if module.training:
+            self.num_forwards += 1
+            self._trained.add(id(module))
+        learns = not self._trained or id(module) in self._trained
+        self.evaluating = not module.training and not torch.is_grad_enabled() and learns
+        checkpoints = getattr(module, "is_gradient_checkpointing", False)
+        if not module.training and torch.is_grad_enabled() and checkpoints:
+            self.idle_checkpointing = True
+
     def following(self) -> AbstractContextManager[None]:
         """Within it the running module and the optimizer's step are known."""
         call = torch.nn.Module._call_impl
@@ -160,8 +179,8 @@ class Origins:
             depth = len(stack)
             stack.append(self._name(module))
             self._runs()
-            if not depth and module.training:
-                self.num_forwards += 1
+            if not depth:
+                self._outermost(module)
             try:
                 return call(module, *args, **kwargs)
             finally:

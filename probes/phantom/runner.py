@@ -72,12 +72,14 @@ class TraceOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the command ended. `results`: of every process in which PyTorch was imported, the training one first."""
+    """How the command ended. `results`: of every process in which PyTorch was imported, the training one first;
+    `absent`: a package that it imported in vain."""
 
     exit_code: int
     results: tuple[TraceResult, ...]
     protection: Protection = Protection(kind="none")
     error: str = ""
+    absent: str = ""
 
 
 def program(command: Sequence[str]) -> str:
@@ -119,11 +121,13 @@ def run_traced(order: TraceOrder) -> Ended:
     with _kept(order) as (folder, outcome):
         redirected, results = outcome["redirected"], folder / "results"
         errors = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.error"))]
+        absent = [read_text(one, max_bytes=MAX_BYTES) for one in sorted(results.glob("*.absent"))]
         return Ended(
             exit_code=outcome["code"],
             results=results_in(results, str(folder / "tree")),
             protection=Protection(kind=outcome["kind"], **{**redirected, "paths": tuple(redirected.get("paths", ()))}),
             error=errors[0] if errors else "",
+            absent=absent[0] if absent else "",
         )
 
 

@@ -8,9 +8,22 @@ import torch
 
 from probes.phantom.mode import Phantom
 
+_WITHOUT_PARTS = (torch.Tensor, torch.nn.Parameter)
+
 
 class Done(BaseException):
     """Enough steps ran. No `Exception`, so that programs do not swallow it."""
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose memory a tensor is: of a DTensor this rank's, of another wrapper all that it holds."""
+    if type(tensor) in _WITHOUT_PARTS:
+        return [tensor]
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        return _parts(local)
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return [one for name in names for one in _parts(getattr(tensor, name))] or [tensor]
 
 
 @contextmanager
@@ -20,12 +33,16 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
 
     origins, num_steps = phantom.origins, phantom.options.num_steps
 
+    def own(tensor: torch.Tensor, category: str, name: str) -> None:
+        for one in _parts(tensor):
+            origins.own(phantom.number_of(one), category, name)
+
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
-                    origins.own(phantom.number_of(one.grad), "gradients", origins.parameter_name(one))
-                origins.own(phantom.number_of(one), "trained weights", origins.parameter_name(one))
+                    own(one.grad, "gradients", origins.parameter_name(one))
+                own(one, "trained weights", origins.parameter_name(one))
         origins.stepping += 1
         phantom.issued.step_begins()
 
@@ -35,7 +52,7 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    origins.own(phantom.number_of(value), "optimizer states", str(name))
+                    own(value, "optimizer states", str(name))
         phantom.num_steps[id(optimizer)] = phantom.num_steps.get(id(optimizer), 0) + 1
         if num_steps is not None and phantom.num_steps[id(optimizer)] >= num_steps:
             finished(phantom)

@@ -37,7 +37,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         by_line=_grouped(phantom, alive, lambda number, origin: str(origin.line or "(libraries)")),
         by_op=_grouped(phantom, alive, lambda number, origin: _op(origin)),
         refusal=phantom.origins.refused,
-        notes=(*phantom.notes, *_repeated(phantom)),
+        notes=(*phantom.notes, *_repeated(phantom), *[IDLE] * phantom.origins.idle_checkpointing),
         questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
         kernels={**phantom.log.chosen, **phantom.kernels},
         timeline=_timeline(phantom, totals),
@@ -45,6 +45,12 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         elapsed_s=elapsed_s,
         program=None if phantom.memory.group_bytes or EAGER in phantom.notes else phantom.issued.rows(),
     )
+
+
+IDLE = (
+    "gradient checkpointing is on, but the model trains in evaluation mode, where it does nothing: call model.train() "
+    "(from_pretrained gives a model in evaluation mode)"
+)
 
 
 def _repeated(phantom: Phantom) -> tuple[str, ...]:
@@ -105,6 +111,8 @@ def category_of(phantom: Phantom, number: int, origin: Origin) -> str:
         return "weights and buffers"
     if origin.phase == "step":
         return "optimizer temporaries"
+    if origin.phase == "evaluation":
+        return "evaluation"
     if any(word in origin.op for word in _LOSS):
         return "loss"
     return "activations kept for the backward" if origin.phase == "forward" else "gradients of activations, recomputed"

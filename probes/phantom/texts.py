@@ -6,6 +6,7 @@ length cuts them.
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +47,8 @@ def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
             "as long as the program's maximum allows"
         )
         made = stand_in_tokenizer(str(name))
+        if made.pad_token is None and "sentence_transformers" in sys.modules:
+            made.pad_token = made.eos_token  # it pads every batch, so the true one has one
         for key in ("padding_side", "truncation_side", "model_max_length"):
             if kwargs.get(key) is not None:
                 setattr(made, key, kwargs[key])

@@ -64,7 +64,8 @@ class Values:
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None
-        return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype, device=CPU)  # by name: the program may be in `with torch.device`
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def uniform(self, tensor: torch.Tensor) -> bool | None:
         """The one value that all elements of a boolean tensor are assumed to have."""

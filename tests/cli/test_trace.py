@@ -168,3 +168,15 @@ def test_a_trace_that_is_terminated_takes_its_program_along(tmp_path: Path, warm
         planner.kill()
     while alive(program):  # its server ends it, when the client that the trace started is gone
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("package", ["unsloth", "axolotl.cli.train"])
+def test_a_trainer_that_is_not_installed_is_no_fault_of_the_program(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(f"import {package}\n")
+    code = run(["trace", "--gpu", "rtx-4090", "--yes", "--", sys.executable, str(tmp_path / "train.py")])
+    said = capsys.readouterr().err
+    assert code == 3
+    assert f"needs {package.partition('.')[0]}, which is not installed here" in said
+    assert f"plan check {tmp_path / 'train.py'}" in said
