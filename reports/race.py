@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.interchange import to_jsonable
+from planner.interchange import SCHEMA_VERSION, to_jsonable
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
@@ -19,7 +19,7 @@ from reports.page import Page, Sheet
 from reports.plain import clean, joined
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band
+from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band, speed_rung
 
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
@@ -74,7 +74,12 @@ class Heat:
         if self.planned is None or lane is self.planned:
             return None
         mine, theirs = self.planned.candidate.speed_evidence, lane.candidate.speed_evidence
-        if mine.rung is not theirs.rung or not lane.candidate.fits or not mine.tokens_per_s or not theirs.tokens_per_s:
+        if (
+            speed_rung(mine) is not speed_rung(theirs)
+            or not lane.candidate.fits
+            or not mine.tokens_per_s
+            or not theirs.tokens_per_s
+        ):
             return None
         return mine.tokens_per_s / theirs.tokens_per_s
 
@@ -118,13 +123,15 @@ class RaceSheet(Sheet):
         return document("Race", *parts)
 
     def document(self) -> dict[str, Any]:
-        return {"level": self.level, "heats": [_heat_json(heat) for heat in self.heats]}
+        heats = [_heat_json(heat) for heat in self.heats]
+        return {"schema_version": SCHEMA_VERSION, "kind": "race", "level": self.level, "heats": heats}
 
     def view(self) -> dict[str, Any]:
         """What comparison.html.j2 reads."""
         rows, charts = list[dict[str, Any]](), list[Chart]()
         for number, heat in enumerate(self.heats, 1):
-            rows += [{"target": "", "cells": row} for row in _rows(heat)]
+            work = f" · {heat.workload.global_batch_seqs} × {heat.workload.seq_len_tokens:,}" * (len(self.heats) > 1)
+            rows += [{"target": "", "cells": (f"{label}{work}", *cells)} for label, *cells in _rows(heat)]
             labels, values, words = zip(*(_speeds(heat) or [("", 0.0, "")]), strict=True)
             charts.append(
                 bars(f"speed-{number}", f"Speed: {workload_words(heat.workload)}", "tokens/s", labels, values, words)
@@ -153,7 +160,7 @@ def _rows(heat: Heat) -> list[tuple[str, ...]]:
 def _row(heat: Heat, lane: Lane) -> tuple[str, ...]:
     candidate, ratio = lane.candidate, heat.ratio(lane)
     memory, speed = candidate.memory_evidence, candidate.speed_evidence
-    levels = dict.fromkeys(RUNG_WORDS[one] for one in (memory.rung, speed.rung))
+    levels = dict.fromkeys(RUNG_WORDS[one] for one in (memory.rung, speed_rung(speed)))
     return (
         clean(lane.label),
         fit_word(candidate),
@@ -216,7 +223,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "peak_device_bytes": lane.candidate.memory_evidence.peak_device_bytes,
                 "memory_rung": lane.candidate.memory_evidence.rung.value,
                 "tokens_per_s": lane.candidate.tokens_per_s or None,
-                "speed_rung": lane.candidate.speed_evidence.rung.value,
+                "speed_rung": speed_rung(lane.candidate.speed_evidence).value,
                 "time_band_fraction": lane.candidate.speed_evidence.time_band_fraction,
                 "plan_over_this": heat.ratio(lane),
                 "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,

@@ -153,9 +153,9 @@ def race(
             for same in _by_work(racers, rivals.same)
         ]
     sheet = RaceSheet(heats, _level(heats, how, dry_run=not no_dry_run))
-    show_table(out, as_json, sheet)
     if out is not None:
         _write_page(out, sheet)
+    show_table(out, as_json, sheet)
     return max(map(_code, heats))
 
 

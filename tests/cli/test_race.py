@@ -52,7 +52,7 @@ def raced(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -
 def test_a_file_races_against_the_plan_for_its_own_work(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """8 and 4 sequences per step are two heats; each plan trains by the file's method, length and batch."""
     found = raced([*files, *GPU], capsys)
-    assert found["level"].startswith("Nothing was run: level formula")
+    assert (found["kind"], found["level"].partition(".")[0]) == ("race", "Nothing was run: level formula")
     assert [heat["tokens_per_step"] for heat in found["heats"]] == [8 * 512, 4 * 512]
     for heat, file in zip(found["heats"], files, strict=True):
         (theirs, plan) = heat["lanes"]
@@ -169,6 +169,16 @@ def test_where_nothing_of_the_files_method_fits_another_is_planned(
     (theirs, plan) = raced(["large.yaml", *GPU], capsys)["heats"][0]["lanes"]
     assert (theirs["verdict"], theirs["plan_over_this"]) == ("over", None)
     assert plan["candidate"]["setup"]["method"] == "qlora"
+
+
+def test_a_plan_on_a_step_profile_is_as_fast_as_the_formula_says(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A profile has memory alone: the two speeds are the formula's and can be compared."""
+    found = raced(["--defaults", "trl", "--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--no-dry-run"], capsys)
+    (theirs, plan) = found["heats"][0]["lanes"]
+    assert (plan["memory_rung"], plan["speed_rung"], theirs["speed_rung"]) == ("profile", "formula", "formula")
+    assert theirs["plan_over_this"] > 1.2
 
 
 PROGRAM = """
