@@ -1,21 +1,25 @@
-"""`plan ui`: one page in which a person picks model and GPU and slides through the settings.
+"""`plan ui`: one page in which a person picks model and GPU, asks for the fastest setup and moves its settings.
 
 Every figure is the formula's own: the page looks it up in the grid of one model on one GPU, a script of its own that
 the server computes when it is asked for, or that lies beside a static page.
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 from planner.choices.kernels import KERNELS
-from planner.decision.grid import Grid
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
+from planner.plan import NoPlan
+from planner.planning.grid import METHODS, Grid
+from planner.samples.useful import useful_tokens_per_s
 from reports.brief import GROUPS, group_bytes
-from reports.plain import clean
-from reports.text import memory_mark, speed_mark
+from reports.plain import clean, joined
+from reports.text import job_words, memory_mark, speed_mark
 
 VERDICTS = ("fits", "tight", "over")
 
@@ -25,37 +29,44 @@ def grid_name(model_id: str, gpu_key: str) -> str:
     return f"{model_id}--{gpu_key}".replace("/", "--")
 
 
-def grid_script(grid: Grid) -> str:
-    """The grid as a script that hands it to the page.
+def grid_script(grid: Grid, name: str = "") -> str:
+    """The grid as a script that hands it to the page, under its name.
 
-    A cell is [verdict (index of VERDICTS), device peak, tokens/s, bytes of the five groups]; bytes and tokens/s are
-    whole numbers.
+    A cell is [verdict (index of VERDICTS), device peak, tokens/s, those that are no padding, places of its two marks,
+    bytes of the five groups]; bytes and tokens/s are whole numbers.
     """
-    workload = grid.workload
-    known = [one for one in grid.cells if one is not None]
-    marks = {
-        "memory": sorted({memory_mark(one.formula) for one in known}),
-        "speed": sorted({speed_mark(one.formula) for one in known}),
-    }
+    workload, marks = grid.workload, dict[str, int]()
     document = {
         "memory": workload.memory_bytes,
         "budget": workload.budget_bytes,
-        "batch": workload.global_batch_seqs,
+        "batch": [one.global_batch_seqs for one in grid.workloads],
         "groups": [label for label, _ in GROUPS],
         "methods": grid.methods,
         "lengths": grid.lengths,
+        "usual": grid.usual,
         "batches": grid.batches,
         "checkpointing": grid.checkpointing,
-        "marks": marks,
-        "fixed": _fixed_words(known),
-        "cells": [None if one is None else _cell(one, workload.memory_bytes) for one in grid.cells],
+        "cells": [None if one is None else _cell(one, grid, at, marks) for at, one in enumerate(grid.cells)],
+        "marks": list(marks),
+        "fastest": grid.fastest(),
+        "remedies": [_remedies(answer) for answer in grid.answers],
+        "fixed": _fixed(grid),
+        "jobs": [job_words(one) for one in grid.workloads],
+        "tokens": [one.data.epoch_tokens for one in grid.workloads],
+        "epochs": [one.epochs for one in grid.workloads],
+        "price": None if workload.price_per_hour is None else [workload.price_per_hour, clean(workload.price_source)],
     }
-    name = json.dumps(grid_name(workload.model.model_id, workload.gpu.key))
+    name = json.dumps(name or grid_name(workload.model.model_id, workload.gpu.key))
     return f"take({name}, {json.dumps(document, separators=(',', ':'), allow_nan=False)});\n"
 
 
 def page(
-    models: Sequence[ModelSpec], gpus: Sequence[GpuSpec], *, writes: bool, first: tuple[str, str] | None = None
+    models: Sequence[ModelSpec],
+    gpus: Sequence[GpuSpec],
+    *,
+    writes: bool,
+    first: tuple[str, str] | None = None,
+    data: Sequence[str] = (),
 ) -> str:
     """The page.
 
@@ -63,37 +74,68 @@ def page(
         models, gpus: what may be picked.
         writes: whether a server stands behind it that hands out launch files.
         first: model and GPU that are shown at first.
+        data: the words of a command that name the data set, none where the page asks how much is trained on.
     """
     offered = {
         "models": [[one.model_id, one.num_params] for one in models],
         "gpus": [[one.key, one.name, one.memory_bytes] for one in gpus],
         "first": first or (models[0].model_id, gpus[0].key),
         "writes": writes,
+        "data": clean(shlex.join(data)),
     }
     folder = files("reports") / "templates"
     text = (folder / "ui.html").read_text(encoding="utf-8")
     style = (folder / "style.css").read_text(encoding="utf-8")
-    data = json.dumps(offered, ensure_ascii=True).replace("<", "\\u003c")
-    return text.replace("/*STYLE*/", style).replace('"OFFERED"', data)
+    told = json.dumps(offered, ensure_ascii=True).replace("<", "\\u003c")
+    return text.replace("/*STYLE*/", style).replace('"OFFERED"', told)
 
 
-def _cell(one: Candidate, memory_bytes: int) -> list[int]:
-    groups = group_bytes(one, memory_bytes)
+def _cell(one: Candidate, grid: Grid, at: int, marks: dict[str, int]) -> list[int]:
+    workload = grid.workload_of(at)
+    groups = group_bytes(one, workload.memory_bytes)
+    speed = one.formula.tokens_per_s or 0
+    useful = useful_tokens_per_s(workload, one) if speed and workload.data.real_fractions else speed
     return [
         VERDICTS.index(one.verdict),
         one.formula.peak_device_bytes,
-        round(one.formula.tokens_per_s or 0),
+        round(speed),
+        round(useful),
+        *(marks.setdefault(mark, len(marks)) for mark in (memory_mark(one.formula), speed_mark(one.formula))),
         *(groups[label] for label, _ in GROUPS),
     ]
 
 
-def _fixed_words(known: Sequence[Candidate]) -> str:
-    """The settings that no slider changes, in words."""
-    if not known:
-        return ""
-    setup = known[0].setup
-    precisions = dict.fromkeys(one.setup.precision for one in known)
+def _remedies(answer: Any) -> list[str]:
+    """What would make something fit, where nothing does."""
+    return [clean(one.action) for one in answer.remedies if one.fits] if isinstance(answer, NoPlan) else []
+
+
+def _fixed(grid: Grid) -> list[dict[str, str]]:
+    """Of each length, method -> the settings that no slider changes, in words."""
+    found: list[dict[str, str]] = [{} for _ in grid.lengths]
+    each = len(grid.batches) * len(grid.checkpointing)
+    for at, one in enumerate(grid.cells):
+        method = grid.methods[at // (each * len(grid.lengths))][0]
+        of_length = found[at // each % len(grid.lengths)]
+        if one is not None and method not in of_length:
+            of_length[method] = _fixed_words(one)
+    assert all(set(one) <= set(METHODS) for one in found)
+    return found
+
+
+def _fixed_words(one: Candidate) -> str:
+    setup = one.setup
     return clean(
-        f"{' or '.join(precisions)}, {setup.attention} attention, {setup.optimizer}, {setup.loss} loss, "
-        f"{KERNELS[setup.kernels].words}, LoRA on all linear layers, nf4-double for QLoRA"
+        joined(
+            (
+                setup.precision,
+                setup.quantization if setup.quantized else "",
+                f"{setup.attention} attention",
+                setup.optimizer,
+                f"{setup.loss} loss",
+                KERNELS[setup.kernels].words,
+                "packed rows" if setup.packing else "",
+                "LoRA on all linear layers" if setup.method != "full" else "",
+            )
+        )
     )

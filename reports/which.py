@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.decision.node import Node
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
+from planner.planning.answer import best_by_method
 from planner.records import dataclass
 from planner.samples.useful import cost_usd, job_s
 from planner.units import count, gib, seconds
@@ -92,18 +91,6 @@ def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[
         "cost": lambda one: one.cost_place or len(choices),
     }
     return tuple(sorted(choices, key=lambda one: (not one.fits, keys[sort](one), one.gpu.memory_bytes, one.gpu.key)))
-
-
-def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
-    """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
-    if isinstance(answer, NoPlan):
-        return {}
-    classes = [one.candidate for one in answer.alternatives if one.label in {node.words for node in Node}]
-    found: dict[str, Candidate] = {}
-    for one in sorted((answer.chosen, *classes), key=lambda one: -one.tokens_per_s):
-        if one.fits:
-            found.setdefault(one.setup.method, one)
-    return found
 
 
 def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:

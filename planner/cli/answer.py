@@ -1,6 +1,6 @@
 """From names and wishes to a `Workload`, for the command line and for `finetune_planner` alike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -50,18 +50,22 @@ def workload_for(
     return asked.workload(spec, card, wish.cluster(card))
 
 
-def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions) -> Wish:
+def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions, stats: "DatasetStats | None" = None) -> Wish:
     """The wish that options and data mean for a model on any card.
+
+    Args:
+        stats: of the data set, where it was read before; nothing is told of it then.
 
     Raises:
         UsageError: what makes no sense, or contradicts itself.
     """
     aim = aim_of(wish.fixed())
-    found = _measured(data, spec, aim, wish)
-    if found is None:
+    tell = say if stats is None else _quiet
+    stats = stats or read_data(data, spec, aim)
+    if stats is None:
         asked, file = wish.wish(), data.dataset or ""
         return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
-    stats, lengths = found
+    lengths = _lengths(stats, data, spec, aim, wish, tell)
     if wish.packing is None:
         wish = replace(wish, packing=lengths.packing)
     asked = wish.wish()
@@ -118,18 +122,19 @@ def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoi
     )
 
 
-def _measured(
-    data: DataOptions, spec: "ModelSpec", aim: Objective, wish: WishOptions
-) -> "tuple[DatasetStats, LengthChoice] | None":
-    """What is known of a data set that is on this machine, and the sequence length, packing and tokens per epoch that
-    follow; None for another.
+def _quiet(words: str) -> None:
+    """Tells nothing."""
+
+
+def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetStats | None":
+    """What is known of a data set that is on this machine, None of another.
 
     Raises:
-        UsageError: data of another objective, or a number of samples beside the file that has them.
+        UsageError: data of another objective.
     """
     if data.dataset is None:
         return None
-    from planner.samples.dataset import choose_length, measure, tokenizer_file
+    from planner.samples.dataset import measure, tokenizer_file
     from planner.samples.found import path_of
 
     path = path_of(data.dataset)
@@ -145,6 +150,24 @@ def _measured(
             f"{data.dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
             hint=f"--objective {fitting.name} is for such data",
         )
+    return stats
+
+
+def _lengths(
+    stats: "DatasetStats",
+    data: DataOptions,
+    spec: "ModelSpec",
+    aim: Objective,
+    wish: WishOptions,
+    tell: Callable[[str], None],
+) -> "LengthChoice":
+    """The sequence length, packing and tokens per epoch that follow from a data set.
+
+    Raises:
+        UsageError: a number of samples beside the file that has them.
+    """
+    from planner.samples.dataset import choose_length
+
     if wish.samples is not None:
         raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
     choice = choose_length(
@@ -156,5 +179,5 @@ def _measured(
         held_out=_held_out(stats, aim, spec, wish),
     )
     left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
-    say(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
-    return stats, _with_completions(choice, wish) if aim.rolls_out else choice
+    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
+    return _with_completions(choice, wish) if aim.rolls_out else choice

@@ -25,6 +25,12 @@ class DataOptions:
     ] = None
     loss_on: Annotated[str | None, typer.Option(help="answers (default where the data have any) or all tokens.")] = None
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As they were typed."""
+        given = (("--dataset", self.dataset), ("--columns", self.columns), ("--loss-on", self.loss_on))
+        return tuple(word for option, value in given if value is not None for word in (option, value))
+
     def checked(self) -> "DataOptions":
         """These options.
 

@@ -1,5 +1,6 @@
 """`plan ui`: a page in which a person slides through the settings, served on this machine alone or written as files."""
 
+import json
 import re
 import sys
 import threading
@@ -15,22 +16,29 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES
 from planner.cli import options
+from planner.cli.answer import read_data, wish_for
+from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from planner.cli.output import console, write_text
+from planner.cli.setup_flags import takes_options
+from planner.cli.wish_options import WishOptions
 from planner.cli.writing import write_out
-from planner.decision.grid import Grid, grid_of
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.hardware import gpus as table
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.models.resolve import resolve_model
+from planner.models.resolve import meant, resolve_model
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import Plan
 from planner.planning.answer import plan_workload
+from planner.planning.grid import LENGTHS, Grid, grid_of
+from planner.planning.space import dimension_values
+from planner.samples.dataset import DatasetStats
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Workload
 from reports.page import steps
 from reports.ui import grid_name, grid_script, page
@@ -41,30 +49,34 @@ STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h10
 """Cards of a static site where none is named."""
 MAX_CONNECTIONS = 32
 """At once; a browser opens six."""
+MAX_FOUND, MAX_KEPT = 8, 4
 FILE_DATE = (1980, 1, 1, 0, 0, 0)
 """The least date of a zip file: the same setup gives the same bytes."""
 
 
+@takes_options
 def ui(
+    *,
     model: Annotated[
         list[str] | None, typer.Option(help="Offer this model; repeatable. Default: the catalogue.")
     ] = None,
     gpu: Annotated[list[str] | None, typer.Option(help="Offer this GPU; repeatable. Default: all.")] = None,
     global_batch: options.GlobalBatch = None,
     headroom: options.Headroom = None,
+    data: DataOptions,
     port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
     static: Annotated[
         Path | None, typer.Option(help="Write the page with its figures to this directory; no server.")
     ] = None,
 ) -> None:
-    """A page on this machine: pick model and GPU, move the sliders, see memory and speed, take the launch files.
+    """A page on this machine: say what you call the model, find its fastest setup, move the sliders, see memory, speed,
+    time and cost, take the launch files.
 
     It listens on 127.0.0.1 alone, until Ctrl-C.
     """
-    shelf = Shelf(
-        model, gpu, global_batch=positive("global-batch", global_batch), headroom_gib=headroom, all_gpus=static is None
-    )
+    wish = WishOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
+    shelf = Shelf(model, gpu, wish=wish, data=data.checked(), all_gpus=static is None)
     if static is not None:
         _write(shelf, static)
         return
@@ -84,6 +96,9 @@ def ui(
         server.serve_forever()
 
 
+NO_WISH = WishOptions()
+
+
 class Shelf:
     """The models and GPUs on offer, and their grids by name.
 
@@ -96,8 +111,8 @@ class Shelf:
         models: Sequence[str] | None,
         gpus: Sequence[str] | None,
         *,
-        global_batch: int | None = None,
-        headroom_gib: float | None = None,
+        wish: WishOptions = NO_WISH,
+        data: DataOptions = NO_DATA_OPTIONS,
         all_gpus: bool = True,
     ) -> None:
         if models:
@@ -106,7 +121,10 @@ class Shelf:
             self.models = [spec for name in catalogue.names() if (spec := catalogue.load(name)) is not None]
         named = gpus or ([] if all_gpus else STATIC_GPUS)
         self.gpus = [find_gpu(name) for name in named] or list(table.all_gpus())
-        self._global_batch, self._headroom_gib = global_batch, headroom_gib
+        self.data = data
+        self._wish = wish
+        self._stats: dict[str, DatasetStats | None] = {}
+        self._grids: dict[tuple[str, str, int | None], Grid] = {}
 
     def first(self) -> tuple[str, str]:
         """What is shown at first."""
@@ -118,28 +136,46 @@ class Shelf:
         """Every model on every GPU."""
         return [(model, gpu) for model in self.models for gpu in self.gpus]
 
-    def grid(self, model: ModelSpec, gpu: GpuSpec) -> Grid:
-        """The figures of one pair."""
-        wish = Wish(global_batch=self._global_batch, headroom_gib=self._headroom_gib).workload(model, gpu)
-        return grid_of(wish)
+    def search(self, text: str) -> list[str]:
+        """Ids on offer that a name may mean: as `plan` understands it, then those that have its words."""
+        own = {one.model_id.lower(): one.model_id for one in self.models}
+        words = text.lower().split()
+        ids = [*meant(text), *(one for one in own if all(word in one for word in words))]
+        return list(dict.fromkeys(own[one] for one in ids if one in own))[:MAX_FOUND]
 
-    def named(self, name: str) -> Grid | None:
+    def grid(self, model: ModelSpec, gpu: GpuSpec, tokens: int | None = None) -> Grid:
+        """The figures of one pair; `tokens`: of one epoch, where the page says so. The last ones are kept."""
+        key = (model.model_id, gpu.key, tokens)
+        if key not in self._grids:
+            while len(self._grids) >= MAX_KEPT:
+                del self._grids[next(iter(self._grids))]
+            self._grids[key] = self._grid(model, gpu, tokens)
+        return self._grids[key]
+
+    def _grid(self, model: ModelSpec, gpu: GpuSpec, tokens: int | None) -> Grid:
+        if model.model_id not in self._stats:
+            self._stats[model.model_id] = read_data(self.data, model, OBJECTIVES[DEFAULT_OBJECTIVE])
+        wish, stats = replace(self._wish, dataset_tokens=tokens), self._stats[model.model_id]
+
+        def of_length(length: int | None) -> Workload:
+            return wish_for(model, replace(wish, seq_len=length), self.data, stats).workload(model, gpu)
+
+        usual = of_length(None)
+        most = model.max_position_embeddings
+        lengths = {length for length in LENGTHS if most is None or length <= most} | {usual.seq_len_tokens}
+        asked = {length: of_length(length) for length in sorted(lengths)} | {usual.seq_len_tokens: usual}
+        return grid_of([asked[length] for length in sorted(asked)], sorted(asked).index(usual.seq_len_tokens))
+
+    def named(self, name: str, tokens: int | None = None) -> Grid | None:
         """The figures of the pair with this name, None where it is not on offer."""
         for model, gpu in self.pairs():
             if grid_name(model.model_id, gpu.key) == name:
-                return self.grid(model, gpu)
+                return self.grid(model, gpu, tokens)
         return None
 
     def page(self, *, writes: bool) -> str:
         """The page with everything on offer."""
-        return page(self.models, self.gpus, writes=writes, first=self.first())
-
-
-CELL_FIELDS = (
-    "method", "precision", "quantization", "kbit_fp32_cast", "attention", "optimizer", "loss", "checkpointing",
-    "kernels", "micro_batch_seqs",
-)  # fmt: skip
-"""Fields that a cell of the page says."""
+        return page(self.models, self.gpus, writes=writes, first=self.first(), data=self.data.words)
 
 
 def launch_zip(grid: Grid, at: int) -> bytes:
@@ -151,7 +187,9 @@ def launch_zip(grid: Grid, at: int) -> bytes:
     cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
     if cell is None or not cell.fits:
         raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
-    setup, wish = cell.setup, grid.workload
+    setup, wish = cell.setup, grid.workload_of(at)
+    if Path(wish.data.file).exists():  # its place as seen from where the files are unpacked nobody knows
+        wish = replace(wish, data=replace(wish.data, file=""))
     plan = plan_workload(_exactly(setup, wish))
     if not isinstance(plan, Plan) or plan.chosen.setup != setup:
         raise UsageError("this setup cannot be planned alone", hint="use the command below it")
@@ -163,9 +201,9 @@ def launch_zip(grid: Grid, at: int) -> bytes:
 
 def _exactly(setup: TrainSetup, wish: Workload) -> Workload:
     """The wish that only this setup fulfils."""
-    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in CELL_FIELDS}
-    if setup.lora_rank:
-        fixed["lora_rank"] = (setup.lora_rank,)
+    names = ("micro_batch_seqs", *dimension_values(wish))
+    of_lora = ("lora_rank", "lora_targets") if setup.method == "full" else ()
+    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in names if name not in of_lora}
     return replace(
         wish,
         fixed=fixed,
@@ -224,7 +262,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET alone: /, /grid/NAME.js and /launch/NAME/CELL.zip."""
+    """GET alone: /, /search/WORDS, /grid/NAME.js and /launch/NAME/CELL.zip; NAME/TOKENS where the page says how much is
+    trained on."""
 
     server: Server
     timeout = 30.0
@@ -239,8 +278,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         path = unquote(urlsplit(self.path).path)
         try:
-            with self.server.turn:
-                found = self._content(path)
+            found = self._content(path)
         except PlannerError as error:
             self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
             return
@@ -259,18 +297,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def _content(self, path: str) -> tuple[str, bytes] | None:
         shelf = self.server.shelf
+        if match := re.fullmatch(r"/search/(.{0,100})", path):
+            return "application/json; charset=utf-8", json.dumps(shelf.search(match[1])).encode()
+        with self.server.turn:
+            return self._computed(shelf, path)
+
+    def _computed(self, shelf: "Shelf", path: str) -> tuple[str, bytes] | None:
         if path == "/":
             return "text/html; charset=utf-8", shelf.page(writes=True).encode()
-        if match := re.fullmatch(r"/grid/([\w.-]{1,300})\.js", path):
-            grid = shelf.named(match[1])
-            return None if grid is None else ("text/javascript; charset=utf-8", grid_script(grid).encode())
-        if match := re.fullmatch(r"/launch/([\w.-]{1,300})/(\d{1,6})\.zip", path):
-            grid = shelf.named(match[1])
-            return None if grid is None else ("application/zip", launch_zip(grid, int(match[2])))
+        if match := re.fullmatch(r"/grid/([\w.-]{1,300})(?:/([0-9]{1,15}))?\.js", path):
+            grid = shelf.named(match[1], _tokens(match[2]))
+            script = "" if grid is None else grid_script(grid, path.removeprefix("/grid/").removesuffix(".js"))
+            return None if grid is None else ("text/javascript; charset=utf-8", script.encode())
+        if match := re.fullmatch(r"/launch/([\w.-]{1,300})(?:/([0-9]{1,15}))?/([0-9]{1,6})\.zip", path):
+            grid = shelf.named(match[1], _tokens(match[2]))
+            return None if grid is None else ("application/zip", launch_zip(grid, int(match[3])))
         return None
 
     def log_message(self, format: str, *values: object) -> None:
         """Requests are not news; faults are, on stderr by the server itself."""
+
+
+def _tokens(digits: str | None) -> int | None:
+    return int(digits) or None if digits else None
 
 
 def _write(shelf: Shelf, folder: Path) -> None:

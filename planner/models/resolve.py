@@ -135,13 +135,35 @@ def _spec(
     )
 
 
-def _hint(name: str) -> str:
-    """Close names of the catalogue, and the way out without a network."""
+def meant(name: str) -> list[str]:
+    """Lower-case hub ids of the catalogue that a name may mean, best first: what `resolve_model` takes or asks about,
+    else those that hold it, else close ones."""
+    from planner.models.copies import plain_name
+    from planner.models.spoken import understand
+
+    entry = catalogue.find(name)
+    try:
+        taken = understand(plain_name(name)[0]) if entry is None else None
+    except UnknownModelError as error:
+        return list(error.could_be)
+    entry = catalogue.find(taken.catalogue_id) if taken is not None else entry
+    if entry is not None:
+        return [entry.model_id.lower()]
+    return [*catalogue.names_with(name)] or [one.lower() for one in _close(name)]
+
+
+def _close(name: str) -> list[str]:
+    """Hub ids of the catalogue with a name like this one."""
     from planner.close import close_names
     from planner.models.spoken import of_other_size
 
     close = of_other_size(name) or close_names(name.lower().rpartition("/")[2], catalogue.all_names(), num=12)
-    ids = list(dict.fromkeys(entry.model_id for one in close if (entry := catalogue.find(one)) is not None))
+    return list(dict.fromkeys(entry.model_id for one in close if (entry := catalogue.find(one)) is not None))
+
+
+def _hint(name: str) -> str:
+    """Close names of the catalogue, and the way out without a network."""
+    ids = _close(name)
     local = "a local directory with config.json works without a network"
     return f"close names: {', '.join(ids[:3])}; {local}" if ids else f"`plan models` lists the catalogue; {local}"
 

@@ -474,3 +474,15 @@ def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
             f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
         )
     return tuple(map(usual, notes))
+
+
+def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
+    """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
+    if isinstance(answer, NoPlan):
+        return {}
+    classes = [one.candidate for one in answer.alternatives if one.label in {node.words for node in Node}]
+    found: dict[str, Candidate] = {}
+    for one in sorted((answer.chosen, *classes), key=lambda one: -one.tokens_per_s):
+        if one.fits:
+            found.setdefault(one.setup.method, one)
+    return found

@@ -13,19 +13,33 @@ from zipfile import ZipFile
 import pytest
 
 from planner.cli.app import run
+from planner.cli.data_options import DataOptions
 from planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
 from planner.errors import UsageError
+from planner.plan import NoPlan, Plan
+from planner.planning.answer import plan_workload
 from planner.predict import predict
+from planner.samples.useful import job_s
+from planner.wish import Wish
 from reports.brief import GROUPS, group_bytes
 from reports.rows import MIN_SHOWN_BYTES
+from reports.text import memory_mark, speed_mark
 from reports.ui import VERDICTS, grid_script
 
-MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "rtx-3060"
+MODEL, GPU = "openai-community/gpt2", "rtx-3060"
+"""A model of 1,024 positions: few lengths, so that its grid costs half a second."""
 
 
 @pytest.fixture(scope="module")
 def shelf() -> Shelf:
     return Shelf([MODEL, "meta-llama/Llama-3.1-8B"], [GPU])
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    file.write_text("".join(f'{{"question": "why", "answer": "{"so " * (9 + at)}"}}\n' for at in range(300)))
+    return file
 
 
 def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
@@ -37,7 +51,9 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
     assert {VERDICTS[cell[0]] for cell in document["cells"] if cell} >= {"fits", "over"}
     for at in range(0, len(document["cells"]), 37):
         cell, known = document["cells"][at], grid.cells[at]
-        assert known is not None
+        if known is None:  # checkpointing of every n-th layer, where no plan takes it
+            assert document["checkpointing"][at % shape[3]] > 1
+            continue
         steps = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         places = [at // step % size for step, size in zip(steps, shape, strict=True)]
         setup = known.setup
@@ -46,16 +62,62 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
         assert setup.micro_batch_seqs == document["batches"][places[2]]
         assert setup.checkpointing == document["checkpointing"][places[3]]
         found = predict(model, gpu, setup)
-        assert cell[1:3] == [found.peak_device_bytes, round(found.tokens_per_s or 0)]
+        assert cell[1:4] == [found.peak_device_bytes, *[round(found.tokens_per_s or 0)] * 2]
+        assert [document["marks"][mark] for mark in cell[4:6]] == [memory_mark(found), speed_mark(found)]
         sizes = group_bytes(known, grid.workload.memory_bytes)
-        assert cell[3:] == [sizes[label] for label, _ in GROUPS]
-        assert 0 <= cell[1] - sum(cell[3:]) < len(GROUPS) * MIN_SHOWN_BYTES
+        assert cell[6:] == [sizes[label] for label, _ in GROUPS]
+        assert 0 <= cell[1] - sum(cell[6:]) < len(GROUPS) * MIN_SHOWN_BYTES
+
+
+def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Shelf) -> None:
+    model, gpu = shelf.pairs()[1]
+    grid = shelf.grid(model, gpu)
+    assert grid.lengths[grid.usual] == 2048
+    for length in (512, 2048, 131072):
+        at = grid.fastest()[grid.lengths.index(length)]
+        plan = plan_workload(Wish(seq_len=length).workload(model, gpu))
+        if at is None:
+            assert isinstance(plan, NoPlan)
+            continue
+        assert isinstance(plan, Plan)
+        cell = grid.cells[at]
+        assert cell is not None
+        assert (cell.setup, cell.formula) == (plan.chosen.setup, plan.chosen.formula)
+    assert None in grid.fastest()
+    assert len(grid.fastest()) == len(grid.lengths)
+
+
+def test_a_model_is_found_by_what_people_call_it(shelf: Shelf) -> None:
+    """As `plan` understands it, of what is on offer."""
+    llama = "meta-llama/Llama-3.1-8B"
+    for said in ("llama 3.1 8b", "lama 3.1 8b", "llama3.1:8b", "unsloth/Meta-Llama-3.1-8B", "8B", "LLAMA"):
+        assert shelf.search(said) == [llama], said
+    assert shelf.search("gpt 2") == [MODEL]
+    assert shelf.search("qwen3 8b") == []
+    assert set(shelf.search("")) == {llama, MODEL}
+
+
+def test_a_data_set_gives_length_time_and_no_path_in_the_zip(chats: Path) -> None:
+    shelf = Shelf([MODEL], [GPU], data=DataOptions(dataset=str(chats)))
+    grid = shelf.grid(*shelf.pairs()[0])
+    document = json.loads(grid_script(grid).partition(",")[2].rstrip().removesuffix(");"))
+    usual, at = document["usual"], document["fastest"][document["usual"]]
+    workload, cell = grid.workloads[usual], grid.cells[at]
+    assert cell is not None
+    assert document["lengths"][usual] < 1024
+    tokens = f"{document['tokens'][usual] / 1e3:.3g} k"
+    assert document["jobs"][usual] == f"chats.jsonl, {workload.epochs:g} epochs of {tokens} tokens"
+    page_s = document["epochs"][usual] * document["tokens"][usual] / document["cells"][at][3]
+    assert page_s == pytest.approx(job_s(workload, cell), rel=1e-3)
+    with ZipFile(BytesIO(launch_zip(grid, at))) as file:
+        assert not any(b"chats.jsonl" in file.read(name) for name in file.namelist())
 
 
 def test_the_launch_files_are_those_of_the_cell(shelf: Shelf) -> None:
     model, gpu = shelf.pairs()[0]
     grid = shelf.grid(model, gpu)
-    at = next(at for at, one in enumerate(grid.cells) if one is not None and one.fits and one.setup.lora_rank == 32)
+    ranked = [at for at, one in enumerate(grid.cells) if one is not None and one.fits and one.setup.lora_rank == 32]
+    at = ranked[len(ranked) // 2]
     packed = launch_zip(grid, at)
     with ZipFile(BytesIO(packed)) as file:
         assert {"plan.json", "report.md", "launch/run.sh"} <= set(file.namelist())
@@ -107,6 +169,12 @@ def test_the_server_gives_what_is_on_offer_and_nothing_else(server: Server) -> N
     ):
         assert ask(server, path)[0] == 404, path
     assert ask(server, f"/launch/{name}/999999.zip")[0] == 400
+    assert json.loads(ask(server, "/search/gpt%202")[1]) == [MODEL]
+    assert ask(server, f"/search/{'a' * 101}")[0] == 404
+    status, content = ask(server, f"/grid/{name}/20000000.js")
+    assert status == 200
+    assert b'"tokens":[20000000,' in content
+    assert content.startswith(f'take("{name}/20000000"'.encode())
     assert ask(server, "/", method="POST")[0] == 501
 
 
@@ -162,5 +230,5 @@ def test_no_request_gets_more_than_an_answer(server: Server) -> None:
 
 def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
     assert run(["ui", "--static", str(tmp_path), "--model", MODEL, "--gpu", GPU]) == 0
-    assert {one.name for one in tmp_path.rglob("*.*")} == {"index.html", "HuggingFaceTB--SmolLM2-135M--rtx-3060.js"}
+    assert {one.name for one in tmp_path.rglob("*.*")} == {"index.html", "openai-community--gpt2--rtx-3060.js"}
     assert run(["ui", "--static", str(tmp_path), "--model", "no/such-model-here", "--gpu", GPU]) == 2

@@ -11,9 +11,10 @@ from rich.console import Console
 from planner.decision.node import Node
 from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan
+from planner.planning.answer import best_by_method
 from reports.compare import comparison_markdown, plan_labels, render_comparison
 from reports.text import cost_per_million
-from reports.which import GpusSheet, best_by_method, rank_gpus, which_gpu_sentences
+from reports.which import GpusSheet, rank_gpus, which_gpu_sentences
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden
 
