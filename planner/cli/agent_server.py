@@ -34,9 +34,9 @@ def build_server(desk: Desk, *, allow_trace: bool = False) -> "MCPServer[Any]":
         "finetune-planner", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR"
     )
     tools = Tools(desk)
-    for tool in (tools.plan, tools.estimate, tools.check, tools.which_gpu, tools.which_model, tools.explain):
+    answers = (tools.plan, tools.estimate, tools.check, tools.oom, tools.which_gpu, tools.which_model, tools.explain)
+    for tool in (*answers, tools.details):
         server.add_tool(tool)
-    server.add_tool(tools.details)
     if allow_trace:
         server.add_tool(tools.trace)
     return server

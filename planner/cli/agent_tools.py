@@ -108,6 +108,19 @@ class Tools:
         named = [self._desk.name(match)] if match else []
         return self._desk.ask("which-model", *named, *words_of(gpu=gpu, seq_len=seq_len))
 
+    def oom(
+        self,
+        text: Annotated[str, Field(description="traceback or log with the out-of-memory error", max_length=2_000_000)],
+        gpu: Annotated[str | None, Field(description="its card, where the message does not tell")] = None,
+        config: Annotated[str | None, Field(description="the run's config or script, a path")] = None,
+    ) -> dict[str, Any]:
+        """Why a run ran out of memory, and the smallest change."""
+        more = words_of(gpu=gpu, config=None if config is None else self._desk.path(config))
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log.txt"
+            log.write_text(text, encoding="utf-8")
+            return self._desk.ask("oom", str(log), *more)
+
     def explain(self, word: Annotated[str, Field(description="a word of a plan: chunked loss, LoRA, ...")]) -> str:
         """What a word of a plan means."""
         return self._desk.say("explain", *(["--"] if word.startswith("-") else []), word)

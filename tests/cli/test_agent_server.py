@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::Depreca
 
 ROOT = Path(__file__).parents[2]
 TASKS = [json.loads(line) for line in (Path(__file__).parent / "agent_tasks.jsonl").read_text().splitlines()]
-TOOLS = ["check", "details", "estimate", "explain", "plan", "which_gpu", "which_model"]
+TOOLS = ["check", "details", "estimate", "explain", "oom", "plan", "which_gpu", "which_model"]
 
 
 def ask(desk: Desk, *calls: tuple[str, dict[str, Any]], allow_trace: bool = False) -> list[Any]:

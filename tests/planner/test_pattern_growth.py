@@ -43,7 +43,8 @@ FLAGS = ("MULTILINE", "DOTALL", "IGNORECASE", "VERBOSE")
 def patterns() -> Iterator[tuple[str, "re.Pattern[str]", str]]:
     """Every pattern written in the readers, with how it is used: those compiled once, and the literals given to `re`'s
     functions."""
-    for path in sorted((ROOT / "planner" / "readers").rglob("*.py")):
+    rooms = [ROOT / "planner" / name for name in ("readers", "failures")]
+    for path in sorted(file for room in rooms for file in room.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for key, value in vars(importlib.import_module(name)).items():
             if isinstance(value, re.Pattern) and isinstance(value.pattern, str):

@@ -1,0 +1,141 @@
+"""PyTorch's memory snapshot (`torch.cuda.memory._dump_snapshot`): what held the card, by the line that allocated it.
+
+The file is a pickle of dictionaries, lists, numbers and texts. It is read by an unpickler that knows no class and calls
+nothing: a file that names one is refused.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from planner.errors import ConfigError
+from planner.failures.message import MAX_FRAMES, Frame, Message
+from planner.failures.phases import phase_of
+from planner.records import dataclass
+
+MAX_FILE_BYTES = 400 * 1024**2
+MAX_BLOCKS = 3_000_000
+NUM_HOLDERS = 6
+_LIBRARIES = ("site-packages", "dist-packages", "torch/", "??", "python3", "lib/")
+"""Parts of a path that is no program of the user's."""
+
+
+class _DataOnly(pickle.Unpickler):
+    """Knows no class: numbers, texts, lists and dictionaries alone."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ConfigError(
+            f"this pickle names {module}.{name}: a memory snapshot holds data alone",
+            hint="write it with torch.cuda.memory._dump_snapshot(FILE)",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Bytes that were allocated by one line, and the part of the run that it belongs to."""
+
+    place: str
+    phase: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a snapshot shows when it was taken.
+
+    Attributes:
+        message: the figures as an error's message has them; its frames are those of the last allocation that failed.
+        holders: the lines that hold most, the largest first.
+    """
+
+    message: Message
+    holders: tuple[Holder, ...]
+
+
+def is_snapshot(head: bytes) -> bool:
+    """Whether a file begins as a pickle."""
+    return head[:1] == b"\x80" and head[1:2] <= bytes([pickle.HIGHEST_PROTOCOL])
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """What held memory, by line.
+
+    Raises:
+        ConfigError: no snapshot, a damaged one, one that is too large, or a pickle that names a class.
+    """
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB", hint="record fewer events (max_entries)"
+        )
+    try:
+        with path.open("rb") as file:
+            document = _DataOnly(file).load()
+        return _snapshot(document)
+    except ConfigError:
+        raise
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError, MemoryError):
+        raise ConfigError(
+            f"{path.name} is no memory snapshot", hint="write it with torch.cuda.memory._dump_snapshot(FILE)"
+        ) from None
+
+
+def _snapshot(document: Mapping[str, Any]) -> Snapshot:
+    reserved = allocated = seen = 0
+    held: Counter[tuple[str, str]] = Counter()
+    for segment in document["segments"]:
+        reserved += int(segment["total_size"])
+        for block in segment["blocks"]:
+            seen += 1
+            if seen > MAX_BLOCKS:
+                raise ValueError
+            if block["state"] != "active_allocated":
+                continue
+            size = int(block["size"])
+            allocated += size
+            frames = _frames(block.get("frames") or [])
+            phase = phase_of(frames)
+            held[_place(frames), phase.name if phase else ""] += size
+    frames, tried = _failed(document.get("device_traces") or [])
+    message = Message(
+        where="device",
+        frames=frames,
+        tried_bytes=tried,
+        allocated_bytes=allocated,
+        unallocated_bytes=reserved - allocated,
+    )
+    most = held.most_common(NUM_HOLDERS)
+    holders = tuple(Holder(place=place, phase=phase, size_bytes=size) for (place, phase), size in most)
+    return Snapshot(message=message, holders=holders)
+
+
+def _failed(traces: Iterable[Any]) -> tuple[tuple[Frame, ...], int | None]:
+    """The calls and the size of the last allocation that failed."""
+    for events in traces:
+        for event in reversed(events):
+            if event["action"] == "oom":
+                return _frames(event.get("frames") or []), int(event["size"])
+    return (), None
+
+
+def _frames(values: Iterable[Mapping[str, Any]]) -> tuple[Frame, ...]:
+    """A snapshot's calls, the innermost last as in a traceback."""
+    return tuple(reversed(list(_known(values))))
+
+
+def _known(values: Iterable[Mapping[str, Any]]) -> Iterator[Frame]:
+    for number, one in enumerate(values):
+        if number == MAX_FRAMES:
+            return
+        yield Frame(file=str(one["filename"]), line=int(one["line"]), function=str(one["name"]))
+
+
+def _place(frames: Iterable[Frame]) -> str:
+    """The innermost line of the user's own program; of a library's where there is none."""
+    innermost = list(frames)[::-1]
+    own = [frame for frame in innermost if not any(part in frame.file for part in _LIBRARIES)]
+    python = [frame for frame in innermost if frame.file.endswith(".py")]
+    for frame in [*own[:1], *python[:1]]:
+        return f"{Path(frame.file).name}:{frame.line} ({frame.function})"
+    return "no Python line was recorded"

@@ -1,0 +1,213 @@
+"""`plan oom`: tracebacks and logs in the forms in which people paste them, and memory snapshots."""
+
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.app import run
+from planner.failures.diagnosis import diagnose
+from planner.failures.message import read_message
+from planner.units import GIB, MIB
+
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {total} of "
+    "which {free} is free. {others}Including non-PyTorch memory, this process has {mine} memory in use. Of the "
+    "allocated memory {held} is allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If ..."
+)
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 146.00 MiB (GPU 0; 8.00 GiB total capacity; 7.21 GiB already "
+    "allocated; 0 bytes free; 7.32 GiB reserved in total by PyTorch)"
+)
+PLAIN = {"tried": "1.50 GiB", "total": "23.65 GiB", "free": "0.50 GiB", "others": "", "mine": "23.10 GiB"}
+PLAIN |= {"held": "22.00 GiB", "pieces": "0.30 GiB"}
+SITE = "/opt/venv/lib/python3.11/site-packages"
+TRAIN = (f"{SITE}/transformers/trainer.py:train", f"{SITE}/transformers/trainer.py:_inner_training_loop")
+STEP = (*TRAIN, f"{SITE}/transformers/trainer.py:training_step")
+FORWARD = (*STEP, f"{SITE}/trl/trainer/sft_trainer.py:compute_loss", f"{SITE}/torch/nn/modules/module.py:_call_impl")
+CASES = {
+    "load": (
+        f"{SITE}/transformers/models/auto/auto_factory.py:from_pretrained",
+        f"{SITE}/torch/nn/modules/module.py:to",
+    ),
+    "kbit-cast": (f"{SITE}/peft/utils/other.py:prepare_model_for_kbit_training",),
+    "attention": (*FORWARD, f"{SITE}/transformers/integrations/sdpa_attention.py:sdpa_attention_forward"),
+    "forward": (*FORWARD, f"{SITE}/transformers/models/llama/modeling_llama.py:forward"),
+    "loss": (*FORWARD, f"{SITE}/transformers/loss/loss_utils.py:ForCausalLMLoss"),
+    "backward": (
+        *STEP,
+        f"{SITE}/accelerate/accelerator.py:backward",
+        f"{SITE}/torch/autograd/graph.py:_engine_run_backward",
+    ),
+    "recompute": (*STEP, f"{SITE}/torch/_tensor.py:backward", f"{SITE}/torch/utils/checkpoint.py:unpack_hook"),
+    "optimizer": (*TRAIN, f"{SITE}/accelerate/optimizer.py:step", f"{SITE}/torch/optim/adamw.py:_init_group"),
+    "evaluation": (*TRAIN, f"{SITE}/transformers/trainer.py:evaluate", f"{SITE}/transformers/loss/loss_utils.py:f"),
+    "evaluation-gather": (
+        *TRAIN,
+        f"{SITE}/transformers/trainer.py:evaluation_loop",
+        f"{SITE}/x.py:pad_across_processes",
+    ),
+    "generation": (*TRAIN, f"{SITE}/transformers/generation/utils.py:_sample", f"{SITE}/m/modeling_qwen2.py:forward"),
+    "reference": (*FORWARD, f"{SITE}/trl/trainer/dpo_trainer.py:compute_ref_log_probs", f"{SITE}/m.py:forward"),
+    "wrap": (
+        *TRAIN,
+        f"{SITE}/accelerate/accelerator.py:prepare_model",
+        f"{SITE}/torch/nn/parallel/distributed.py:__init__",
+    ),
+    "save": (*TRAIN, f"{SITE}/transformers/trainer.py:_save_checkpoint", f"{SITE}/torch/x.py:state_dict"),
+}
+"""Part of the run -> calls, the innermost last, named as in torch 2.11, transformers 5 and TRL 1.16."""
+
+
+def as_python(calls: tuple[str, ...], prefix: str = "") -> str:
+    frames = [f'  File "{call.rpartition(":")[0]}", line 7, in {call.rpartition(":")[2]}\n    x = 1' for call in calls]
+    text = "\n".join(["Traceback (most recent call last):", *frames])
+    return "\n".join(prefix + line for line in text.splitlines())
+
+
+def as_rich(calls: tuple[str, ...]) -> str:
+    boxed = "\n".join(
+        f"│ {call.rpartition(':')[0]}:7 in {call.rpartition(':')[2]}    │\n│  6 x = 1  │" for call in calls
+    )
+    return f"╭─── Traceback (most recent call last) ───╮\n{boxed}\n╰───╯"
+
+
+@pytest.mark.parametrize("form", ["python", "ranks", "rich", "windows"])
+@pytest.mark.parametrize("phase", CASES)
+def test_the_part_of_the_run_is_named(phase: str, form: str) -> None:
+    calls = CASES[phase]
+    text = {
+        "python": as_python(calls) + "\n" + NEW.format(**PLAIN),
+        "ranks": as_python(calls, "[rank3]: ") + "\n[rank3]: " + NEW.format(**PLAIN),
+        "rich": as_rich(calls) + "\n" + OLD,
+        "windows": as_python(calls).replace("/", "\\") + "\n" + OLD,
+    }[form]
+    found = diagnose(f"{'{loss: 1}'}\n" * 50 + text + "\nsomething after\n")
+    assert found.phase is not None
+    assert found.phase.name == phase
+    assert found.causes[0].name == phase
+    assert found.causes[0].changes
+    assert not found.unknown
+
+
+def test_every_figure_of_both_forms_is_read() -> None:
+    new = read_message(NEW.format(**{**PLAIN, "others": "Process 41 has 1.25 GiB memory in use. "}))
+    assert (new.tried_bytes, new.total_bytes, new.free_bytes) == (3 * GIB // 2, int(23.65 * GIB), GIB // 2)
+    assert (new.process_bytes, new.allocated_bytes) == (int(23.10 * GIB), 22 * GIB)
+    assert (new.unallocated_bytes, new.other_bytes) == (int(0.3 * GIB), int(1.25 * GIB))
+    old = read_message(OLD)
+    assert (old.tried_bytes, old.total_bytes, old.free_bytes) == (146 * MIB, 8 * GIB, 0)
+    assert (old.allocated_bytes, old.unallocated_bytes) == (int(7.21 * GIB), int(7.32 * GIB) - int(7.21 * GIB))
+
+
+def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -> None:
+    calls = as_python(CASES["loss"]) + "\n"
+    others = diagnose(calls + NEW.format(**{**PLAIN, "others": "Process 41 has 9.00 GiB memory in use. "}))
+    assert [one.name for one in others.causes] == ["other processes", "loss"]
+    large = {**PLAIN, "tried": "11.00 GiB", "others": "Process 41 has 9.00 GiB memory in use. "}
+    assert [one.name for one in diagnose(calls + NEW.format(**large)).causes] == ["loss", "other processes"]
+    pieces = diagnose(calls + NEW.format(**{**PLAIN, "pieces": "4.00 GiB"}))
+    assert pieces.causes[0].name == "fragmentation"
+    whole = diagnose(calls + NEW.format(**{**PLAIN, "tried": "64.00 GiB"}))
+    assert [one.name for one in whole.causes] == ["one allocation", "loss"]
+
+
+def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(as_python(CASES["loss"]) + "\n" + NEW.format(**PLAIN))
+    config = (
+        "model_name_or_path: Qwen/Qwen2.5-7B\ndataset_name: a/b\nper_device_train_batch_size: 16\nmax_length: 2048\n"
+    )
+    (tmp_path / "train.yaml").write_text(config + "use_peft: true\nlora_r: 16\nbf16: true\ndtype: bfloat16\n")
+    assert {"rtx-3090", "rtx-4090"} <= set(diagnose(log.read_text()).cards)
+    assert run(["oom", str(log)]) == 0
+    assert "train.yaml: not checked: the card is not known: --gpu NAME" in capsys.readouterr().out
+    assert run(["oom", str(log), "--gpu", "rtx-4090", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["check"]["verdict"] == "does_not_fit"
+    assert document["config"].endswith("train.yaml")
+    assert run(["oom", str(log), "--gpu", "rtx-4090"]) == 0
+    text = capsys.readouterr().out
+    assert "Ran out of memory: the loss over the vocabulary" in text
+    assert "Changes that fit" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]    4242 killed\nexitcode  : -9 (pid: 42)", "DefaultCPUAllocator: can't allocate memory: you tried to"]
+)
+def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:
+    found = diagnose(text)
+    assert found.message.where == "host"
+    assert found.causes[0].name == "host memory"
+
+
+def test_what_is_no_such_error_is_refused_and_what_is_not_told_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("KeyError: 'text'\n"))
+    assert run(["oom", "-"]) == 2
+    assert "hint: paste it" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO(OLD))
+    assert run(["oom", "-"]) == 1
+    assert "Not known: the traceback" in capsys.readouterr().out
+    assert run(["oom", "no-such-file"]) == 2
+
+
+def frames(*calls: str) -> list[dict[str, Any]]:
+    """As a snapshot has them: the innermost first."""
+    split = [call.rpartition(":") for call in reversed(calls)]
+    return [{"filename": file, "line": 7, "name": name} for file, _, name in split]
+
+
+def snapshot(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(document))
+    return path
+
+
+def test_a_memory_snapshot_says_what_held_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [
+        {"size": 6 * GIB, "state": "active_allocated", "frames": frames("/home/me/train.py:load", *CASES["load"])},
+        {"size": 3 * GIB, "state": "active_allocated", "frames": frames("/home/me/train.py:main", *CASES["forward"])},
+        {"size": GIB, "state": "inactive", "frames": []},
+    ]
+    failed = {"action": "oom", "size": 2 * GIB, "frames": frames("/home/me/train.py:main", *CASES["optimizer"])}
+    document = {"segments": [{"total_size": 10 * GIB, "blocks": blocks}], "device_traces": [[failed]]}
+    assert run(["oom", str(snapshot(tmp_path, document)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["phase"]["name"] == "optimizer"
+    assert found["message"]["allocated_bytes"] == 9 * GIB
+    assert found["message"]["unallocated_bytes"] == GIB
+    holders = [(one["place"], one["phase"], one["size_bytes"]) for one in found["holders"]]
+    assert holders == [("train.py:7 (load)", "load", 6 * GIB), ("train.py:7 (main)", "forward", 3 * GIB)]
+
+
+class Harmful:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize(
+    "document", [Harmful(), {"segments": [Harmful()]}, [1, 2], {"segments": [{}]}, {"segments": 3}]
+)
+def test_a_pickle_that_is_no_snapshot_is_refused_and_calls_nothing(
+    document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["oom", str(snapshot(tmp_path, document))]) == 2
+    assert "hint: write it with torch.cuda.memory._dump_snapshot" in capsys.readouterr().err
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_cut_snapshot_is_refused(tmp_path: Path) -> None:
+    whole = pickle.dumps({"segments": [], "device_traces": []})
+    (tmp_path / "cut.pickle").write_bytes(whole[: len(whole) // 2])
+    assert run(["oom", str(tmp_path / "cut.pickle")]) == 2
