@@ -43,8 +43,15 @@ def default_store_path() -> Path:
 
 
 def _linked(path: Path) -> Path:
-    """Where a link that the user made leads; a store that is named on the command line may not be one."""
-    return path.resolve() if path.is_symlink() else path
+    """Where a link that the user made leads; a store that is named on the command line may not be one.
+
+    Raises:
+        EnvironmentProblem: it leads to itself.
+    """
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, RuntimeError) as error:  # Python 3.13 raises the first, those before the other
+        raise EnvironmentProblem(f"the store {path} is a link that leads nowhere", hint="remove the link") from error
 
 
 def open_store(path: Path | None) -> "Store":

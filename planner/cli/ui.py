@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,6 +51,7 @@ STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h10
 """Cards of a static site where none is named."""
 MAX_CONNECTIONS = 32
 """At once; a browser opens six."""
+LETTING_GO_S = 2.0
 MAX_FOUND, MAX_KEPT = 8, 4
 FILE_DATE = (1980, 1, 1, 0, 0, 0)
 """The least date of a zip file: the same setup gives the same bytes."""
@@ -240,19 +243,30 @@ class Server(ThreadingHTTPServer):
         self.turn = threading.Lock()
         """Held while figures are computed: the formula remembers between calls, for one thread."""
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.slow: dict[Any, bool] = {}
+        """Open connections, the oldest first: whether we wait for the client."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, or closed at once where too many are open."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """In a thread of its own. Where too many are open the oldest that keeps us waiting is let go for it; where all
+        wait for us it is closed at once."""
+        if not self._free.acquire(blocking=False):
+            oldest = next((one for one, waits in list(self.slow.items()) if waits), None)
+            if oldest is not None:
+                self.slow[oldest] = False
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            if oldest is None or not self._free.acquire(timeout=LETTING_GO_S):
+                self.shutdown_request(request)
+                return
+        self.slow[request] = True
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.slow.pop(request, None)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -278,7 +292,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         path = unquote(urlsplit(self.path).path)
         try:
+            self.server.slow[self.connection] = False
             found = self._content(path)
+            self.server.slow[self.connection] = True  # a slow reader
         except PlannerError as error:
             self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
             return

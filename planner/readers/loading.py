@@ -1,5 +1,6 @@
 """Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,11 +134,17 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     import tomllib
 
     _count_brackets(text, name)
+    if any(one.count(".") > MAX_BRACKETS and "#" not in one for one in _KEY.findall(text)):
+        raise ConfigError(f"{name} is nested too deep", hint=FLAT)
     try:
         value = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{name} is not valid TOML: {reason(error)}", hint="correct it at that place") from error
     return _mapping(value, name)
+
+
+_KEY = re.compile(r"(?:^|[\n{,])([^=\n{,]*)")
+"""Where a key of TOML may stand: tomllib takes the square of its parts."""
 
 
 def _count_brackets(text: str, name: str) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from planner.errors import ConfigError
 from planner.exporters.text import literal, scalar
+from planner.inputs import reason
 from planner.readers.script import ARGUMENTS
 from planner.readers.shell import SUFFIXES
 
@@ -68,7 +69,11 @@ def _word(value: Any) -> str:
 
 
 def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        # a tab between JSON's values is a space to YAML; in its texts it cannot stand
+        root = yaml.compose(text.replace("\t", " ") if as_json else text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} cannot be changed in place: {reason(error)}", hint="one document a file") from error
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{name} must hold a mapping of settings", hint="one `key: value` per line")
     splices: list[tuple[int, int, str]] = []

@@ -27,6 +27,9 @@ NO_SAMPLES = frozenset({
 })  # fmt: skip
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Of one sample."""
+FEW_ROWS, FEW_BYTES, MOST_UNPACKED = 10_000, 1 << 20, 100
+"""A larger file with more rows than bytes, or that unpacks to so many times its bytes, repeats one thing: a bomb."""
+EMPTY = "no data set has so little in a row"
 DELIMITERS = ",;\t|"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -119,11 +122,39 @@ def read_rows(
             yield from _parquet_rows(file)
             continue
         with opened(file) as plain:
-            handle: Any = gzip.GzipFile(fileobj=plain) if file.suffix.lower() == ".gz" else plain
+            packed = file.suffix.lower() == ".gz"
+            handle: Any = io.BufferedReader(_Unpacked(plain, file.name)) if packed else plain
             try:
                 yield from _READERS[loader_of(file)](handle, file.name, parsed)
             except (EOFError, OSError, UnicodeDecodeError, csv.Error) as error:
                 raise DataError(f"{file.name} cannot be read: {str(error)[:120]}", "save it as UTF-8") from error
+
+
+class _Unpacked(io.RawIOBase):
+    """What a .gz file holds, as far as there is something in it."""
+
+    def __init__(self, plain: BinaryIO, name: str) -> None:
+        self._plain, self._name, self._unpacked = plain, name, gzip.GzipFile(fileobj=plain)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._unpacked.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._unpacked.tell()
+
+    def readinto(self, buffer: Any, /) -> int:
+        piece = self._unpacked.read(len(buffer))
+        num, packed = self._unpacked.tell(), self._plain.tell()
+        if num > max(FEW_BYTES, MOST_UNPACKED * packed):
+            raise DataError(f"{self._name} has {num:,} bytes in the first {packed:,}", EMPTY)
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 def _lines(handle: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
@@ -195,11 +226,13 @@ def _csv_rows(handle: BinaryIO, name: str, parsed: Callable[[str, str], Any]) ->
 
 def _text_rows(handle: BinaryIO, name: str, parsed: Callable[[str, str], Any]) -> Iterator[Row]:
     """Paragraphs: a blank line ends one."""
-    paragraph, size = [], 0
+    paragraph: list[bytes] = []
+    size = 0
     for _, line in _lines(handle, name):
-        paragraph.append(line)
+        if paragraph or line.strip():
+            paragraph.append(line)
         size += len(line)
-        if not line.strip() or size > MAX_LINE_BYTES:
+        if paragraph and (not line.strip() or size > MAX_LINE_BYTES):
             yield {"text": b"".join(paragraph).decode("utf-8-sig").strip()}
             paragraph, size = [], 0
     yield {"text": b"".join(paragraph).decode("utf-8-sig").strip()}
@@ -210,7 +243,10 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        for batch in ParquetFile(file).iter_batches(batch_size=64):
+        rows = ParquetFile(file)
+        if rows.metadata.num_rows > max(FEW_ROWS, file.stat().st_size):
+            raise DataError(f"{file.name} has {rows.metadata.num_rows:,} rows in {file.stat().st_size:,} bytes", EMPTY)
+        for batch in rows.iter_batches(batch_size=64):
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise DataError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error

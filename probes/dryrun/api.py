@@ -24,6 +24,9 @@ from probes.dryrun.startup import collection_paused
 VERSION = 19
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
+MAX_TOKENS_IN_PIECES = 1 << 23
+"""A loss in pieces is walked piece by piece: so many tokens are 2,048 tiles of TRL's, two seconds each way. No card
+holds a micro-batch of so many."""
 WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"
 LIKE = "the model's type is unknown to transformers, which cannot build it (--like reads its sizes alone)"
@@ -163,6 +166,12 @@ def report_for_config(
 def _refusal(setup: TrainSetup) -> str:
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
+    pieces = setup.loss == "chunked" or bool(setup.by.loss_chunk_tokens)
+    if pieces and setup.tokens_per_micro_batch > MAX_TOKENS_IN_PIECES:
+        return (
+            f"a micro-batch of {setup.tokens_per_micro_batch:,} tokens: a dry run follows each piece of the loss, of "
+            f"{MAX_TOKENS_IN_PIECES:,} at most"
+        )
     return why_not_traced(setup) if setup.num_gpus > 1 else ""
 
 

@@ -216,3 +216,14 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     cache.save(blocked / "below", "key", _report())
+
+
+@pytest.mark.parametrize("micro_batch", [2049, 1_000_000])
+def test_a_loss_of_too_many_pieces_is_not_followed_one_by_one(micro_batch: int) -> None:
+    """A million pairs were a million tiles each way, 60 s and more; the formula stands."""
+    model = catalogue.load("HuggingFaceTB/SmolLM2-135M")
+    assert model is not None
+    setup = TrainSetup(method="lora", loss="chunked", objective="dpo", seq_len_tokens=2048)
+    found = dry_run(model, find_gpu("rtx-4090"), setup.with_(micro_batch_seqs=micro_batch))
+    assert isinstance(found, ProbeFailure)
+    assert "a dry run follows each piece of the loss" in found.message

@@ -6,6 +6,7 @@ A loop of unknown length is read once. Nothing is imported or executed; modules 
 
 import ast
 import posixpath
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,22 +50,29 @@ from planner.readers.program.values import (
     spend,
 )
 
+MAX_FRAMES = 6000
+"""Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
+
 
 def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> Program:
     """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
-        ConfigError: more to follow than the budgets of steps and sizes allow.
+        ConfigError: more to follow than the budgets of steps, sizes and nesting allow.
     """
     tree = tree_of(text)
+    usual = sys.getrecursionlimit()
     try:
+        sys.setrecursionlimit(max(usual, MAX_FRAMES))
         with size_budget():
             return _read(tree, text, name, outside, label)
-    except TooLong as error:
+    except (TooLong, RecursionError) as error:
         raise ConfigError(
             f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
         ) from error
+    finally:
+        sys.setrecursionlimit(usual)
 
 
 def _read(tree: ast.Module, text: str, name: str, outside: Outside, label: Callable[[int], str] | None) -> Program:
