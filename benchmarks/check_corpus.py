@@ -18,9 +18,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from planner.check import Verdict, check, improve
+from planner.check import Verdict, check
 from planner.cli.checking import Asked, fixed_text, load, predictor
 from planner.errors import PlannerError, Undetermined, UnknownModelError
+from planner.improvement import improve
 from planner.predict import predict
 from planner.readers.read import MAKEFILES, SUFFIXES
 

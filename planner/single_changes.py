@@ -16,6 +16,8 @@ from planner.setup import TrainSetup
 
 Predict = Callable[[TrainSetup], Prediction]
 
+LEAST_RANK = 4
+"""No change asks for adapters of a lower one."""
 Tried = tuple[str, Mapping[str, object], bool]
 """(label, fields of the setup after it, whether the training changes)."""
 
@@ -39,6 +41,11 @@ def single_changes(
         ),
         *_batches(setup),
         *_weights(setup, gpu),
+        *(
+            (f"adapters of rank {rank}", {"lora_rank": rank}, True)
+            for rank in (setup.lora_rank // 2, setup.lora_rank // 4)
+            if setup.method != "full" and setup.kind.size == "rank" and rank >= LEAST_RANK
+        ),
         *(
             (f"sequences of {length} tokens", {"seq_len_tokens": length}, True)
             for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4)

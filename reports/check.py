@@ -150,7 +150,10 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
         for line in fixed["diff"]:
             page.command(clean(line))
         if fixed["verdict"] != "fits":
-            page.line("no combination of changes that one setting each can say makes it fit")
+            page.line("its band reaches over the limit: it may or may not fit")
+    elif fixed["command"]:
+        page.line(clean(f"nothing written: what fits, this file's form does not take ({changes})"))
+        page.command(clean(fixed["command"]))
     elif fixed["refused"]:
         page.line(clean(f"nothing written: {fixed['refused']}"))
         page.line(clean(f"by hand ({outcome}): {changes}"))

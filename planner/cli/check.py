@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from planner.app.progress import say
-from planner.check import CheckResult, improve
+from planner.check import CheckResult, Verdict
 from planner.cli import check_folder, options
-from planner.cli.checking import Asked, as_document, by_hand, checked, fixed_text
+from planner.cli.checking import Asked, as_document, by_hand, checked, command_of, fixed_text
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.setup_flags import takes_options
 from planner.errors import ConfigError, UsageError
 from planner.hardware.gpus import find_gpu
+from planner.improvement import improve
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.readers.loading import read_bounded
@@ -134,8 +135,9 @@ def _fixed(
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
     config, found = result.config, improve(result, spec, predict)
     text, refused = None, ""
+    helps = bool(found.labels) and found.verdict is not Verdict.DOES_NOT_FIT
     try:
-        if found.labels:
+        if helps and not found.elsewhere:
             text = fixed_text(file, config, found, spec, card=result.gpu, asked=asked)
     except ConfigError as error:
         refused = error.message
@@ -149,6 +151,7 @@ def _fixed(
         "path": str(target) if text is not None else None,
         "refused": refused,
         "by_hand": by_hand(config, found) if refused else [],
+        "command": command_of(config, found.setup, result.gpu) if found.elsewhere and helps else "",
         "verdict": found.verdict.value,
         "peak_device_bytes": found.after.peak_device_bytes,
         "tokens_per_s": found.after.tokens_per_s,

@@ -6,11 +6,12 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from planner.check import Change, CheckResult, Improved, check
+from planner.check import Change, CheckResult, check
 from planner.errors import ConfigError, UsageError
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.improvement import Improved
 from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.resolve import resolve_model
@@ -181,7 +182,13 @@ def fixed_text(
         ConfigError: the file's form does not allow it.
     """
     asked, setup = asked or Asked(), found.setup
-    text = rewrite(read_bounded(file), file.name, edits_of(config, found), call_line=config.call_line)
+    edits = edits_of(config, found)
+    places = {
+        config.keys.get(field.of, field.key): place
+        for field in tool_of(config.format).fields
+        if (place := config.origins.get(field.of))
+    }
+    text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line, places=places)
     around = Surroundings(
         num_gpus=setup.num_gpus,
         roots=roots_of(file),
@@ -206,6 +213,7 @@ def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
         ConfigError: a field that cannot be changed in place.
     """
     edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
+    edits = {key: value for key, value in edits.items() if key not in config.lacks}
     return edits | ({HOW_MANY[config.format][0]: found.eval_seqs} if found.eval_seqs else {})
 
 
@@ -219,6 +227,19 @@ def by_hand(config: ReadConfig, found: Improved) -> list[str]:
     }
     edits = edits_of(config, found)
     return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
+
+
+def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec) -> str:
+    """The command that writes launch files of a setup which a file's form does not take."""
+    said = {
+        "gpu": gpu.key, "method": setup.method, "seq-len": setup.seq_len_tokens,
+        "global-batch": setup.global_batch_seqs,
+        **({"gpus": setup.num_gpus} if setup.num_gpus > 1 else {}),
+        **({"rank": setup.lora_rank} if setup.lora_rank else {}),
+        **({"objective": setup.objective} if setup.objective != "sft" else {}),
+    }  # fmt: skip
+    words = [f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in said.items()]
+    return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"
 
 
 def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:

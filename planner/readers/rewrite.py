@@ -7,6 +7,8 @@ import ast
 import json
 import re
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -20,14 +22,17 @@ from planner.readers.shell import SUFFIXES
 ADDED = "added by plan check --fix"
 
 
-def rewrite(text: str, name: str, edits: dict[str, Any], *, call_line: int = 0) -> str:
-    """The text with `edits` (dotted key -> value) written in; of a program, into the call on `call_line` (0: the last).
+def rewrite(
+    text: str, name: str, edits: dict[str, Any], *, call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The text with `edits` (dotted key -> value) written in; of a program, into the call on `call_line` (0: the last),
+    or where `places` (key -> "file:line") say that the value stands which the call gets.
 
     Raises:
         ConfigError: a key stands where it cannot be changed in place.
     """
     if name.endswith(".py"):
-        return _rewrite_python(text, name, edits, call_line)
+        return _rewrite_python(text, name, edits, call_line, places)
     if name.endswith(".ipynb"):
         return _rewrite_notebook(text, name, edits)
     if name.endswith(SUFFIXES):
@@ -169,14 +174,43 @@ def _rewrite_notebook(text: str, name: str, edits: dict[str, Any]) -> str:
     raise ConfigError(f"{name} has no cell that can be changed in place", hint="make the changes by hand")
 
 
-def _rewrite_python(text: str, name: str, edits: dict[str, Any], call_line: int = 0) -> str:
+def _written(node: ast.expr) -> bool:
+    """Whether an expression says its value itself."""
+    return isinstance(node, ast.Constant) or (isinstance(node, (ast.Dict, ast.List)) and not _names_in(node))
+
+
+def _names_in(node: ast.AST) -> bool:
+    return any(isinstance(one, (ast.Name, ast.Call)) for one in ast.walk(node))
+
+
+def _source(tree: ast.Module, name: str, key: str, place: str) -> ast.expr:
+    """The literal that a setting's value comes from: the only one on the line that `place` names.
+
+    Raises:
+        ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
+    """
+    file, _, line = place.partition(",")[0].rpartition(":")
+    found = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Constant) and not isinstance(one.value, str) and str(one.lineno) == line
+    ]
+    if file != name or len(found) != 1:
+        where = f" ({place})" if place else ""
+        raise ConfigError(f"{name}: {key} is no literal in the call{where}", hint="make the change where it is set")
+    return found[0]
+
+
+def _rewrite_python(
+    text: str, name: str, edits: dict[str, Any], call_line: int = 0, places: Mapping[str, str] = MappingProxyType({})
+) -> str:
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
     raw = text.encode()
-    call = None
-    for node in ast.walk(ast.parse(text)):
+    call, tree = None, ast.parse(text)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if function in ARGUMENTS and call_line in (0, node.lineno):
@@ -192,6 +226,8 @@ def _rewrite_python(text: str, name: str, edits: dict[str, Any], call_line: int 
         shown = literal(value)
         if key in by_name:
             node_ = by_name[key]
+            if not _written(node_):
+                node_ = _source(tree, name, key, places.get(key, ""))
             assert node_.end_lineno is not None
             assert node_.end_col_offset is not None
             start = starts[node_.lineno - 1] + node_.col_offset

@@ -105,12 +105,11 @@ class _Script:
         named = {**dict(source.pins), **self.outside.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
-        bound = versions.taking(
-            trainer if self.trl else (), self._configured(), imports, preferences=not self.aim.supervised
-        )
-        self.defaults = versions.trl(named.get("trl"), bound)
         used = {*self.arguments.values, *self.arguments.unknown}
-        older = {"evaluation_strategy"} if "tokenizer" in trainer and not self.trl else set()
+        configured = (*self._configured(), *({"evaluation_strategy"} & used if self.aim.supervised else ()))
+        bound = versions.taking(trainer if self.trl else (), configured, imports, preferences=not self.aim.supervised)
+        self.defaults = versions.trl(named.get("trl"), bound)
+        older = {"tokenizer"} if "tokenizer" in trainer and not self.trl else set()
         self.transformers = versions.transformers(
             named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
         )
@@ -156,6 +155,7 @@ class _Script:
             keys=self.transformers.keys,
             only=self.transformers.only,
             older=self.transformers.older,
+            lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
             eval_seqs=evaluating.of_program(self.found.trainer, arguments),

@@ -67,6 +67,10 @@ TEXT_ALONE = "pictures are not counted: only the data says whether it shows any 
 """The assumption about a model with eyes whose file says nothing of its data."""
 
 
+DEFAULTS = {"liger_kernel_config": ({"fused_linear_cross_entropy": True},)}
+"""Setting -> values that say what runs without it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig:
     """One existing config, understood.
@@ -87,6 +91,7 @@ class ReadConfig:
         unknown_keys: settings of the file that its tool does not have.
         reentrant: whether the versions of this file checkpoint in the older form unless they are told.
         older: how it is known that transformers 4 runs it; "" where today's does.
+        lacks: settings that the version of this file does not have, of those that `--fix` writes.
         call_line: of a program, the line of the call that holds the training arguments.
         eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
         eval_logits: whether metrics are computed from their logits.
@@ -109,6 +114,7 @@ class ReadConfig:
     unknown_keys: tuple[str, ...] = ()
     reentrant: bool = False
     older: str = ""
+    lacks: tuple[str, ...] = ()
     call_line: int = 0
     eval_seqs: int = 0
     eval_logits: bool = False
@@ -118,7 +124,14 @@ class ReadConfig:
         """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""
         tool = tool_of(self.format)
         fits = all(getattr(after, name) in values for name, values in self.only.items())
-        return fits and (tool.fixes(self.setup, after) if in_place else tool.runs(self.setup, after))
+        if not fits or not in_place:
+            return fits and tool.runs(self.setup, after)
+        return tool.fixes(self.setup, after) and not (self.lacks and self._beyond(after))
+
+    def _beyond(self, after: TrainSetup) -> bool:
+        """Whether a changed setup needs a setting that the version does not have, beside what it does anyhow."""
+        edits = tool_of(self.format).edits(self.keys, self.setup, after, self.path)
+        return any(edits.get(name, {}) not in ({}, *DEFAULTS.get(name, ())) for name in self.lacks)
 
 
 def canonical(setup: TrainSetup) -> TrainSetup:

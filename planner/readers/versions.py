@@ -46,7 +46,7 @@ TRL_TRAINER_KEYS = {
     "tokenizer": "0.15",
 }  # fmt: skip
 """Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
-TRL_CONFIG_KEYS = {"max_seq_length": "0.19", "use_liger": "0.17"}
+TRL_CONFIG_KEYS = {"max_seq_length": "0.19", "use_liger": "0.17", "evaluation_strategy": "0.11"}
 """Fields of `SFTConfig` -> the newest TRL that has them."""
 TRL_PREFERENCE_TRAINER_KEYS = {
     **dict.fromkeys(("beta", "loss_type", "max_length", "max_prompt_length", "label_pad_token_id"), "0.12"),
@@ -58,13 +58,18 @@ TRL_PREFERENCE_CONFIG_KEYS = dict.fromkeys(("max_prompt_length", "max_target_len
 TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
 """What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""
 NOT_IN_TRANSFORMERS_5 = frozenset({
-    "evaluation_strategy", "overwrite_output_dir", "group_by_length", "save_safetensors", "logging_dir", "no_cuda",
-    "per_gpu_train_batch_size", "warmup_ratio", "push_to_hub_model_id", "fp16_backend", "half_precision_backend",
-    "tpu_num_cores", "use_mps_device", "dispatch_batches", "split_batches", "torchdynamo", "ray_scope",
-    "jit_mode_eval", "fp16_opt_level", "past_index", "include_inputs_for_metrics", "fsdp_min_num_params",
+    "evaluation_strategy", "tokenizer", "overwrite_output_dir", "group_by_length", "save_safetensors", "logging_dir",
+    "no_cuda", "per_gpu_train_batch_size", "warmup_ratio", "push_to_hub_model_id", "fp16_backend",
+    "half_precision_backend", "tpu_num_cores", "use_mps_device", "dispatch_batches", "split_batches", "torchdynamo",
+    "ray_scope", "jit_mode_eval", "fp16_opt_level", "past_index", "include_inputs_for_metrics", "fsdp_min_num_params",
     "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second",
 })  # fmt: skip
-"""Arguments of `TrainingArguments` that version 5 does not take any more."""
+"""Arguments of `TrainingArguments`, and the Trainer's `tokenizer`, that version 5 does not take any more."""
+NEWEST_WITH = {"evaluation_strategy": (4, 45)}
+"""Of them those that went earlier -> the newest version that takes them; the others: LAST_OF_4."""
+LAST_OF_4 = (4, 57)
+SINCE = {"liger_kernel_config": (4, 53), "use_liger_kernel": (4, 45), "gradient_checkpointing_kwargs": (4, 35)}
+"""Arguments that `--fix` writes -> the first version that takes them."""
 TRL_WITH_TRANSFORMERS_5 = (0, 26)
 """Older TRL is taken to run on transformers 4: 5.0 is younger than it."""
 ACTIVATION_CHECKPOINTING_SINCE = (5, 23)
@@ -91,6 +96,11 @@ class TransformersDefaults:
     def dtype(self) -> str:
         """The data type of `from_pretrained` without one."""
         return "float32" if self.older else "auto"
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Arguments that this version does not take, of those that `--fix` writes."""
+        return tuple(name for name, since in SINCE.items() if self.version < since)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -122,14 +132,17 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
     """The defaults of the named version, else of the newest that takes these arguments and goes with this TRL."""
     if version is not None:
         return TransformersDefaults(version=parsed(version), why=f"transformers {version}")
-    gone = sorted(NOT_IN_TRANSFORMERS_5 & set(arguments))
+    bounds = [(NEWEST_TRANSFORMERS, "")]
     if trl is not None and trl.version < (0, 13):
-        return TransformersDefaults(version=(4, 46), why=f"{trl.said} needs transformers 4.46 or older")
-    if trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
-        return TransformersDefaults(version=(4, 57), why=f"{trl.said} goes with transformers 4")
-    if gone:
-        return TransformersDefaults(version=(4, 57), why=f"{gone[0]} is not in transformers 5")
-    return TransformersDefaults(version=NEWEST_TRANSFORMERS)
+        bounds.append(((4, 46), f"{trl.said} needs transformers 4.46 or older"))
+    elif trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
+        bounds.append((LAST_OF_4, f"{trl.said} goes with transformers 4"))
+    for name in sorted(NOT_IN_TRANSFORMERS_5 & set(arguments)):
+        newest = NEWEST_WITH.get(name, LAST_OF_4)
+        said = "5" if newest == LAST_OF_4 else f"{newest[0]}.{newest[1] + 1}"
+        bounds.append((newest, f"{name} is not in transformers {said}"))
+    found, why = min(bounds, key=lambda bound: bound[0])
+    return TransformersDefaults(version=found, why=why)
 
 
 def taking(

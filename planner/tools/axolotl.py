@@ -81,7 +81,7 @@ AXOLOTL = Tool(
         Field(of="method", key="adapter", edit=_four_bits),
         Field(of="quantization", key="load_in_4bit", more=("load_in_8bit", "gptq"), edit=_four_bits),
         Field(of="precision", key="bf16", more=("fp16", "bfloat16", "float16"), fix=False),
-        Field(of="lora_rank", key="lora_r", default=8, fix=False),
+        Field(of="lora_rank", key="lora_r", default=8),
         Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora_target_modules", more=("lora_target_linear",), fix=False),
         Field(of="modules_to_save", key="lora_modules_to_save", fix=False),

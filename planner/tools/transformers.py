@@ -32,10 +32,10 @@ def _checkpointing(key: str, before: TrainSetup, after: TrainSetup) -> dict[str,
     return edits
 
 
-def _liger(_: str, __: TrainSetup, after: TrainSetup) -> dict[str, Any]:
+def _liger(key: str, _: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     on = "liger" in (after.kernels, after.loss)
     config = {"fused_linear_cross_entropy": after.loss == "liger"} if on else {}
-    return {"use_liger_kernel": on, "liger_kernel_config": config}
+    return {key: on, "liger_kernel_config": config}
 
 
 def precision(key: str, _: TrainSetup, after: TrainSetup) -> dict[str, Any]:
@@ -67,7 +67,7 @@ SCRIPT = Tool(
         OPTIMIZER,
         CHECKPOINTING,
         KERNELS,
-        Field(of="loss", key="use_liger_kernel", edit=_liger, runs=("full", "liger")),
+        Field(of="loss", key="use_liger_kernel", older=("use_liger",), edit=_liger, runs=("full", "liger")),
         replace(COMPILE, fix=False),
         Field(of="seq_len_tokens", key="max_length", older=("max_seq_length", "model_max_length"), fix=False),
         Field(of="packing", key="packing", fix=False),

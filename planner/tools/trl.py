@@ -46,7 +46,7 @@ TRL = Tool(
             edit=_quantization,
         ),
         Field(of="precision", key="dtype", older=("torch_dtype",), more=("bf16", "fp16"), edit=precision),
-        Field(of="lora_rank", key="lora_r", default=16, fix=False),
+        Field(of="lora_rank", key="lora_r", default=16),
         Field(of="lora_dropout", key="lora_dropout", default=0.05, fix=False),
         Field(of="lora_targets", key="lora_target_modules", fix=False),
         Field(of="modules_to_save", key="lora_modules_to_save", fix=False),

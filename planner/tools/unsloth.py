@@ -30,7 +30,7 @@ UNSLOTH = Tool(
         ),
         Field(of="method", key="training.training_type", edit=_four_bits),
         Field(of="quantization", key="training.load_in_4bit", edit=_four_bits),
-        Field(of="lora_rank", key="lora.lora_r", default=64, fix=False),
+        Field(of="lora_rank", key="lora.lora_r", default=64),
         Field(of="lora_dropout", key="lora.lora_dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora.target_modules", fix=False),
     ),

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.check import Verdict, check, improve, including, judge, table_bytes
+from planner.check import Verdict, check, including, judge, table_bytes
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
+from planner.improvement import improve
 from planner.models import catalogue
 from planner.outcome import Prediction, Rung
 from planner.predict import predict

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.check import EVALUATION_BAND_FRACTION, Verdict, check, improve
+from planner.check import EVALUATION_BAND_FRACTION, Verdict, check
 from planner.cli.checking import edits_of, predictor
 from planner.errors import NotPlanned
 from planner.hardware.gpus import find_gpu
+from planner.improvement import improve
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
 from planner.readers import Surroundings, read_text

@@ -1,0 +1,229 @@
+"""`plan check --fix`: the least harm first, what the versions of a file know, values where they are written."""
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.check import CheckResult, Verdict, check, judge
+from planner.cli.app import run
+from planner.cli.checking import edits_of, fixed_text
+from planner.errors import ConfigError
+from planner.hardware.gpus import find_gpu
+from planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
+from planner.models import catalogue
+from planner.outcome import Prediction
+from planner.predict import predict
+from planner.readers import read_config, read_text
+from planner.setup import TrainSetup
+from planner.single_changes import single_changes
+from planner.tools import changed_fields
+from planner.units import GIB
+
+GPU = find_gpu("rtx-4090")
+MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
+LORA = """
+model_name_or_path: Qwen/Qwen2.5-1.5B
+use_peft: true
+lora_r: 32
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+max_length: 4096
+gradient_checkpointing: false
+bf16: true
+dtype: bfloat16
+"""
+
+
+def predicted(setup: TrainSetup) -> Prediction:
+    return predict(MODEL, GPU, setup, None)
+
+
+def judged(text: str, budget_gib: float, name: str = "trl.yaml") -> CheckResult:
+    config = read_text(text, name, model=MODEL)
+    return check(config, MODEL, GPU, round(budget_gib * GIB), predicted)
+
+
+def improved(result: CheckResult) -> Improved:
+    return improve(result, MODEL, predicted)
+
+
+BUDGETS_GIB = (60, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
+
+
+@pytest.fixture(scope="module")
+def ends() -> list[tuple[CheckResult, Improved]]:
+    results = [judged(LORA, budget) for budget in BUDGETS_GIB]
+    return [(one, improved(one)) for one in results]
+
+
+def test_less_memory_never_makes_less_harm(ends: list[tuple[CheckResult, Improved]]) -> None:
+    harms = [harm(one.config.setup, found.setup) for one, found in ends if found.verdict is Verdict.FITS]
+    assert harms == sorted(harms)
+    assert (harms[0], harms[-1]) == (0, LENGTH_HARM)
+    assert len(set(harms)) >= 4
+
+
+def test_what_is_called_fitting_fits_and_keeps_the_batch(ends: list[tuple[CheckResult, Improved]]) -> None:
+    for one, found in ends:
+        before, after = one.config.setup, found.setup
+        assert after.global_batch_seqs == before.global_batch_seqs
+        assert after.seq_len_tokens in (4096, 2048, 1024)
+        if found.verdict is Verdict.FITS:
+            band = max(one.band_fraction, found.after.memory_band_fraction)
+            assert judge(predicted(after), one.budget_bytes, band) is Verdict.FITS
+
+
+def test_no_sequence_is_cut_where_two_other_changes_fit(ends: list[tuple[CheckResult, Improved]]) -> None:
+    """Every pair of changes to the file that leaves its sequences whole, tried."""
+    cut = [one for one, found in ends if found.setup.seq_len_tokens < 4096]
+    assert cut
+    for one in cut:
+        start = one.config.setup
+        for _, first, _ in single_changes(start, GPU, MODEL):
+            for _, second, _ in [("", first, False), *single_changes(first, GPU, MODEL)]:
+                if second.seq_len_tokens == 4096 and one.config.allows(second, in_place=True):
+                    assert judge(predicted(second), one.budget_bytes, one.band_fraction) is not Verdict.FITS
+
+
+def test_one_change_is_made_where_one_is_enough() -> None:
+    for budget in (40.0, 24.0):
+        result = judged(LORA, budget)
+        enough = [one for one in result.changes if one.verdict is Verdict.FITS and one.in_place]
+        assert enough
+        assert len(improved(result).labels) == 1
+
+
+def test_every_change_has_its_place_in_the_order() -> None:
+    """A field that single changes touch and that has none counts as one that spreads a job."""
+    setups = [TrainSetup(), TrainSetup(method="lora", precision="bf16-mixed"), TrainSetup(checkpointing=0, loss="full")]
+    touched = {
+        name
+        for setup in setups
+        for _, after, _ in single_changes(setup, GPU, MODEL)
+        for name in changed_fields(setup, after)
+    }
+    assert touched <= set(HARM)
+
+
+HEAD = """
+import argparse
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+"""
+LOAD = 'model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B", torch_dtype="bfloat16")\n'
+CALL = (
+    "args = SFTConfig('o', per_device_train_batch_size={batch}, gradient_accumulation_steps={steps}, max_length=2048, "
+    "gradient_checkpointing=True, optim='adamw_torch', {more})\nSFTTrainer(model, args=args).train()\n"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["evaluation_strategy='no'", "evaluation_strategy='steps', eval_steps=5", "use_liger=False, max_seq_length=2048"],
+)
+def test_a_change_carries_only_what_the_versions_of_the_file_know(more: str) -> None:
+    config = read_text(HEAD + LOAD + CALL.format(batch=4, steps=1, more=more), "t.py", model=MODEL)
+    old = "evaluation_strategy" in more
+    assert ("liger_kernel_config" in config.lacks) == old
+    written = set()
+    for _, after, _ in single_changes(config.setup, GPU, MODEL):
+        if config.allows(after, in_place=True):
+            found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+            written |= set(edits_of(config, found))
+    assert written
+    assert not written & set(config.lacks)
+    assert not old or not {"activation_checkpointing", "liger_kernel_config"} & written
+
+
+def test_todays_versions_take_every_setting() -> None:
+    config = read_text(HEAD + LOAD + CALL.format(batch=4, steps=1, more="bf16=True"), "t.py", model=MODEL)
+    assert config.lacks == ()
+
+
+WRITTEN = {
+    "in the call": ("", "8", "2"),
+    "options": (
+        "p = argparse.ArgumentParser()\np.add_argument('--batch', type=int, default=8)\n"
+        "p.add_argument('--steps', type=int, default=2)\na = p.parse_args()\n",
+        "a.batch",
+        "a.steps",
+    ),
+    "constants": ("BATCH = 8\nSTEPS = 2\n", "BATCH", "STEPS"),
+    "a class": ("class C:\n    batch = 8\n    steps: int = 2\nc = C()\n", "c.batch", "c.steps"),
+    "a dictionary": ("c = {\n    'batch': 8,\n    'steps': 2,\n}\n", "c['batch']", "c['steps']"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_value_is_changed_where_it_is_written(name: str, tmp_path: Path) -> None:
+    before, batch, steps = WRITTEN[name]
+    file = tmp_path / "t.py"
+    file.write_text(HEAD + before + LOAD + CALL.format(batch=batch, steps=steps, more="bf16=True"))
+    config = read_config(file, model=MODEL)
+    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    text = fixed_text(file, config, found, MODEL)
+    ast.parse(text)
+    changed = [line for line in text.splitlines() if line not in file.read_text().splitlines()]
+    assert len(changed) == (1 if name == "in the call" else 2)
+    assert name == "in the call" or f"per_device_train_batch_size={batch}" in text  # the option is still alive
+
+
+@pytest.mark.parametrize("before", ["B = 4 * 2\n", "import json\nB = json.load(open('b.json'))['b']\n"])
+def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.py"
+    (tmp_path / "b.json").write_text('{"b": 8}')
+    file.write_text(HEAD + before + LOAD + CALL.format(batch="B", steps=2, more="bf16=True"))
+    config = read_config(file, model=MODEL)
+    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    with pytest.raises(ConfigError, match="no literal in the call") as caught:
+        fixed_text(file, config, found, MODEL)
+    assert "where it is set" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "written", "method"), [("24", True, ""), ("7", False, "lora"), ("1", False, "")]
+)
+def test_a_file_that_does_not_fit_is_never_written(
+    memory_gib: str, written: bool, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Full fine-tuning of 1.5B: weights, gradients and 8-bit states take more than 7; adapters fit, by a command."""
+    (tmp_path / "t.py").write_text(HEAD + LOAD + CALL.format(batch=8, steps=2, more="bf16=True"))
+    run(
+        [
+            "check",
+            str(tmp_path / "t.py"),
+            "--gpu",
+            "rtx-4090",
+            "--no-dry-run",
+            "--fix",
+            "--json",
+            "--memory-gib",
+            memory_gib,
+        ]
+    )
+    fix = json.loads(capsys.readouterr().out)["fix"]
+    assert (fix["path"] is not None) == (tmp_path / "t.fixed.py").exists() == written
+    assert (f"--method {method} " in fix["command"]) if method else not fix["command"]
+    assert not written or fix["verdict"] == "fits"
+
+
+def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:
+    result = judged(LORA.replace("per_device_train_batch_size: 8", "per_device_train_batch_size: 1"), 3.9)
+    found = improved(result)
+    assert (found.setup.method, found.setup.seq_len_tokens, found.elsewhere) == ("qlora", 4096, False)
+    program = (
+        HEAD
+        + LOAD
+        + "from peft import LoraConfig\n"
+        + CALL.format(batch=1, steps=2, more="bf16=True")
+        .replace("model, args", "model, peft_config=LoraConfig(r=32), args")
+        .replace("2048", "4096")
+    )
+    other = improved(judged(program, 3.9, "t.py"))
+    assert (other.setup.method, other.elsewhere) == ("qlora", True)  # a program's loading is not changed
+    assert replace(other, elsewhere=False).labels
