@@ -134,7 +134,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetS
     """
     if data.dataset is None:
         return None
-    from planner.samples.dataset import measure, tokenizer_file
+    from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
     from planner.samples.found import path_of
 
     path = path_of(data.dataset)
@@ -143,14 +143,20 @@ def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetS
         words = "is not on this machine, so its lengths are not known: the launch files fetch it"
         say(f"{without_secrets(data.dataset)} {words}{'' if '://' in data.dataset else how}")
         return None
-    stats = measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
-    if stats.columns not in aim.data:
-        fitting = next(row for row in OBJECTIVES.values() if stats.columns in row.data)
+    if spec.front_end is not None and "audio" not in first_row(path, data.names):
         raise UsageError(
-            f"{data.dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
-            hint=f"--objective {fitting.name} is for such data",
+            f"{spec.model_id} turns sound into text: {data.dataset} has no column audio",
+            hint="give a data set of clips with what is said in them (columns audio and text)",
         )
-    return stats
+    kind = kind_of_data(path, aim.data, data.names)
+    if kind not in aim.data:
+        fitting = next(row for row in OBJECTIVES.values() if kind in row.data)
+        named = "; or --columns anchor=NAME,positive=NAME" * (aim.data == ("pairs",))
+        raise UsageError(
+            f"{data.dataset} has {kind} columns, --objective {aim.name} trains on {aim.columns}",
+            hint=f"--objective {fitting.name} is for such data{named}",
+        )
+    return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=aim.data)
 
 
 def _lengths(

@@ -9,7 +9,10 @@ from planner.errors import UsageError
 from planner.option_values import choices
 from planner.records import dataclass
 
-NAMES = ("messages", "question", "answer", "context", "system", "prompt", "completion", "text", "chosen", "rejected")
+NAMES = (
+    "messages", "question", "answer", "context", "system", "prompt", "completion", "text", "chosen", "rejected",
+    "anchor", "positive", "negative",
+)  # fmt: skip
 """What `--columns` gives a column to."""
 
 

@@ -10,11 +10,18 @@ from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.packages import CONV, DELTA, DELTA_TYPES, FLASH, requirement
 from planner.exporters.types import ExportRequest, Launch
+from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
-ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"
-"""PyTorch's own wheels for AMD's cards (torch 2.11 and 2.12 were seen there); PyPI's torch is CUDA's."""
+TORCH_INDEX = "https://download.pytorch.org/whl/"
+ROCM, XPU, OLD_CUDA = "rocm7.2", "xpu", "cu126"
+"""Where PyTorch's own wheels for other cards are; PyPI's torch is CUDA 13's, which begins with Turing. For Volta and
+older ones 2.14 is the last.
+
+Source: pytorch RELEASE.md (CUDA support matrix), issues 172352 and 190385; torch 2.11 and 2.12 were seen at rocm7.2.
+"""
+TURING = (7, 5)
 BUILDS = ("setuptools", "wheel", "packaging", "ninja", "psutil")
 """What the set-up of flash-attn and causal-conv1d imports; `--no-build-isolation` lets them see the torch installed."""
 SOURCE = ("--no-build-isolation",)
@@ -57,6 +64,13 @@ def has_delta_rule(model: ModelSpec | None) -> bool:
     return model is not None and model.model_type in DELTA_TYPES
 
 
+def torch_builds(gpu: GpuSpec | None) -> str:
+    """Which of PyTorch's own builds a card needs, "" where PyPI's runs on it."""
+    if gpu is None or (gpu.vendor == "NVIDIA" and (gpu.compute_capability or TURING) >= TURING):
+        return ""
+    return {"AMD": ROCM, "Intel": XPU, "NVIDIA": OLD_CUDA}.get(gpu.vendor, "")
+
+
 def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     """Arguments of `pip install`, one list per call."""
     runs = launch.runs_as(request.setup)
@@ -76,8 +90,8 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         if on and name not in tested and name not in brings:
             packages.append(f"{name}=={older[name]}" if name in older else requirement(name))
     calls = [[*packages, *FLASH_BUILDS] if flash and vendor == "NVIDIA" else packages]
-    if vendor == "AMD":
-        calls.insert(0, ["torch", "--index-url", ROCM_INDEX])
+    if builds := torch_builds(request.gpu):
+        calls.insert(0, ["torch", "--index-url", f"{TORCH_INDEX}{builds}"])
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package
     built = [FLASH] * flash + [CONV] * (hybrid and runs.packing and launch.target == "trl" and CONV not in brings)
     if built:

@@ -30,7 +30,7 @@ def needed(request: ExportRequest) -> bool:
         return False
     if setup.aim.supervised:
         return True
-    return dataset is not None and dataset.local and (bool(dataset.names) or not dataset.plain)
+    return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
 
 
 def form(request: ExportRequest, target: str) -> str:

@@ -76,7 +76,9 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
             if isinstance(runs, str):
                 refused[runs] += 1
             elif runs != setup and not place:
-                otherwise.update(one.sentence() for one in TARGETS[target].differences(setup, workload.gpu))
+                differences = TARGETS[target].differences(setup, workload.gpu)
+                chosen = [one for one in differences if one.field not in NOT_PLANNED or one.field in workload.fixed]
+                otherwise.update(one.sentence() for one in chosen)
         reasons = otherwise or refused  # what it does run is nearer
         if reasons and (refused.total() == len(setups) or len(workload.targets) == 1):
             reason = reasons.most_common(1)[0][0]

@@ -361,12 +361,21 @@ def _content(value: Any) -> str:
     return "" if content is None else content if isinstance(content, str) else _content(content)
 
 
+def first_row(path: Path, columns: Mapping[str, str] = AS_IT_IS) -> Row:
+    """The first row of a local data set under known names; nothing else is read.
+
+    Raises:
+        ConfigError: no such file, or no sample.
+    """
+    for row in _rows(path, columns):
+        return row
+    raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
+
+
 def kind_of_data(path: Path, kinds: Sequence[str] = SUPERVISED, columns: Mapping[str, str] = AS_IT_IS) -> str:
-    """Which kind of samples a local data set holds, from its first row; nothing else is read.
+    """Which kind of samples a local data set holds, from its first row.
 
     Raises:
         ConfigError: no such file, no sample, or columns that are not known.
     """
-    for row in _rows(path, columns):
-        return _kind(row, kinds, str(path))
-    raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
+    return _kind(first_row(path, columns), kinds, str(path))

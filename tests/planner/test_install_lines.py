@@ -5,7 +5,8 @@ What is resolved is every largest set of requirements: what satisfies it satisfi
 resolved stands in `resolved_installs.txt` and is not asked for again; RESOLVE_INSTALLS=1 resolves all and writes the
 file anew (80 s, 19 CPU seconds, most of them Axolotl's). flash-attn and
 causal-conv1d, which come as source alone and whose metadata takes a build, are looked up by their version. PyTorch's
-ROCm index answers on no machine of the tests: of a line for AMD's cards all but torch's origin is proven.
+own indexes answer on no machine of the tests: of a line for AMD's and Intel's cards, and NVIDIA's before Turing, all
+but torch's origin is proven.
 """
 
 import datetime
@@ -23,7 +24,7 @@ import pytest
 from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.packages import TESTED
 from planner.exporters import EXPORTERS
-from planner.exporters.install import BUILDS, ROCM_INDEX, install_calls
+from planner.exporters.install import BUILDS, TORCH_INDEX, install_calls
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import missing_kernels
 from planner.models import catalogue
@@ -37,7 +38,11 @@ MODELS = ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-Next-80B-A3B-Instruct")
 RESOLVED = Path(__file__).with_name("resolved_installs.txt")
 SOURCE_ONLY = ("flash-attn", "causal-conv1d")
 EMBEDDING = TrainSetup(objective="embedding", micro_batch_seqs=8)
-EMBEDDINGS = (EMBEDDING, EMBEDDING.with_(method="qlora", quantization="nf4-double"))
+EMBEDDINGS = tuple(
+    EMBEDDING.with_(attention=attention, **how)
+    for attention in ("sdpa", "flash-attention-2")
+    for how in ({}, {"method": "qlora", "quantization": "nf4-double"})
+)
 Line = tuple[str, str, str]
 """Target, oldest Python, system."""
 
@@ -97,7 +102,7 @@ def largest_sets() -> list[tuple[Line, frozenset[str]]]:
 
 def is_option(word: str) -> bool:
     """Whether a word of a call is no requirement, or one that is looked up by its version."""
-    return word.startswith("--") or word == ROCM_INDEX or word.partition("==")[0] in SOURCE_ONLY
+    return word.startswith(("--", TORCH_INDEX)) or word.partition("==")[0] in SOURCE_ONLY
 
 
 def test_what_is_built_from_source_comes_last_and_after_what_builds_it() -> None:
@@ -116,14 +121,17 @@ def test_what_is_built_from_source_comes_last_and_after_what_builds_it() -> None
     assert built >= 4
 
 
-def test_no_line_for_a_mac_has_tritons_kernels_and_amds_torch_is_rocms() -> None:
+def test_no_line_for_a_mac_has_tritons_kernels_and_torch_is_built_for_the_card() -> None:
     for (target, _, system), every in calls_of_all().items():
         for calls in every:
             words = {word.partition("==")[0] for call in calls for word in call}
             if "darwin" in system:
                 assert not words & {"liger-kernel", "flash-linear-attention", "flash-attn", "unsloth"}, target
-    asked = asked_for(next(iter(setups())), gpu=find_gpu("mi300x"))
-    assert install_calls(EXPORTERS["trl"](asked), asked)[0] == ["torch", "--index-url", ROCM_INDEX]
+    for card, builds in {"mi300x": "rocm7.2", "arc-b580": "xpu", "v100-16gb": "cu126"}.items():
+        asked = asked_for(TrainSetup(precision="fp16-autocast"), gpu=find_gpu(card))
+        for target in ("trl", "hf", "axolotl", "llamafactory"):
+            calls = install_calls(EXPORTERS[target](asked), asked)
+            assert calls[0] == ["torch", "--index-url", f"{TORCH_INDEX}{builds}"]
 
 
 @pytest.fixture(scope="module")
