@@ -15,6 +15,7 @@ from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import packs_apart
 from planner.redaction import without_secrets
+from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Data, Workload
 
@@ -44,6 +45,8 @@ def workload_for(
     spec = lookup.model(model)
     card = find_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
+    if data.dataset is not None and wish.packing is None:
+        wish = replace(wish, packing=_packed_by(targets))
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
     asked = wish_for(spec, wish, data)
     asked = replace(asked, targets=tuple(targets), absent_packages=absent_packages() if here else ())
@@ -82,6 +85,14 @@ def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions, stats: "Da
         held_out=_held_out(stats, aim, spec, wish),
     )
     return replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=told)
+
+
+def _packed_by(targets: Sequence[str]) -> bool | None:
+    """Whether the first target packs whatever is said, None where it does what is said."""
+    from planner.exporters import TARGETS
+
+    found = TARGETS[targets[0]].differences(TrainSetup()) if targets else ()
+    return next((bool(one.runs_as) for one in found if one.field == "packing"), None)
 
 
 def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:

@@ -69,6 +69,7 @@ SWAPS = {
     "fp16": (r"[Tt]rue", "False"),  # a GPU's loss scaler
     "attn_implementation": (r"\S*flash\S*", '"eager"'),
     "(?:use|enable)_liger_kernel": (r"[Tt]rue", "False"),  # Triton
+    "deepspeed": (r"\S+\.json", "null"),
     "liger_kernel_config": (r"\{.*\}", "{}"),
     "optim": (r"\"?\w*(?:8bit|32bit|paged)\w*\"?", '"adamw_torch"'),
 }

@@ -1,0 +1,115 @@
+"""One tool's cases of the product (tests/launch/product.py), inside the tool's venv: product.py axolotl|llamafactory
+
+`plan` is typed, `launch/prepare_data.py` makes the data, and the tool itself loads them and trains one step of a tiny
+model of the same type from the emitted file, of which weights, precision, quantization and GPU kernels are swapped.
+Every eighth case; all with TESTS_WHOLE=1. Exit 1 when one did not train.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.launch import data_formats, tiny_models  # noqa: E402
+from tests.launch.product import Case, cases, on_cpu  # noqa: E402
+
+STEP = 1 if os.environ.get("TESTS_WHOLE") else 8
+
+
+def llamafactory(file: Path) -> None:
+    """`llamafactory-cli train FILE` in this process."""
+    import transformers.training_args as arguments
+
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    sys.modules.setdefault("torchaudio", ModuleType("torchaudio"))  # imported with the templates, for sound alone
+    import llamafactory.hparams.parser as parser
+    from llamafactory.train.tuner import run_exp
+
+    parser.is_torch_bf16_gpu_available = lambda: True
+    run_exp(yaml.safe_load(file.read_text()))
+
+
+def axolotl(file: Path) -> None:
+    """`axolotl train FILE` in this process."""
+    import transformers.training_args as arguments
+
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.train import do_train
+    from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+
+    config = DictDefault(yaml.safe_load(file.read_text()))
+    prepare_plugins(config)
+    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    config = validate_config(config, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
+    normalize_config(config)
+    do_train(config, TrainerCliArgs())
+
+
+TOOLS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "axolotl": ("axolotl/axolotl.yaml", axolotl),
+    "llamafactory": ("llamafactory/llamafactory.yaml", llamafactory),
+}
+
+
+def train(case: Case, place: Path, out: Path) -> str:
+    """Why nothing is planned, "" where one step trained."""
+    environment = {**os.environ, "HF_HUB_CACHE": str(place / "hub"), "HF_HUB_OFFLINE": "1"}
+    plan = [str(ROOT / ".venv" / "bin" / "plan"), *case.words, "--out", str(out)]
+    done = subprocess.run(plan, cwd=place, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return "nothing fits" if done.returncode == 1 else done.stderr.splitlines()[-2]
+    model = place / "models" / case.kind
+    if not model.exists():
+        tiny_models.save_tiny(case.kind, model)
+    launch = out / "launch"
+    name, run = TOOLS[case.target]
+    for path in (launch / "prepare_data.py", launch / name):
+        path.write_text(on_cpu(path.read_text("utf-8"), model), "utf-8")
+    form = "tokens" if case.target == "axolotl" else "text" if case.data in data_formats.TEXTS else "chats"
+    made = [sys.executable, "launch/prepare_data.py", form]
+    subprocess.run(made, cwd=out, env=environment, check=True, stdout=subprocess.DEVNULL)
+    os.chdir(out)
+    run(launch / name)
+    states = sorted(out.glob("outputs/**/trainer_state.json"))
+    losses = [row["loss"] for row in json.loads(states[-1].read_text())["log_history"] if "loss" in row]
+    if len(losses) != 1 or not 0 < losses[0] < 20 or not math.isfinite(losses[0]):
+        raise ValueError(f"losses {losses}")
+    return ""
+
+
+def main(tool: str) -> int:
+    found: Counter[str] = Counter()
+    failures = []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory() as where:
+        place = Path(where)
+        for name, write in data_formats.FORMATS.items():
+            write(place if name == "who/what" else place / name)
+        for number, case in enumerate([one for one in cases() if one.target == tool][::STEP]):
+            try:
+                found[train(case, place, place / f"out-{number}")] += 1
+            except (Exception, SystemExit) as error:
+                failures.append(f"{' | '.join(case)}: {type(error).__name__}: {str(error)[:400]}")
+                print(failures[-1], flush=True)
+        os.chdir(ROOT)
+    print(f"{tool}: {found.pop('', 0)} cases of the product trained a step, {len(failures)} did not")
+    for reason, num in found.items():
+        print(f"  not planned ({num}): {reason}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
