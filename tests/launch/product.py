@@ -81,5 +81,7 @@ def on_cpu(text: str, model: Path | str) -> str:
     CPU, stopped after one step; every other line is as it was."""
     for names, (old, new) in {**SWAPS, "model_name_or_path|base_model|MODEL": (r"\S+", f'"{model}"')}.items():
         text = re.sub(rf"(?m)^( *(?:{names})(?:: |=| = )){old}(?=,?(?:  #.*)?$)", rf"\g<1>{new}", text)
+    # tiny weights are stored in 16 bits
+    text = re.sub(r"(?s)^(.*\nquantization = )(?:Mxfp4|FineGrainedFP8)Config\(.*?\)\n", r"\1None\n", text)
     text = text.replace("float16", "float32").replace("bfloat32", "bfloat16")
     return re.sub(r"(?m)^( *)(?:num_train_epochs|num_epochs)(: |=)[\d.]+", r"\1max_steps\g<2>1", text)
