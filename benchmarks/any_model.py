@@ -1,33 +1,46 @@
 """Every causal language model type that the installed transformers builds, planned end to end on its first day.
 
-    python -m benchmarks.any_model --out today.jsonl                  # all types, transformers' default sizes
-    python -m benchmarks.any_model --types mamba,bamba --layers 4     # some of them, no more than four layers
-    python -m benchmarks.any_model --show today.jsonl                 # the table again
-    python -m benchmarks.any_model --depths 20                        # families that no code names: a run of few layers
-                                                                      # against one of all
+    python -m benchmarks.any_model                      # all types at their default sizes; goes on where it stopped
+    python -m benchmarks.any_model --types mamba,bamba --out some.jsonl
+    python -m benchmarks.any_model --markdown           # docs/accuracy/any-model.md of what was counted
+    python -m benchmarks.any_model --depths 20          # families that no code names: a run of few layers
+                                                        # against one of all
 
-A type passes where its config.json, as transformers writes it, is read, planned, proven by a dry run and written as
-launch files. Where the default sizes fit no card the same model is planned with four layers (two experts of a kind).
+A type passes where `plan FOLDER --gpu h100 --seq-len 512 --out DIR`, with nothing cached, reads its config.json as
+transformers writes it, plans it, proves the plan by a dry run and writes launch files. Where the default sizes do not
+fit the card the same model is planned with fewer layers.
 """
 
 import argparse
+import gc
 import hashlib
+import io
 import json
+import multiprocessing
+import os
 import re
+import resource
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-GPU = "h100-sxm"
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+from probes.dryrun.startup import load_libraries
+
+GPU = "h100"
+SEQ_LEN = 512
+LIMIT_S = 120.0
+FEWER = (4, 2, 1)
+"""Layers of models whose default sizes fit no card."""
+OWN_LENGTH = ("whisper",)
+"""Types whose sequences have the length that the model says."""
+DATA = Path(__file__).parent / "data" / "any_model.jsonl"
+PAGE = Path(__file__).parent.parent / "docs" / "accuracy" / "any-model.md"
 _INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
             "indexer_compress_ratio": 4}  # fmt: skip
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -72,83 +85,103 @@ def default_config(model_type: str, layers: int | None = None) -> Any:
     return config
 
 
-def written(model_type: str, folder: Path, layers: int | None = None) -> Path:
-    """A folder with the config.json that transformers writes."""
+def written(model_type: str, folder: Path, layers: int | None = None) -> int | None:
+    """Writes config.json into a folder as transformers writes it; the longest sequence that it names."""
     config = default_config(model_type, layers)
     config.save_pretrained(folder)
-    return folder
+    with suppress(ValueError):  # several configurations of text
+        longest: int | None = config.get_text_config().to_dict().get("max_position_embeddings")
+        return longest
+    return None
 
 
-def trees_here() -> Any:
-    """Trees are read in this process: a child for each costs five seconds of imports and says the same."""
-    from planner.models import module_tree
-
-    def ask(config: dict[str, Any]) -> dict[str, Any]:
-        import io
-        from contextlib import redirect_stdout
-
-        from probes.module_tree import main
-
-        out = io.StringIO()
-        with mock.patch.object(sys, "stdin", io.StringIO(json.dumps(config))), redirect_stdout(out):
-            main()
-        answer = json.loads(out.getvalue().splitlines()[-1])
-
-        if "spec" not in answer:
-            raise module_tree.NoTree(answer["failure"])
-        spec: dict[str, Any] = answer["spec"]
-        return spec
-
-    return mock.patch.object(module_tree, "_ask", ask)
-
-
-def planned(model_type: str, *, layers: int | None = None) -> dict[str, Any]:
-    """One type end to end: what came out, as plain data; `failed` names the stop where it went wrong."""
-    from finetune_planner import plan
-    from planner.errors import PlannerError
-    from planner.outcome import Prediction
-
+def planned(model_type: str, *, layers: int | None = None, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """One type through the command, with nothing cached, in a child that has the libraries loaded: what came out, as
+    plain data; `failed` names the stop where it went wrong, `fits` whether the card takes the model."""
     line: dict[str, Any] = {"type": model_type, "layers": layers}
-    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "answer.json"
+        child = multiprocessing.get_context("fork").Process(target=_plan_one, args=(model_type, layers, answer))
+        started, spent = time.perf_counter(), _cpu_s()
+        child.start()
+        child.join(limit_s)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+        line |= {"seconds": round(time.perf_counter() - started, 1), "cpu_s": round(_cpu_s() - spent, 1)}
+        if answer.exists():
+            return line | json.loads(answer.read_text())
+    return line | {"failed": "plan", "why": f"no answer within {limit_s:g} s (exit code {child.exitcode})"}
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
+    """In the child: the command, and what it wrote, as JSON."""
+    from planner.cli.app import run
+
+    folder, out = answer.parent / model_type, answer.parent / "out"
+    os.environ["XDG_CACHE_HOME"] = str(answer.parent / "cache")
+    said = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
         try:
-            stop = "config"
-            folder = written(model_type, Path(scratch) / model_type, layers)
-            stop = "plan"
-            longest = default_config(model_type, layers).get_text_config().to_dict().get("max_position_embeddings")
-            line["seq_len"] = min(SEQ_LEN, longest or SEQ_LEN)
-            answer = plan(
-                folder,
-                GPU,
-                **({} if model_type == "whisper" else {"seq_len": line["seq_len"]}),
-                global_batch=GLOBAL_BATCH,
-            )
-            line["fits"] = answer.fits
-            line["params"] = answer.answer.workload.model.num_params
-            found = answer.chosen.dry_run
-            line["peak_gib"] = round(answer.peak_device_bytes / 2**30, 2)
-            formula = answer.chosen.formula
-            if isinstance(found, Prediction):
-                line["formula_error"] = round(formula.peak_allocated_bytes / found.peak_allocated_bytes - 1, 4)
-            elif answer.fits:
-                line |= {"failed": "dry run", "why": "" if found is None else found.message[:300]}
-            stop = "launch"
-            if answer.fits:
-                launches = answer.write(Path(scratch) / "out")
-                line["written"] = [one.target for one in launches if not one.refused]
-                if not line["written"]:
-                    line.setdefault("failed", "launch")
-                    line.setdefault("why", launches[0].refused)
-        except PlannerError as error:
-            line |= {"failed": stop, "why": str(error)[:400]}
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            line |= {
-                "failed": stop,
-                "why": f"CRASH {type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:400],
-            }
-    line["seconds"] = round(time.perf_counter() - started, 2)
-    return line
+            longest = written(model_type, folder, layers)
+            length = () if model_type in OWN_LENGTH else ("--seq-len", str(min(SEQ_LEN, longest or SEQ_LEN)))
+            code = run([str(folder), "--gpu", GPU, *length, "--out", str(out)])
+        except Exception as error:  # whatever a configuration's class makes of its own defaults
+            code, line = -1, {"failed": "config", "why": f"{type(error).__name__}: {error}"[:300]}
+    document = out / "plan.json"
+    if document.exists():
+        plan = json.loads(document.read_text())
+        line = _told(plan) | _first(folder, plan)
+    elif code != -1:
+        line = {"failed": "plan", "why": said.getvalue().strip()[-400:]}
+    answer.write_text(json.dumps(line | {"exit": code}))
+
+
+def _first(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the first answer, of a type without an adapter by its sizes alone, is from the dry run of the choice."""
+    from planner.errors import PlannerError
+    from planner.hardware.gpus import find_gpu
+    from planner.interchange import setup_from_dict
+    from planner.models.adapters import spec_from_sizes
+    from planner.models.config_file import CONFIG_NAME, read_config
+    from planner.predict import predict
+
+    try:
+        spec = spec_from_sizes(read_config(folder / CONFIG_NAME), model_id="", source="")
+    except PlannerError:
+        spec = None
+    tried = plan["kind"] == "plan" and plan["chosen"]["dry_run"]
+    if spec is None or not tried or tried["failure"]:
+        return {}
+    stored = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}
+    first = predict(spec, find_gpu(GPU), setup_from_dict(stored))
+    errors = [getattr(first, name) / tried[name] - 1 for name in ("peak_allocated_bytes", "tokens_per_s")]
+    return {"first": {"errors": [round(error, 3) for error in errors], "band": first.memory_band_fraction}}
+
+
+def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan.json says of a type."""
+    fits = plan["kind"] == "plan"
+    line: dict[str, Any] = {"fits": fits, "params": plan["workload"]["model"]["num_params"]}
+    if not fits:
+        return line
+    chosen, tried = plan["chosen"], plan["chosen"]["dry_run"]
+    formula = chosen["formula"]
+    setup = {name: chosen["setup"][name] for name in ("method", "checkpointing", "micro_batch_seqs")}
+    line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "rung": formula["rung"]}
+    line["written"] = [one["target"] for one in plan["launch"] if one["files"] and one["target"] != "accelerate"]
+    if tried is None or tried["failure"]:
+        why = plan["notes"] if tried is None else tried["failure"]
+        return line | {"failed": "dry run", "why": str(why)[:300]}
+    errors = {name: formula[name] / tried[name] - 1 for name in ("peak_allocated_bytes", "tokens_per_s")}
+    line |= {"peak_bytes": tried["peak_device_bytes"], "formula_error": round(errors["peak_allocated_bytes"], 4)}
+    line |= {"formula_speed_error": round(errors["tokens_per_s"], 4)}
+    return line if line["written"] else line | {"failed": "launch", "why": plan["launch"][0]["notes"][0][:300]}
 
 
 DEPTH_SETUPS: Mapping[str, Mapping[str, Any]] = {
@@ -215,47 +248,63 @@ def _depths(num: int, out: Path | None) -> None:
     print(f"{done} families that no code names: worst {worst:.4%}")
 
 
-def _all(types: Iterable[str], layers: int | None) -> Iterator[dict[str, Any]]:
-    for one in types:
-        line = planned(one, layers=layers)
-        if "failed" not in line and not line["fits"]:
-            line = planned(one, layers=4) | {"default_fits": False}
-        yield line
+def load_all() -> None:
+    """Loads what every child needs, once: a plan's own seconds are some of the imports'."""
+    import_module("planner.cli.make")
+    load_libraries()
+    for name in ("peft", "probes.dryrun.engine", "probes.module_tree", "planner.cli.writing"):
+        import_module(name)
+    gc.freeze()
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def planned_to_fit(model_type: str, limit_s: float) -> dict[str, Any]:
+    """One type at its default sizes, and with fewer layers where those fit no card: that is no failure to read it."""
+    line = planned(model_type, limit_s=limit_s)
+    for layers in FEWER:
+        if line.get("fits", True):
+            break
+        line = planned(model_type, layers=layers, limit_s=limit_s) | {"default_params": line["params"]}
+    return line
+
+
+def passes(line: Mapping[str, Any]) -> bool:
+    return "failed" not in line and line["fits"]
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """What passed, and why the others did not."""
-    failed = [line for line in lines if "failed" in line]
+    failed = [line for line in lines if not passes(line)]
     rows = [f"{len(lines) - len(failed)} of {len(lines)} types pass"]
-    rows += [f"  {kind}: {num}" for kind, num in Counter(line["failed"] for line in failed).items()]
-    rows += [f"{line['type']:28} {line['failed']:8} {line['why'][:160]}" for line in failed]
+    rows += [f"{line['type']:28} {line.get('failed', 'no fit'):8} {line.get('why', '')[:160]}" for line in failed]
     return "\n".join(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default="")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--show", type=Path)
+    parser.add_argument("--types", default="", help="some of them, comma-separated")
+    parser.add_argument("--out", type=Path, default=DATA, help="lines of JSON; types that it holds are not run again")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of one type's plan")
+    parser.add_argument("--markdown", action="store_true", help="write the page of what was counted, run nothing")
     parser.add_argument("--depths", type=int)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.depths:
         _depths(args.depths, args.out)
         return
-    if args.show:
-        print(table([json.loads(line) for line in args.show.read_text().splitlines()]))
+    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.markdown:
+        PAGE.write_text(page(lines))
         return
-    types = args.types.split(",") if args.types else causal_types()
-    lines = []
-    with trees_here():
-        for line in _all(types, args.layers):
-            lines.append(line)
-            print(json.dumps(line), file=sys.stderr)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+    done = {line["type"] for line in lines}
+    types = [one for one in args.types.split(",") if one] or causal_types()
+    missing = [one for one in types if one not in done]
+    load_all()
+    for place, model_type in enumerate(missing, 1):
+        line = planned_to_fit(model_type, args.limit_s)
+        lines.append(line)
+        print(f"{place} of {len(missing)}: {json.dumps(line)}", file=sys.stderr, flush=True)
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
     print(table(lines))
 
 

@@ -29,13 +29,17 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
     return spec_of_model(model, raw_config, model_id=model_id, source=source)
 
 
-def main() -> int:
-    """Reads a config.json on stdin; writes {"spec": ...} or {"failure": why} on stdout."""
+def answer(raw_config: Mapping[str, Any]) -> dict[str, Any]:
+    """{"spec": ...} or {"failure": why}, as JSON's own types."""
     try:
-        answer = {"spec": to_jsonable(spec_of_tree(json.load(sys.stdin), model_id="", source=""))}
+        return {"spec": to_jsonable(spec_of_tree(raw_config, model_id="", source=""))}
     except Exception as error:  # whatever transformers makes of a stranger's configuration
-        answer = {"failure": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-    print(json.dumps(answer))
+        return {"failure": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+
+
+def main() -> int:
+    """Reads a config.json on stdin; writes the answer on stdout."""
+    print(json.dumps(answer(json.load(sys.stdin))))
     return 0
 
 

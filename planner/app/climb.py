@@ -33,12 +33,15 @@ def dry_run_possible() -> str:
 
 
 def dry_runs_ahead(num_gpus: int) -> None:
-    """From now on a dry run's libraries are loaded beside what is done before one, on so many GPUs, is asked for."""
+    """From now on a dry run's libraries are loaded beside what is done before one, on so many GPUs, is asked for; the
+    process that loads them reads module trees too."""
     if dry_run_possible():
         return
-    from probes.dryrun.ahead import load_ahead
+    from planner.models import module_tree
+    from probes.dryrun.ahead import load_ahead, tree_answer
 
     load_ahead(one_gpu=num_gpus == 1)
+    module_tree.read_with(lambda config: tree_answer(config, module_tree.LIMIT_S))
 
 
 def with_dry_run(

@@ -104,13 +104,13 @@ def _spread_band(setup: TrainSetup) -> float:
 
 
 def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
+    if model.like:
+        adapted = model.like == "mixture" and setup.method != "full" and setup.checkpointing != 1
+        return LIKE_MIXTURE_ADAPTED_BAND if adapted else LIKE_BANDS[model.like]
     if traits_of(model).position_bias:
         return ENCODER_DECODER_BAND
     if model.model_type in (*ENCODERS, "modernbert"):
         return ENCODER_BAND
-    if model.like:
-        adapted = model.like == "mixture" and setup.method != "full" and setup.checkpointing != 1
-        return LIKE_MIXTURE_ADAPTED_BAND if adapted else LIKE_BANDS[model.like]
     if model.from_tree:
         experts = any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds)
         return TREE_MIXTURE_BAND if experts else TREE_BAND

@@ -1,7 +1,8 @@
 """A `ModelSpec` for an architecture that no adapter knows: read off the module tree that transformers builds.
 
-torch is no part of this package, so a child process reads the tree (`probes.module_tree`) and answers in JSON, which is
-kept in the user's cache: the next plan of the same configuration starts none.
+torch is no part of this package, so another process reads the tree (`probes.module_tree`): the one that loads the dry
+run's libraries where there is one (`read_with`), else a child of its own, which answers in JSON. The answer is kept in
+the user's cache: the next plan of the same configuration asks nobody.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,16 @@ LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
 VERSION = 7
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
+
+
+Reader = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+"""From a configuration to `probes.module_tree`'s answer; None where it has none."""
+_readers: list[Reader] = []
+
+
+def read_with(reader: Reader) -> None:
+    """From now on this is asked before a child is started."""
+    _readers[:] = [reader]
 
 
 class NoTree(Exception):
@@ -92,7 +103,24 @@ def _read(path: Path) -> ModelSpec | None:
 
 
 def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec as JSON from a child process."""
+    """The spec as JSON, from another process."""
+    answer = next((found for reader in _readers if (found := reader(config)) is not None), None)
+    answer = _child_answer(config) if answer is None else answer
+    spec = answer.get("spec")
+    if isinstance(spec, dict):
+        return spec
+    failure = str(answer.get("failure", "no answer"))
+    if failure.startswith("ImportError"):
+        hint = "install that package, or plan the text model (its text_config as config.json)"
+        raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}", hint=hint)
+    raise NoTree(
+        f"no decoder can be read off what transformers {version('transformers')} builds of it: {failure}",
+        hint="`plan trace -- python train.py` follows a program of yours that trains it",
+    )
+
+
+def _child_answer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a child process of its own says of the tree."""
     environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -109,18 +137,7 @@ def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise NoTree(f"no process could be started to read its module tree: {os.strerror(error.errno or 0)}") from error
     try:
-        answer = parse_object(done.stdout[-MAX_BYTES:], "module tree")
-        spec = answer.get("spec")
+        return parse_object(done.stdout[-MAX_BYTES:], "module tree")
     except ConfigError as error:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise NoTree(f"its module tree could not be read: {last[:300]}") from error
-    if not isinstance(spec, dict):
-        failure = str(answer.get("failure", "no answer"))
-        if failure.startswith("ImportError"):
-            hint = "install that package, or plan the text model (its text_config as config.json)"
-            raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}", hint=hint)
-        raise NoTree(
-            f"no decoder can be read off what transformers {version('transformers')} builds of it: {failure}",
-            hint="`plan trace -- python train.py` follows a program of yours that trains it",
-        )
-    return spec

@@ -64,6 +64,26 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
     return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
 
 
+def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec | None:
+    """The spec of a type without an adapter by its sizes alone, at once, as `like` would make it; None where they tell
+    of no kind, or of other layers than its.
+
+    Raises:
+        ConfigError: a size is of the wrong type or out of bounds.
+    """
+    from planner.models.adapters import alike
+
+    fields = Fields(config, "config.json")
+    model_type, kind = fields.text("model_type", default="unnamed"), alike.kind_of(fields)
+    if not kind or _adapter(model_type) is not None:
+        return None
+    try:
+        spec = alike.build(fields, kind)
+    except UsageError:
+        return None
+    return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
+
+
 def model_types() -> tuple[str, ...]:
     """Every `model_type` that an adapter knows."""
     from planner.models.adapters.llama_like import FAMILIES
