@@ -17,7 +17,8 @@ from planner.setup import TrainSetup
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from planner.planning.runs import Known
     from planner.samples.lengths import OverLengths
@@ -32,16 +33,22 @@ def dry_run_possible() -> str:
     return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
 
 
-def dry_runs_ahead(num_gpus: int) -> None:
+def dry_runs_ahead(num_gpus: int, *, first: "Callable[[Mapping[str, Any]], None] | None" = None) -> None:
     """From now on a dry run's libraries are loaded beside what is done before one, on so many GPUs, is asked for; the
-    process that loads them reads module trees too."""
+    process that loads them reads module trees too. `first` is told a configuration before its tree is waited for."""
     if dry_run_possible():
         return
     from planner.models import module_tree
     from probes.dryrun.ahead import load_ahead, tree_answer
 
     load_ahead(one_gpu=num_gpus == 1)
-    module_tree.read_with(lambda config: tree_answer(config, module_tree.LIMIT_S))
+
+    def read(config: "Mapping[str, Any]") -> "Mapping[str, Any] | None":
+        if first is not None:
+            first(config)
+        return tree_answer(config, module_tree.LIMIT_S)
+
+    module_tree.read_with(read)
 
 
 def with_dry_run(

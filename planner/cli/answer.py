@@ -35,14 +35,18 @@ def workload_for(
     data: DataOptions = NO_DATA_OPTIONS,
     targets: Sequence[str] = (),
     lookup: Lookup = HERE,
+    spec: "ModelSpec | None" = None,
 ) -> Workload:
     """The workload that the words mean; a data set that is on this machine decides what of length, packing and batch
     was left open.
 
+    Args:
+        spec: stands for the model that `model` names, which is then not looked up.
+
     Raises:
         PlannerError: a name that is not known, or a wish that contradicts itself.
     """
-    spec = lookup.model(model)
+    spec = lookup.model(model) if spec is None else spec
     card = find_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
     if data.dataset is not None and wish.packing is None:

@@ -1,10 +1,10 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -117,7 +117,7 @@ def make(
     names = files.targets(wish.gpus)
     asked_for = partial(workload_for, model, wish=wish, data=data.checked(), targets=names)
     if not rungs.no_dry_run:
-        dry_runs_ahead(wish.gpus or 1)
+        dry_runs_ahead(wish.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
     try:
         asked = asked_for(gpu=gpu, lookup=lookup)
     except UnknownGpuError as error:
@@ -132,6 +132,13 @@ def make(
         written.said += _unpinned(lookup.revision) if any(launch.files for launch in written.launches) else ()
     _show(written, show.names, lookup.words, as_json=as_json)
     _end(written, files)
+
+
+def _first(config: Mapping[str, Any], asked_for: Callable[..., Workload], gpu: str) -> None:
+    """The first answer, before the layers of a type without an adapter are read."""
+    from planner.cli.first import say_first
+
+    say_first(config, lambda spec: asked_for(gpu=gpu, spec=spec))
 
 
 def _end(written: "_Written", files: FileOptions) -> None:

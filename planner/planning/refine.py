@@ -147,6 +147,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     others = [replace(each, candidate=_with_run(each.candidate, runs)) for each in plan.alternatives]
     others = [each for each in others if each.candidate.setup != chosen.setup]
     if plan.workload.model.from_tree:
+        own = correction_key(chosen.setup)
+        others = [each for each in others if correction_key(each.candidate.setup) != own]
         others = [*_that_ran(others, runs, failed, dry_run)]
     return replace(
         plan,
@@ -170,7 +172,8 @@ def _that_ran(
     others: Sequence[Alternative], runs: Mapping[TrainSetup, Prediction], failed: Container[TrainSetup], dry_run: DryRun
 ) -> Iterator[Alternative]:
     """The alternatives with a dry run of their own: of a model that no adapter knows the formula says little. What does
-    not run or fit is none."""
+    not run or fit is none. Those of the chosen one's family, which differ by a rank or a micro-batch, are not worth
+    two thirds of the time of a first plan: the caller leaves them out."""
     for each in others:
         setup = each.candidate.setup
         found = runs.get(setup) or (None if setup in failed else dry_run(setup))

@@ -17,7 +17,6 @@ from typing import Any
 
 from planner.children import child_environment, python_argv
 
-
 TREE = "probes.module_tree:answer"
 
 
