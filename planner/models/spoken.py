@@ -30,6 +30,7 @@ _DATE = re.compile(r"\d{4}")
 _CONTEXT = re.compile(r"\d+k")
 TUNED = frozenset({"instruct", "chat", "it"})
 PLAIN = frozenset({"base", "pt"})
+BASE = "-base"
 FILLERS = frozenset({"meta", "hf", "beta"})
 """Words of a hub id that say nothing of its shape."""
 SPOKEN_FILLERS = frozenset({"hf", "model", "llm", "latest"})
@@ -114,6 +115,10 @@ def understand(name: str) -> Taken | None:
     found = _matches(*_split(rest))
     if not slash:
         return _best(name, found or _matches(*_respelled(rest)))
+    tuned = catalogue.load(name.strip().lower().removesuffix(BASE)) if not found and rest.endswith(BASE) else None
+    if tuned is not None:  # "GLM-4.5-Air-Base": the id names no size, and "base" could be one
+        words = f"no config.json at hand: planned as {tuned.model_id}, which is tuned from it"
+        return Taken(catalogue_id=tuned.model_id.lower(), model_id=name.strip(), words=words)
     from planner.close import close_names
 
     owners = {one.hub_id.owner for one in found}

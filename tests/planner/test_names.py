@@ -49,6 +49,22 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+BASE = (
+    *("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3.5-4B-Base"),
+    *("HuggingFaceTB/SmolLM3-3B-Base", "tiiuae/Falcon3-7B-Base", "mistralai/Mistral-Nemo-Base-2407"),
+    *("unsloth/Qwen3-8B-Base", "unsloth/Qwen3-8B-Base-bnb-4bit", "zai-org/GLM-4.5-Air-Base"),
+)
+"""Ids as the hub has them; of the last the catalogue has the tuned model alone, whose id names no size."""
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_a_base_model_is_planned_under_its_own_id(name: str) -> None:
+    model = resolve_model(name)
+    plain = resolve_model(name.removesuffix("-bnb-4bit").removesuffix("-Base").replace("unsloth", "Qwen"))
+    assert model.model_id == name
+    assert (model.num_layers, model.hidden_size) == (plain.num_layers, plain.hidden_size)
+
+
 @pytest.mark.parametrize("typed", SPOKEN)
 def test_a_spoken_name_is_taken_for_the_one_model_that_it_can_mean_and_it_is_said(typed: str) -> None:
     spec = resolve_model(typed)
