@@ -7,9 +7,9 @@
                                                         # against one of all
 
 A type passes where `plan FOLDER --gpu h100 --seq-len 512 --out DIR`, with nothing cached, reads its config.json as
-transformers writes it, plans it, proves the plan by a dry run and writes launch files. What stands beside the plan, each
-with a dry run of its own, is left out here. Where the default sizes do not fit the card the same model is planned with
-fewer layers.
+transformers writes it, plans it, proves the plan by a dry run and writes launch files. What stands beside the plan,
+each with a dry run of its own, is left out here. Where the default sizes do not fit the card the same model is planned
+with fewer layers.
 """
 
 import argparse
@@ -21,17 +21,20 @@ import multiprocessing
 import os
 import re
 import resource
+import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from planner.evidence.bands import TREE_MIXTURE_BAND
 from planner.models.adapters import model_types
 from probes.dryrun.startup import load_libraries
 
@@ -42,7 +45,10 @@ FEWER = (4, 2, 1)
 """Layers of models whose default sizes fit no card."""
 OWN_LENGTH = ("whisper",)
 """Types whose sequences have the length that the model says."""
+LONGEST = {"prophetnet": 510}
+"""Whose table of positions has two rows fewer than it says."""
 DATA = Path(__file__).parent / "data" / "any_model.jsonl"
+DEPTHS = DATA.with_name("any_model_depths.jsonl")
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy" / "any-model.md"
 _INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
             "indexer_compress_ratio": 4}  # fmt: skip
@@ -129,11 +135,15 @@ def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
     folder, out = answer.parent / model_type, answer.parent / "out"
     os.environ["XDG_CACHE_HOME"] = str(answer.parent / "cache")
     said = io.StringIO()
-    alone = mock.patch("planner.planning.refine._that_ran", lambda *_: iter(()))
+    alone = mock.patch("planner.planning.refine._that_ran", return_value=())
     with redirect_stdout(io.StringIO()), redirect_stderr(said), alone:
         try:
             longest = written(model_type, folder, layers)
-            length = () if model_type in OWN_LENGTH else ("--seq-len", str(min(SEQ_LEN, longest or SEQ_LEN)))
+            length = (
+                ()
+                if model_type in OWN_LENGTH
+                else ("--seq-len", str(min(SEQ_LEN, LONGEST.get(model_type, longest or SEQ_LEN))))
+            )
             code = run([str(folder), "--gpu", GPU, *length, "--out", str(out)])
         except Exception as error:  # whatever a configuration's class makes of its own defaults
             code, line = -1, {"failed": "config", "why": f"{type(error).__name__}: {error}"[:300]}
@@ -173,7 +183,8 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     fits = plan["kind"] == "plan"
     line: dict[str, Any] = {"fits": fits, "params": plan["workload"]["model"]["num_params"]}
     if not fits:
-        return line
+        tried = plan["nearest"]["dry_run"]
+        return line | ({"nearest_bytes": tried["peak_device_bytes"]} if tried and not tried["failure"] else {})
     chosen, tried = plan["chosen"], plan["chosen"]["dry_run"]
     formula = chosen["formula"]
     setup = {name: chosen["setup"][name] for name in ("method", "checkpointing", "micro_batch_seqs")}
@@ -232,7 +243,7 @@ def depth_errors(model_type: str) -> dict[str, Any]:
     return line
 
 
-def _depths(num: int, out: Path | None) -> None:
+def _depths(num: int, out: Path) -> None:
     worst = 0.0
     done = 0
     for model_type in unnamed_types():
@@ -240,13 +251,9 @@ def _depths(num: int, out: Path | None) -> None:
             break
         line = depth_errors(model_type)
         print(json.dumps(line), file=sys.stderr)
-        if out:
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        found = [
-            value for value in line.values() if isinstance(value, dict) and value["layers"][0] < value["layers"][1]
-        ]
-        if found:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if found := _repeated(line):
             done += 1
             worst = max(worst, *(abs(error) for value in found for error in value["errors"]))
     print(f"{done} families that no code names: worst {worst:.4%}")
@@ -279,8 +286,146 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """What passed, and why the others did not."""
     failed = [line for line in lines if not passes(line)]
     rows = [f"{len(lines) - len(failed)} of {len(lines)} types pass"]
-    rows += [f"{line['type']:28} {line.get('failed', 'no fit'):8} {line.get('why', '')[:160]}" for line in failed]
+    rows += [f"{line['type']:28} {line.get('failed', 'no fit'):8} {_why(line)[:160]}" for line in failed]
     return "\n".join(rows)
+
+
+def _why(line: Mapping[str, Any]) -> str:
+    """Why a type does not pass, in one line."""
+    if "failed" not in line:
+        near = (
+            f"; with {line['layers']} layer {line['nearest_bytes'] / 2**30:,.0f} GiB" if "nearest_bytes" in line else ""
+        )
+        return f"read and proven, does not fit the card at any depth{near}"
+    words = " ".join(line["why"].split())
+    return words.partition("builds of it: ")[2].partition(" hint: ")[0] or words
+
+
+def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]) -> str:
+    """docs/accuracy/any-model.md."""
+    passing, strangers = [one for one in lines if passes(one)], {*causal_types()} - {*model_types()}
+    cut = [one for one in passing if one["layers"]]
+    own = [one for one in passing if one["type"] in strangers]
+    slow = [one for one in lines if one["cpu_s"] > LIMIT_S]
+    return _PAGE.format(
+        transformers=version("transformers"),
+        torch=version("torch"),
+        gpu=GPU,
+        seq_len=SEQ_LEN,
+        types=len(causal_types()),
+        counted=len(lines),
+        passing=len(passing),
+        own=len(own),
+        strangers=len(strangers),
+        cut=len(cut),
+        limit_s=LIMIT_S,
+        slow=len(slow),
+        median_s=statistics.median(one["cpu_s"] for one in lines),
+        worst_s=max(one["cpu_s"] for one in lines),
+        slow_types=", ".join(one["type"] for one in slow) or "none",
+        failing="\n".join(
+            f"| {one['type']} | {one.get('failed', 'the card')} | {_why(one)} |" for one in lines if not passes(one)
+        ),
+        formula="\n".join(_formula_rows(passing, strangers)),
+        first=_first_row(own),
+        depths="\n".join(_depth_rows(depths)),
+    )
+
+
+_PAGE = """# Any model on its first day
+
+Written by `python -m benchmarks.any_model --markdown` from `benchmarks/data/any_model.jsonl` and
+`any_model_depths.jsonl`; transformers {transformers}, torch {torch}, on a CPU. Of each type config.json as transformers
+writes its defaults, `plan FOLDER --gpu {gpu} --seq-len {seq_len} --out DIR`, nothing cached; a type passes where plan,
+dry run and launch files came out.
+
+| | types |
+|---|--:|
+| that `AutoModelForCausalLM` builds | {types} |
+| counted here | {counted} |
+| **pass** | **{passing}** |
+| of them without an adapter, read off their module trees | {own} of {strangers} |
+| of them with fewer layers, because the default sizes do not fit the card | {cut} |
+| took more than {limit_s:.0f} CPU seconds | {slow} |
+
+CPU seconds of a type, the libraries loaded and what stands beside the plan left out: median {median_s:.1f}, worst
+{worst_s:.0f}; over the limit: {slow_types}.
+
+## What does not pass
+
+| type | stops at | why |
+|---|---|---|
+{failing}
+
+## Formula against the dry run of the chosen setup, allocated peak
+
+The formula chooses what is run first; the plan then stands on the dry run (±2 %). The bands are those of a plan without
+one (`--no-dry-run`).
+
+| | types | median | 95th | worst | outside the band |
+|---|--:|--:|--:|--:|---|
+{formula}
+
+## The first answer, by the sizes of config.json alone
+
+Said before the layers of a type without an adapter are read: what `--like` would take it for.
+
+| types that have one | median | 90th | worst | outside the band |
+|--:|--:|--:|--:|---|
+{first}
+
+## A run of few layers, repeated, against one of all layers
+
+Families that no code names, two sequences of 128 tokens, LoRA with and without checkpointing and full fine-tuning;
+allocated and reserved peak. Only families whose layers repeat are counted: of the others every layer is run anyway.
+
+| type | layers run | of | worst error | seconds, few | all |
+|---|--:|--:|--:|--:|--:|
+{depths}
+"""
+
+
+def _spread(errors: Sequence[float], share: float) -> str:
+    """Median, a high percentile and the worst of absolute errors, as cells."""
+    ordered = sorted(errors, key=abs)
+    high = abs(ordered[min(len(ordered) - 1, round(share * len(ordered)))])
+    return f"{statistics.median(map(abs, ordered)):.2%} | {high:.1%} | {ordered[-1]:+.1%}"
+
+
+def _formula_rows(lines: Sequence[Mapping[str, Any]], strangers: Set[str]) -> Iterator[str]:
+    wide = [one for one in lines if one["type"] in strangers]
+    parts = {
+        "with an adapter": [one for one in lines if one["type"] not in strangers],
+        "without, dense": [one for one in wide if one["formula_band"] < TREE_MIXTURE_BAND],
+        "without, mixtures": [one for one in wide if one["formula_band"] >= TREE_MIXTURE_BAND],
+    }
+    for name, part in parts.items():
+        if part:
+            out = [one["type"] for one in part if abs(one["formula_error"]) > one["formula_band"]]
+            errors = _spread([one["formula_error"] for one in part], 0.95)
+            yield f"| {name} | {len(part)} | {errors} | {len(out)}: {', '.join(out)} |"
+
+
+def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:
+    known = [one for one in lines if "first" in one]
+    out = [one["type"] for one in known if abs(one["first"]["errors"][0]) > one["first"]["band"]]
+    errors = _spread([one["first"]["errors"][0] for one in known], 0.9)
+    return f"| {len(known)} | {errors} | {len(out)}: {', '.join(out)} |"
+
+
+def _depth_rows(depths: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for line in depths:
+        runs = _repeated(line)
+        if runs:
+            worst = max((error for run in runs for error in run["errors"]), key=abs)
+            seconds = [statistics.median(run["seconds"][place] for run in runs) for place in (0, 1)]
+            few, full = runs[0]["layers"]
+            yield f"| {line['type']} | {few} | {full} | {worst:+.4%} | {seconds[0]:.1f} | {seconds[1]:.1f} |"
+
+
+def _repeated(line: Mapping[str, Any]) -> list[Any]:
+    """The setups of a family whose run of few layers stood for all."""
+    return [one for one in line.values() if isinstance(one, dict) and one["layers"][0] < one["layers"][1]]
 
 
 def main() -> None:
@@ -293,11 +438,12 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.depths:
-        _depths(args.depths, args.out)
+        _depths(args.depths, DEPTHS if args.out == DATA else args.out)
         return
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.markdown:
-        PAGE.write_text(page(lines))
+        depths = [json.loads(line) for line in DEPTHS.read_text().splitlines()]
+        PAGE.write_text(page(lines, depths))
         return
     done = {line["type"] for line in lines}
     types = [one for one in args.types.split(",") if one] or causal_types()

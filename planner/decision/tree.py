@@ -24,6 +24,7 @@ from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
+from planner.planning.refine import never_runs
 from planner.planning.walk import Point
 from planner.predict import attention_kernels, device_peak_bytes
 from planner.setup import TrainSetup
@@ -35,6 +36,7 @@ METHOD_BAND = 0.10
 """How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of
 QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both."""
 
+CHECKPOINTING = "Is gradient checkpointing needed?"
 TIGHT = "by less than the formula errs"
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
@@ -131,8 +133,11 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
         cuts: tuple[Cut, ...] = ()
         if known.best() is None:
             choice = "no"
+            stops = never_runs(need, budget)
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
-            cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=need, budget_bytes=budget),)
+            reason = f"its step stops in every {name} setup that could fit" if stops else reason
+            shown = None if stops else need
+            cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=shown, budget_bytes=budget),)
         elif node == chosen:
             choice = "yes, taken" if known.sure else "it may, taken"
             reason = _taken(node, facts, need, workload)
@@ -144,7 +149,7 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
                 question=f"Does {name} fit with one sequence?",
                 choice=choice,
                 reason=reason + _cast_note(workload, known),
-                needed_bytes=need,
+                needed_bytes=None if never_runs(need, budget) else need,
                 budget_bytes=budget,
                 cuts=cuts,
             )
@@ -178,8 +183,9 @@ def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Worklo
     for node in order[: order.index(chosen)] if chosen in order else ():
         known = facts[node]
         if known.smallest is not None and known.best() is None:
-            more = known.smallest.peak_device_bytes - workload.budget_bytes
-            why.append(f"{node.words} needs {gib(more)} more than there is")
+            need = known.smallest.peak_device_bytes
+            stops, more = never_runs(need, workload.budget_bytes), gib(need - workload.budget_bytes)
+            why.append(f"{node.words} does not run" if stops else f"{node.words} needs {more} more than there is")
         elif known.best() is not None and not known.sure and node is not Node.FULL:
             why.append(f"{node.words} may fit, {TIGHT}")
     if chosen is Node.FULL and data_needs_full(workload):
@@ -339,6 +345,8 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
 
 def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
     """Whether checkpointing is needed where one sequence without it needs so many bytes."""
+    if never_runs(need, budget):
+        return Answer(question=CHECKPOINTING, choice="yes", reason="without it the step stops with an error")
     if need > budget:
         choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
     elif family.checkpointing:
@@ -348,8 +356,7 @@ def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
         choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
     if family.checkpointing > 1 and choice == "yes":
         choice = f"every {family.checkpointing} layers"
-    question = "Is gradient checkpointing needed?"
-    return Answer(question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
+    return Answer(question=CHECKPOINTING, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
 
 
 def _micro_batch_answer(best: Point, workload: Workload, same_node: list[Point]) -> Answer:

@@ -193,8 +193,7 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return f"{model.model_type} turns sound into text: transformers' {SOUND_TRAINER} trains it; use the hf target"
     if model.is_encoder_decoder and model.front_end is None:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
-    causal = model.built_class.endswith(("ForCausalLM", "LMHeadModel"))
-    if model.from_tree and not causal and setup.images is None:
+    if "causal" in model.lacks and setup.images is None:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type in REMOTE_TYPES:
         return (

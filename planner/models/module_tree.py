@@ -28,7 +28,7 @@ from planner.outputs import write_whole
 NEEDED = ("torch", "transformers", "peft")
 LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
-VERSION = 7
+VERSION = 8
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 
 

@@ -26,9 +26,9 @@ ModuleKind = Literal["linear", "conv1d", "parameter"]
 NormKind = Literal["rms", "layer"]
 
 
-LACKING = ("checkpointing", "bare-head", "encoder")
+LACKING = ("checkpointing", "bare-head", "encoder", "causal")
 """What a model class may lack: gradient checkpointing; logits that are its last hidden states times a matrix alone; the
-encoder of a pair of which `AutoModelForCausalLM` builds the decoder."""
+encoder of a pair of which `AutoModelForCausalLM` builds the decoder; a place among what that builds at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

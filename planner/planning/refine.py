@@ -15,6 +15,7 @@ from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
 from planner.units import gib, percent
+from planner.workload import Workload
 
 MAX_DRY_RUNS = 6
 
@@ -74,6 +75,11 @@ CAUSES: Mapping[str, tuple[Callable[[TrainSetup], bool], Mapping[str, Any]]] = {
 name is the key of the correction for all of them."""
 
 
+def never_runs(peak_bytes: int, budget_bytes: int) -> bool:
+    """Whether a corrected peak is that of a setup whose family stopped."""
+    return peak_bytes > budget_bytes * CANNOT_RUN / 1000  # of 0.5 GiB at least, and no card has a thousand times that
+
+
 def stopped(corrections: Mapping[CorrectionKey, float], setup: TrainSetup) -> bool:
     """Whether a setup has what stopped another one's step."""
     return any((name,) in corrections and has(setup) for name, (has, _) in CAUSES.items())
@@ -108,8 +114,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     corrections: dict[CorrectionKey, float] = {}
     plan = plan_with(corrections)
     first = plan.chosen if isinstance(plan, Plan) else None
-    while isinstance(plan, Plan) and plan.chosen.setup not in (*runs, *failed) and len(runs) + len(failed) < max_runs:
-        chosen = plan.chosen
+    while (chosen := _unproven(plan)) and chosen.setup not in (*runs, *failed) and len(runs) + len(failed) < max_runs:
         found = dry_run(chosen.setup)
         if isinstance(found, ProbeFailure):
             if not plan.workload.model.from_tree:
@@ -126,7 +131,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
         if chosen.setup.num_gpus > 1 and ratio > 1:
             corrections[spread_correction_key(chosen.setup)] = ratio
-        if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan, runs[setup]) for setup in runs):
+        if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan.workload, runs[setup]) for setup in runs):
             corrections[ANY_SETUP] = max(one for one in corrections.values() if one < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
@@ -159,6 +164,16 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     )
 
 
+def _unproven(plan: Plan | NoPlan) -> Candidate | None:
+    """What a dry run is to say more of: the chosen setup; where nothing fits of a model that no adapter knows, the
+    nearest, if it is over by less than the formula errs."""
+    if isinstance(plan, Plan):
+        return plan.chosen
+    formula = plan.nearest.formula
+    near = formula.peak_device_bytes * (1 - formula.memory_band_fraction) <= plan.workload.budget_bytes
+    return plan.nearest if plan.workload.model.from_tree and near else None
+
+
 def _refusals(failed: Mapping[TrainSetup, ProbeFailure]) -> Iterator[Answer]:
     """What the real step would not run of a model that no adapter knows, which the plan therefore leaves out."""
     for setup, failure in failed.items():
@@ -188,8 +203,8 @@ def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Ca
     return candidate if found is None else replace(candidate, dry_run=found)
 
 
-def _fits(plan: Plan, found: Prediction) -> bool:
-    return found.peak_device_bytes * (1 + found.memory_band_fraction) <= plan.workload.budget_bytes
+def _fits(workload: Workload, found: Prediction) -> bool:
+    return found.peak_device_bytes * (1 + found.memory_band_fraction) <= workload.budget_bytes
 
 
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:

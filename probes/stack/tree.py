@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from planner.models.adapters.parts import seeing_ahead
 from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
@@ -161,6 +162,8 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
         yield "bare-head"
     if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
         yield "encoder"
+    if type(model.config) not in AutoModelForCausalLM._model_mapping:
+        yield "causal"
 
 
 def _moved_targets(model_type: str) -> tuple[tuple[str, str], ...]:

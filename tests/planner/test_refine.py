@@ -9,7 +9,7 @@ import pytest
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.planning.refine import MAX_DRY_RUNS, DryRun, exact_bytes, refine
+from planner.planning.refine import MAX_DRY_RUNS, DryRun, correction_key, exact_bytes, refine
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -94,9 +94,10 @@ def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
 
 
 def stranger(**fields: Any) -> Workload:
-    """A model that only its module tree is known of."""
+    """A model that only its module tree is known of, and no step profile."""
     workload = wish("Qwen/Qwen2.5-1.5B", **fields)
-    return replace(workload, model=replace(workload.model, from_tree=True))
+    config = {**workload.model.config, "bias_of_a_stranger": True}
+    return replace(workload, model=replace(workload.model, from_tree=True, config=config))
 
 
 def running(
@@ -162,3 +163,38 @@ def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
     plan = refine(lambda corrections: plan_workload(workload, corrections), run)
     assert isinstance(plan, NoPlan)
     assert any("does not run: no such product" in note for note in plan.notes)
+    quantized = [answer for answer in plan.tree if "4-bit" in answer.question]
+    assert quantized[0].reason.startswith("its step stops in every 4-bit")
+    assert quantized[0].needed_bytes is None  # a million times what it needs is no figure
+
+
+def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_nothing_is_said_to_fit() -> None:
+    def plan_with(corrections: Any) -> Plan | NoPlan:
+        return plan_workload(workload, corrections)
+
+    least = plan_workload(stranger(memory_gib=1.5))
+    assert isinstance(least, NoPlan)
+    memory_gib = least.nearest.formula.peak_device_bytes / 2**30  # of which a part is kept free
+    log, workload = list[TrainSetup](), stranger(memory_gib=memory_gib)
+    assert isinstance(plan_with(None), NoPlan)
+
+    def smaller(setup: TrainSetup) -> Prediction:
+        log.append(setup)
+        formula = predict(workload.model, workload.gpu, setup)
+        return replace(formula, rung=Rung.DRY_RUN, peak_device_bytes=int(0.8 * formula.peak_device_bytes))
+
+    plan = refine(plan_with, smaller)
+    assert isinstance(plan, Plan)
+    assert log[0].method == "qlora"
+
+
+def test_what_stands_beside_a_stranger_is_of_another_family() -> None:
+    workload, log = stranger(memory_gib=24), list[TrainSetup]()
+    plan = refine(
+        lambda corrections: plan_workload(workload, corrections), running(workload, lambda setup: False, log, keeps=1)
+    )
+    assert isinstance(plan, Plan)
+    assert plan.alternatives
+    own = correction_key(plan.chosen.setup)
+    assert all(correction_key(each.candidate.setup) != own for each in plan.alternatives)
+    assert len(log) == len({*log})

@@ -38,6 +38,8 @@ except ValueError:
     pass
 else:
     raise AssertionError("the child's word")
+tree = ahead.tree_answer(model.config, 1000.0)["spec"]
+assert (len(tree["layer_order"]), tree["vocab_size"]) == (model.num_layers, model.vocab_size)
 assert ahead._HELPER is first and first._child.poll() is None
 several = figures(spread)
 assert first._child is None and ahead._HELPER is not first
@@ -49,6 +51,9 @@ try:
     ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=interrupted)
 except KeyboardInterrupt:
     pass
+assert ahead._HELPER._child is None
+ahead._HELPER = None
+assert ahead.tree_answer(model.config, 0.01) is None  # ended before it had loaded anything
 assert ahead._HELPER._child is None
 ahead._HELPER = None
 assert figures() == beside

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from planner.app.climb import dry_runs_ahead
 from planner.errors import ConfigError, UnknownModelError
 from planner.evidence.bands import ENCODER_BAND
 from planner.exporters import EXPORTERS
@@ -242,6 +243,30 @@ def test_what_transformers_does_not_know_starts_nothing(monkeypatch: pytest.Monk
             spec_from_config({"model_type": name}, model_id="m", source="s")
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         spec_from_config({"model_type": "exaone4", "num_hidden_layers": 10**9}, model_id="m", source="s")
+
+
+def test_the_process_that_loads_the_libraries_reads_the_tree_after_the_first_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One import of the libraries instead of two; where it has no answer a child of its own gives one."""
+    told: list[str] = []
+
+    def answer(config: Mapping[str, Any], limit_s: float) -> Mapping[str, Any] | None:
+        told.append(f"read within {limit_s:g}")
+        return {"failure": "ValueError: no heads"} if config["hidden_size"] == 1 else None
+
+    monkeypatch.setattr("probes.dryrun.ahead.load_ahead", lambda **_: None)
+    monkeypatch.setattr("probes.dryrun.ahead.tree_answer", answer)
+    monkeypatch.setattr(module_tree, "LIMIT_S", 7)
+    monkeypatch.setattr(module_tree, "_readers", [])
+    monkeypatch.setattr(module_tree, "_cached", lambda config: tmp_path / "spec.json")
+    monkeypatch.setattr(module_tree, "_child_answer", lambda config: {"failure": "ValueError: a child's"})
+    dry_runs_ahead(1, first=lambda config: told.append(str(config["model_type"])))
+    for width, words in ((1, "no heads"), (2, "a child's")):
+        with pytest.raises(UnknownModelError, match=words):
+            spec_from_config({"model_type": "exaone4", "hidden_size": width}, model_id="m", source="s")
+        assert told == ["exaone4", "read within 7"]
+        told.clear()
 
 
 @pytest.mark.parametrize(

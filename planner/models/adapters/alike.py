@@ -41,6 +41,8 @@ _NAMES = {
     "moe_layer_freq": ("moe_layer_interval", "expert_layer_period", "interleave_moe_layer_step", "decoder_sparse_step"),
 }
 """A size -> its names in the configurations of other types (transformers' `attribute_map`s, remote code)."""
+MOST_EXPERTS = 1024
+"""More are looked up in a table (Doge's 16,384), not multiplied by; the largest mixture of the catalogue has 512."""
 _DECIDING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _STRANGERS = ("ssm", "mamba", "rwkv", "state_size", "conv_kernel", "linear_attn", "linear_key", "kv_lora_rank")
 """Parts of names that tell of layers without softmax attention over keys and values of their own."""
@@ -62,7 +64,9 @@ def kind_of(fields: Fields) -> str:
     if any(raw.get(name) is None for name in _DECIDING) or _strange(raw):
         return ""
     num = raw.get("num_experts")
-    return "mixture" if isinstance(num, int) and num > 1 else "llama"
+    if not isinstance(num, int) or num <= 1:
+        return "llama"
+    return "mixture" if num <= MOST_EXPERTS else ""
 
 
 def _strange(raw: Mapping[str, Any]) -> str:
