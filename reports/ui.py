@@ -67,6 +67,7 @@ def page(
     writes: bool,
     first: tuple[str, str] | None = None,
     data: Sequence[str] = (),
+    sized: bool = False,
 ) -> str:
     """The page.
 
@@ -74,7 +75,8 @@ def page(
         models, gpus: what may be picked.
         writes: whether a server stands behind it that hands out launch files.
         first: model and GPU that are shown at first.
-        data: the words of a command that name the data set, none where the page asks how much is trained on.
+        data: the words of a command that name the data set.
+        sized: whether its size is known; else the page asks how much is trained on.
     """
     offered = {
         "models": [[one.model_id, one.num_params] for one in models],
@@ -82,6 +84,7 @@ def page(
         "first": first or (models[0].model_id, gpus[0].key),
         "writes": writes,
         "data": clean(shlex.join(data)),
+        "sized": sized,
     }
     folder = files("reports") / "templates"
     text = (folder / "ui.html").read_text(encoding="utf-8")

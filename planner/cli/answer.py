@@ -57,18 +57,24 @@ def workload_for(
     return asked.workload(spec, card, wish.cluster(card))
 
 
-def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions, stats: "DatasetStats | None" = None) -> Wish:
-    """The wish that options and data mean for a model on any card.
-
-    Args:
-        stats: of the data set, where it was read before; nothing is told of it then.
+def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions) -> Wish:
+    """The wish that options and data mean for a model on any card; what the data are is told.
 
     Raises:
         UsageError: what makes no sense, or contradicts itself.
     """
+    return wish_of(spec, wish, data, read_data(data, spec, aim_of(wish.fixed())), say)
+
+
+def wish_of(
+    spec: "ModelSpec",
+    wish: WishOptions,
+    data: DataOptions,
+    stats: "DatasetStats | None",
+    tell: Callable[[str], None] = lambda words: None,
+) -> Wish:
+    """The same of data that were read (`read_data`); `tell` gets what is worth knowing of their lengths."""
     aim = aim_of(wish.fixed())
-    tell = say if stats is None else _quiet
-    stats = stats or read_data(data, spec, aim)
     if stats is None:
         asked, file = wish.wish(), data.dataset or ""
         return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
@@ -135,10 +141,6 @@ def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoi
         epoch_seqs=more,
         epoch_tokens=rollout.num_generations * prompts.epoch_tokens + more * rollout.completion_tokens,
     )
-
-
-def _quiet(words: str) -> None:
-    """Tells nothing."""
 
 
 def read_data(data: DataOptions, spec: "ModelSpec", aim: Objective) -> "DatasetStats | None":

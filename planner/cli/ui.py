@@ -21,7 +21,7 @@ import typer
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.cli import options
-from planner.cli.answer import read_data, wish_for
+from planner.cli.answer import read_data, wish_of
 from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from planner.cli.output import console, write_text
 from planner.cli.setup_flags import takes_options
@@ -128,6 +128,8 @@ class Shelf:
         self._wish = wish
         self._stats: dict[str, DatasetStats | None] = {}
         self._grids: dict[tuple[str, str, int | None], Grid] = {}
+        first = next(one for one in self.models if one.model_id == self.first()[0])
+        self.sized = self._read(first) is not None  # says at once what is wrong with it
 
     def first(self) -> tuple[str, str]:
         """What is shown at first."""
@@ -156,18 +158,22 @@ class Shelf:
         return self._grids[key]
 
     def _grid(self, model: ModelSpec, gpu: GpuSpec, tokens: int | None) -> Grid:
-        if model.model_id not in self._stats:
-            self._stats[model.model_id] = read_data(self.data, model, OBJECTIVES[DEFAULT_OBJECTIVE])
-        wish, stats = replace(self._wish, dataset_tokens=tokens), self._stats[model.model_id]
+        wish, stats = replace(self._wish, dataset_tokens=tokens), self._read(model)
 
         def of_length(length: int | None) -> Workload:
-            return wish_for(model, replace(wish, seq_len=length), self.data, stats).workload(model, gpu)
+            return wish_of(model, replace(wish, seq_len=length), self.data, stats).workload(model, gpu)
 
         usual = of_length(None)
         most = model.max_position_embeddings
         lengths = {length for length in LENGTHS if most is None or length <= most} | {usual.seq_len_tokens}
         asked = {length: of_length(length) for length in sorted(lengths)} | {usual.seq_len_tokens: usual}
         return grid_of([asked[length] for length in sorted(asked)], sorted(asked).index(usual.seq_len_tokens))
+
+    def _read(self, model: ModelSpec) -> DatasetStats | None:
+        """The data set in this model's tokens."""
+        if model.model_id not in self._stats:
+            self._stats[model.model_id] = read_data(self.data, model, OBJECTIVES[DEFAULT_OBJECTIVE])
+        return self._stats[model.model_id]
 
     def named(self, name: str, tokens: int | None = None) -> Grid | None:
         """The figures of the pair with this name, None where it is not on offer."""
@@ -178,7 +184,7 @@ class Shelf:
 
     def page(self, *, writes: bool) -> str:
         """The page with everything on offer."""
-        return page(self.models, self.gpus, writes=writes, first=self.first(), data=self.data.words)
+        return page(self.models, self.gpus, writes=writes, first=self.first(), data=self.data.words, sized=self.sized)
 
 
 def launch_zip(grid: Grid, at: int) -> bytes:

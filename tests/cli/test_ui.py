@@ -234,3 +234,4 @@ def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
     assert run(["ui", "--static", str(tmp_path), "--model", MODEL, "--gpu", GPU]) == 0
     assert {one.name for one in tmp_path.rglob("*.*")} == {"index.html", "openai-community--gpt2--rtx-3060.js"}
     assert run(["ui", "--static", str(tmp_path), "--model", "no/such-model-here", "--gpu", GPU]) == 2
+    assert run(["ui", "--no-browser", "--model", MODEL, "--dataset", str(tmp_path / "none.jsonl")]) == 2
