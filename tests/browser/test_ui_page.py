@@ -109,6 +109,10 @@ def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: s
     browser.wait("!document.body.dataset.busy")
     assert box.get_attribute("value") == MODELS[1]
     assert text(browser, "verdict").startswith("Fits: ")
+    box.send_keys("gpt 2", Keys.ENTER)  # what is typed next replaces the name, and need not wait for the list
+    browser.wait(f"document.getElementById('model').value === '{MODELS[0]}'")
+    box.send_keys("gptj", Keys.ENTER)
+    browser.wait(f"document.getElementById('model').value === '{MODELS[1]}' && !document.body.dataset.busy")
     change(browser, "method", "full")
     assert text(browser, "verdict").startswith("Does not fit")
     assert "QLoRA rank" in text(browser, "fix")
