@@ -1,10 +1,11 @@
 """`plan oom FILE|-`: why a run ran out of memory, from its traceback, log or memory snapshot; with its config, what
 would fit."""
 
+import codecs
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
@@ -17,8 +18,9 @@ from planner.interchange import to_jsonable
 from planner.redaction import without_secrets
 from planner.units import gib
 
-MAX_TEXT_BYTES = 64 * 1024**2
+MAX_TEXT_BYTES = 16 * 1024**2
 """Of a longer log the end is read: the error stands there."""
+CHUNK_BYTES = 1024**2
 CONFIG_ENDINGS = (".yaml", ".yml", ".sh", ".py")
 MAX_BESIDE = 40
 NUM_CHANGES = 4
@@ -59,19 +61,38 @@ def oom(
 
 def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
     if file == "-":
-        return diagnose(sys.stdin.read(MAX_TEXT_BYTES)), None
+        return diagnose(_text(sys.stdin.buffer)), None
     path = Path(file)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise UsageError(
             f"{file}: no such file", hint="a log, a traceback or a memory snapshot; - reads what you paste"
         )
     with path.open("rb") as opened:
-        head = opened.read(4)
-        if is_snapshot(head):
+        if not opened.seekable():
+            return diagnose(_text(opened)), None
+        if is_snapshot(opened.read(4)):
             snapshot = read_snapshot(path)
             return diagnose_message(snapshot.message), snapshot
-        opened.seek(max(0, path.stat().st_size - MAX_TEXT_BYTES))
-        return diagnose(opened.read().decode("utf-8", errors="replace")), None
+        opened.seek(0)
+        head = opened.read(2)
+        end = path.stat().st_size
+        opened.seek(max(0, end - MAX_TEXT_BYTES) // 2 * 2)
+        return diagnose(_decoded(opened.read(MAX_TEXT_BYTES + 1), head)), None
+
+
+def _text(stream: BinaryIO) -> str:
+    """The end of a stream, however long it is."""
+    kept, head = b"", b""
+    while chunk := stream.read(CHUNK_BYTES):
+        head = head or chunk[:2]
+        kept = (kept + chunk)[-MAX_TEXT_BYTES:]
+    return _decoded(kept, head)
+
+
+def _decoded(data: bytes, head: bytes) -> str:
+    """A log as text: PowerShell's > writes two bytes a letter, after a mark."""
+    two = head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return data.decode(("utf-16-le" if head == codecs.BOM_UTF16_LE else "utf-16-be") if two else "utf-8", "replace")
 
 
 def _beside(log: Path) -> Path | None:

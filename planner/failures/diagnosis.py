@@ -10,6 +10,8 @@ from planner.units import GIB, gib
 
 MANY_BYTES = GIB // 2
 """What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
+LARGE_FRACTION = 0.1
+"""Of the card, before others or pieces are the cause and not beside it: full cards hold a few percent of pieces."""
 CARD_TOLERANCE = 0.008
 """A message rounds the total to two digits, and drivers differ by some MiB."""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
@@ -52,12 +54,12 @@ def diagnose(text: str) -> Diagnosis:
 
 def diagnose_message(message: Message) -> Diagnosis:
     """What an error's figures and calls say."""
-    phase = phase_of(message.frames) if message.where else None
+    phase = phase_of(message.frames, message.code) if message.where else None
     causes = tuple(_host(message) if message.where == "host" else _causes(message, phase))
     unknown = []
-    if message.where and not message.frames:
+    if message.where == "device" and not message.frames and phase is None:
         unknown.append("the traceback: paste it from 'Traceback (most recent call last)' on")
-    elif message.where and phase is None:
+    elif message.where == "device" and phase is None:
         unknown.append("which part of the run it was: none of these calls is known")
     return Diagnosis(
         message=message, phase=phase, causes=causes, cards=_cards(message.total_bytes), unknown=tuple(unknown)
@@ -71,7 +73,8 @@ def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
     for cause, gained in (_others(message), _scattered(message)):
         if cause is not None:
             wanted = message.tried_bytes or 0
-            (enough if wanted <= (message.free_bytes or 0) + gained else also).append(cause)
+            large = gained >= LARGE_FRACTION * (message.total_bytes or 0)
+            (enough if large and wanted <= (message.free_bytes or 0) + gained else also).append(cause)
     yield from enough
     total, tried = message.total_bytes, message.tried_bytes
     if total and tried and tried > total:
@@ -80,7 +83,7 @@ def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
         yield Cause(name="one allocation", words=words, changes=())
     if phase is not None:
         yield Cause(name=phase.name, words=f"{phase.words}: {phase.why}", changes=phase.changes)
-    yield from also
+        yield from also
 
 
 def _others(message: Message) -> tuple[Cause | None, int]:

@@ -4,7 +4,7 @@ The names are those of torch, transformers, TRL, peft, accelerate, bitsandbytes,
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from planner.failures.message import Frame
 from planner.records import dataclass
@@ -133,6 +133,7 @@ PHASES = {
             changes=(
                 "fewer completions at once (num_generations, generation_batch_size, steps_per_generation)",
                 "vllm_gpu_memory_utilization down, or vllm_enable_sleep_mode=True",
+                "ds3_gather_for_generation=False (DeepSpeed ZeRO-3): the weights stay spread, slower",
                 "a shorter max_completion_length",
             ),
         ),
@@ -162,7 +163,10 @@ PHASES = {
 _TRAINER_EVALUATES = (
     "evaluate|evaluation_loop|prediction_loop|prediction_step|predict|_evaluate|eval_loop|validation_step"
 )
-_SAVES = "_?save_\\w+|merge_and_unload|_load_best_model|_save|_load_from_checkpoint|full_tensor|get_model_state_dict"
+_SAVES = (
+    "_?(?:[a-z]+_)?save_(?!evaluate)\\w+|merge_and_unload|_merge_lora|_load_best_model|_save|_load_from_checkpoint"
+    "|full_tensor|get_model_state_dict|push_to_hub\\w*|_\\w*state_dict_hook"
+)
 _REFERENCE = "compute_reference_log_probs|compute_ref_log_probs|_get_per_token_logps_ref|compute_ref_logprobs"
 _LOSSES = (
     "cross_entropy|\\w*log_softmax|ForCausalLMLoss|compute_log_probs|get_batch_logps|entropy_from_logits|logsumexp"
@@ -171,13 +175,17 @@ _LOADS = "from_pretrained|_load_pretrained_model|_move_model_to_device|create_qu
 _RULES = (
     # phase, pattern of "file:function": the first rule that any frame meets
     ("evaluation-gather", r":(?:pad_across_processes|nested_concat|nested_numpify|_?gather_for_metrics)$"),
-    ("save", rf":(?:{_SAVES}|consolidate\w*|_full_post_state_dict_hook|merge)$"),
-    ("generation", r"generation/utils\.py:|:_?generate\w*$|vllm/|:_sample$|:_prefill$"),
+    ("save", rf":(?:{_SAVES}|consolidate\w*|merge)$"),
+    (
+        "generation",
+        r"generation/utils\.py:|(?::_?generate\w*|:unwrap_model_for_generation)$|vllm/|:_sample$|:_prefill$",
+    ),
     ("evaluation", rf":(?:{_TRAINER_EVALUATES})$"),
     (
         "optimizer",
         r"torch/optim/(?!lr_scheduler)\w+\.py:|bitsandbytes/optim/|:(?:init_state|_init_group|_take_model_step)$",
     ),
+    ("optimizer", r"accelerate/optimizer\.py:step$|grad_scaler\.py:(?:step|_maybe_opt_step)$"),
     ("optimizer", r"(?:low_level_optim|hybrid_adam|stage_1_and_2|stage3|cpu_adam|fused_adam)\.py:step$"),
     ("kbit-cast", r":prepare_model_for_kbit_training$"),
     ("reference", rf":(?:{_REFERENCE})$"),
@@ -197,17 +205,45 @@ _RULES = (
     ("wrap", r"deepspeed/(?:__init__\.py:initialize|runtime/(?:engine|zero/\w+)\.py:(?:__init__|_configure\w*))"),
     ("load", rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$"),
     ("forward", r":(?:training_step|compute_loss|_inner_training_loop|forward|train_step|forward_pass)$"),
-    ("load", r":(?:cuda|to|_quantize|half|bfloat16)$"),
+    ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
 )
+_CODE_RULES = (
+    # phase, pattern of a source line
+    ("evaluation-gather", r"\bpreds\w* = .{0,80}(?:torch\.cat|nested_concat)"),
+    ("save", r"state_dict\(\)|save_pretrained\(|torch\.save\(|merge_and_unload\("),
+    ("generation", r"\.generate\("),
+    ("optimizer", r"optim\w*['\"\]]{0,2}\.step\(|\bexp_avg"),
+    ("loss", r"lm_head\(|cross_entropy|log_softmax|logsumexp|logits\.float\("),
+    ("backward", r"\.backward\(|run_backward"),
+    (
+        "attention",
+        r"att(?:entio)?n\w*\.softmax|attn_(?:weights|scores|probs) = |scaled_dot_product|matmul\(q|softmax\(att",
+    ),
+    ("load", r"\.to\((?:self\.)?(?:args\.)?\w*device|\.cuda\(\)|from_pretrained\(|prepare_model\("),
+    ("forward", r"\bF\.\w+\(|\b_?(?:model|unet|transformer)\("),
+)
+_REFINED = {
+    None: {name for name, _ in _CODE_RULES},
+    "forward": {"loss", "attention"},
+    "evaluation": {"evaluation-gather"},
+}
+"""Phase by the calls -> what the source lines may make of it."""
 
 
-def phase_of(frames: Iterable[Frame]) -> Phase | None:
-    """The part of the run that these calls belong to, None where no rule knows them.
+def phase_of(frames: Iterable[Frame], code: str = "") -> Phase | None:
+    """The part of the run that these calls, and the line before the error, belong to; None where no rule knows them.
 
     A rule counts wherever it is met: an evaluation's forward pass is evaluation, a checkpointed layer's is recompute.
     """
+    frames = list(frames)
     calls = [f"{frame.file.replace(chr(92), '/')}:{frame.function}" for frame in frames]
-    for name, pattern in _RULES:
-        if any(re.search(pattern, call) for call in calls):
-            return PHASES[name]
-    return None
+    found = _met(_RULES, calls)
+    codes = [frame.code for frame in frames if "torch/_" not in frame.file]
+    allowed = _REFINED.get(found, set())
+    refined = _met([rule for rule in _CODE_RULES if rule[0] in allowed], [*codes, code])
+    name = refined or found
+    return PHASES[name] if name else None
+
+
+def _met(rules: Iterable[tuple[str, str]], lines: Sequence[str]) -> str | None:
+    return next((name for name, pattern in rules if any(re.search(pattern, line) for line in lines)), None)

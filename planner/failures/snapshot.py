@@ -5,8 +5,10 @@ nothing: a file that names one is refused.
 """
 
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,13 @@ from planner.records import dataclass
 
 MAX_FILE_BYTES = 400 * 1024**2
 MAX_BLOCKS = 3_000_000
+OBJECTS_PER_BYTE = 24
+"""Bytes that a pickle's objects may take for each of its own: those of a snapshot take about 10."""
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError,
+    RecursionError, ImportError,
+)  # fmt: skip
+"""What the unpickler, and a document of another form, raise."""
 NUM_HOLDERS = 6
 _LIBRARIES = ("site-packages", "dist-packages", "torch/", "??", "python3", "lib/")
 """Parts of a path that is no program of the user's."""
@@ -70,15 +79,33 @@ def read_snapshot(path: Path) -> Snapshot:
             f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB", hint="record fewer events (max_entries)"
         )
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, _bounded_memory(path.stat().st_size):
             document = _DataOnly(file).load()
         return _snapshot(document)
     except ConfigError:
         raise
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError, MemoryError):
+    except DAMAGED:
         raise ConfigError(
             f"{path.name} is no memory snapshot", hint="write it with torch.cuda.memory._dump_snapshot(FILE)"
         ) from None
+
+
+@contextmanager
+def _bounded_memory(file_bytes: int) -> Iterator[None]:
+    """A pickle of ten bytes can ask for 64 GiB: CPython's unpickler clears its memo up to any index that is named."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bound = used + 1024**3 + OBJECTS_PER_BYTE * file_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (bound if soft == resource.RLIM_INFINITY else min(soft, bound), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _snapshot(document: Mapping[str, Any]) -> Snapshot:
