@@ -30,6 +30,25 @@ class Cause:
     changes: tuple[str, ...]
 
 
+HOST = {
+    "host": Cause(
+        name="host memory",
+        words="the machine's own memory ran out, not the GPU's: the system ended the process",
+        changes=(
+            "several processes each load the whole model: low_cpu_mem_usage, or FSDP's cpu_ram_efficient_loading",
+            "fewer data loader workers, a data set that is streamed or memory-mapped rather than a list",
+            "offload less to the host, or rent a machine with more memory",
+        ),
+    ),
+    "shared": Cause(
+        name="shared memory",
+        words="/dev/shm ran out, through which the data loader's workers hand over their batches",
+        changes=("docker run --shm-size=16g (or --ipc=host)", "dataloader_num_workers=0"),
+    ),
+}
+"""Where memory ran out, other than on the card -> the cause."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """What is known of a failure.
@@ -55,7 +74,7 @@ def diagnose(text: str) -> Diagnosis:
 def diagnose_message(message: Message) -> Diagnosis:
     """What an error's figures and calls say."""
     phase = phase_of(message.frames, message.code) if message.where else None
-    causes = tuple(_host(message) if message.where == "host" else _causes(message, phase))
+    causes = (HOST[message.where],) if message.where in HOST else tuple(_causes(message, phase))
     unknown = []
     if message.where == "device" and not message.frames and phase is None:
         unknown.append("the traceback: paste it from 'Traceback (most recent call last)' on")
@@ -107,18 +126,6 @@ def _scattered(message: Message) -> tuple[Cause | None, int]:
     words = f"PyTorch holds {gib(pieces)} that is free, in pieces too small for the {gib(tried)} asked for"
     changes = (EXPANDABLE, "batches of like lengths (group_by_length, packing): pieces of one size are used again")
     return Cause(name="fragmentation", words=words, changes=changes), pieces
-
-
-def _host(message: Message) -> Iterator[Cause]:
-    yield Cause(
-        name="host memory",
-        words="the machine's own memory ran out, not the GPU's: the system ended the process",
-        changes=(
-            "several processes each load the whole model: low_cpu_mem_usage, or FSDP's cpu_ram_efficient_loading",
-            "fewer data loader workers, a data set that is streamed or memory-mapped rather than a list",
-            "offload less to the host, or rent a machine with more memory",
-        ),
-    )
 
 
 def _cards(total_bytes: int | None) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Python's own, IPython's old and new ones, pytest's, rich's boxes, or a chain of 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.records import dataclass
 from planner.units import GIB, KIB, MIB
@@ -36,6 +36,10 @@ _FRAMES = (
         r"(?P<file>[\w./\\-]{1,300}\.py):(?P<line>\d{1,9})(?:: in)? (?P<name>\w{1,200})[ \t]*(?:->|$)", re.MULTILINE
     ),
 )
+_IN_ENGINE = re.compile(
+    r"^ {1,4}(?P<file>/[^\s(]{1,300}\.py)\((?P<line>\d{1,9})\): ?(?P<name>\w{0,200})$", re.MULTILINE
+)
+"""Python's calls inside autograd's engine, which pybind11 lists after the message, the innermost first."""
 _ARROW = re.compile(
     r"^-{1,12}> {0,8}(?P<line>\d{1,9}) (?P<code>[^\n]{1,300})|❱ {0,8}\d{1,9} │(?P<boxed>[^\n]{1,300})", re.MULTILINE
 )
@@ -56,12 +60,16 @@ _FIGURES = {
 }
 _DEVICE_ERRORS = re.compile(
     r"(?:CUDA|HIP|XPU|GPU)[: ]{1,2}(?:error: )?out[- ]of[- ](?:the )?memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-    r"|MPS backend out of memory|OutOfMemoryError|Tried to allocate \d|Failed to CUDA calloc|cudaErrorMemoryAllocation",
+    r"|MPS backend out of memory|OutOfMemoryError|(?-i:Tried) to allocate \d|Failed to CUDA calloc"
+    r"|cudaErrorMemoryAllocation",
     re.IGNORECASE,
 )
+_SHARED_ERRORS = re.compile(r"killed by signal: Bus error|out of shared memory|No space left on device.{0,80}/dev/shm")
 _HOST_ERRORS = re.compile(
-    r"can't allocate memory|Cannot allocate memory|\bMemoryError|oom-kill|SIGKILL|OOMKilled"
-    r"|Out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b"
+    r"can't allocate memory|Cannot allocate memory|\bMemoryError|oom-kill|SIGKILL|OOMKilled|killed by signal: Killed"
+    r"|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b|running low on memory"
+    r"|ray-oom-prevention|\b(?:CPU|RAM|host|node)\b.{0,8}\bOOM\b",
+    re.IGNORECASE,
 )
 _IN_WORDS = re.compile(r"out[- ]of[- ]memory|(?<![a-z])oom(?![a-z])", re.IGNORECASE)
 """As people say it, where no error's own text was pasted."""
@@ -86,7 +94,7 @@ class Message:
     """What the text says. Sizes in bytes, None where it does not say them.
 
     Attributes:
-        where: "device", "host", or "" where the text tells of neither running out.
+        where: "device", "host", "shared" (the host's /dev/shm), or "" where the text tells of none running out.
         frames: the last traceback's, the innermost last.
         code: the source line before the error, which is pasted alone often.
         tried_bytes: the allocation that failed.
@@ -115,12 +123,15 @@ def read_message(text: str) -> Message:
     if at is None:
         return Message(where="", frames=frames_of(lines))
     frames = _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
-    return Message(where=where, frames=frames, code=_code(lines, at), **_figures(lines[at : at + 6]))
+    inner = tuple(_frames(_IN_ENGINE, "\n".join(lines[at + 1 : at + MAX_FRAMES])))[::-1]
+    return Message(
+        where=where, frames=(*frames, *inner)[-MAX_FRAMES:], code=_code(lines, at), **_figures(lines[at : at + 6])
+    )
 
 
 def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     """Where memory ran out, and the line that says so."""
-    for where, said in (("device", _DEVICE_ERRORS), ("host", _HOST_ERRORS)):
+    for where, said in (("device", _DEVICE_ERRORS), ("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
         at = _last(lines, said)
         if at is not None:
             return where, at
@@ -145,22 +156,18 @@ def _figures(lines: Sequence[str]) -> dict[str, int]:
     if not figures.get("process_bytes"):  # a container hides the process's own number: "0 bytes"
         figures.pop("process_bytes", None)
     total, free = figures.get("total_bytes"), figures.get("free_bytes")
-    others = [_bytes(*found) for found in _OTHER.findall(spaced)]
-    if others:
-        figures["other_bytes"] = sum(others) - _own(others, figures)
+    if reserved is None and allocated and "unallocated_bytes" in figures:
+        reserved = allocated + figures["unallocated_bytes"]
+    processes = [size for size in (_bytes(*found) for found in _OTHER.findall(spaced)) if size]
+    if processes and ("process_bytes" in figures or reserved is not None):
+        mine = min((size for size in processes if size >= (reserved or 0)), default=0)
+        # in a container the message counts the process itself with the others
+        figures["other_bytes"] = sum(processes) - (0 if "process_bytes" in figures else mine)
     elif total is not None and free is not None and "process_bytes" in figures:
         figures["other_bytes"] = max(0, total - free - figures["process_bytes"])
     elif total is not None and free is not None and reserved is not None:
         figures["other_bytes"] = max(0, total - free - reserved - CONTEXT_BYTES)
     return figures
-
-
-def _own(processes: Sequence[int], figures: Mapping[str, int]) -> int:
-    """What this process itself holds of the counted ones, where the message does not say which it is (a container)."""
-    mine = figures.get("allocated_bytes", 0) + figures.get("unallocated_bytes", 0)
-    if "process_bytes" in figures or not mine:
-        return 0
-    return min((size for size in processes if size >= mine), default=0)
 
 
 def _frames_of_process(raw: Sequence[str], lines: Sequence[str], at: int) -> tuple[Frame, ...]:

@@ -164,7 +164,7 @@ _TRAINER_EVALUATES = (
     "evaluate|evaluation_loop|prediction_loop|prediction_step|predict|_evaluate|eval_loop|validation_step"
 )
 _SAVES = (
-    "_?(?:[a-z]+_)?save_(?!evaluate)\\w+|merge_and_unload|_merge_lora|_load_best_model|_save|_load_from_checkpoint"
+    "_?(?:[a-z]+_)?save_(?!evaluate)\\w+|merge_and_\\w+|_merge_lora|unsloth_\\w*save\\w*|_load_best_model|_save|_load_from_checkpoint"
     "|full_tensor|get_model_state_dict|push_to_hub\\w*|_\\w*state_dict_hook"
 )
 _REFERENCE = "compute_reference_log_probs|compute_ref_log_probs|_get_per_token_logps_ref|compute_ref_logprobs"
@@ -189,7 +189,8 @@ _RULES = (
     ("optimizer", r"(?:low_level_optim|hybrid_adam|stage_1_and_2|stage3|cpu_adam|fused_adam)\.py:step$"),
     ("kbit-cast", r":prepare_model_for_kbit_training$"),
     ("reference", rf":(?:{_REFERENCE})$"),
-    ("recompute", r":(?:unpack_hook|inner_unpack|recompute_fn\w*)$|checkpoint(?:ing)?\.py:backward$"),
+    ("recompute", r":(?:unpack_hook|inner_unpack|recompute_fn\w*)$|checkpoint(?:ing)?\.py:(?:backward)?$"),
+    ("loss", r"accelerate/utils/operations\.py:_?convert_to_fp32$"),
     ("loss", rf"loss/loss_\w+\.py:|loss\.py:forward$|:(?:{_LOSSES}|fixed_cross_entropy|fused_linear\w*)$"),
     ("backward", r":(?:backward|_engine_run_backward|apply_backward)$"),
     (
@@ -206,11 +207,12 @@ _RULES = (
     ("load", rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$"),
     ("forward", r":(?:training_step|compute_loss|_inner_training_loop|forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
+    ("forward", r"nn/modules/module\.py:(?:_wrapped)?_call_impl$"),
 )
 _CODE_RULES = (
     # phase, pattern of a source line
     ("evaluation-gather", r"\bpreds\w* = .{0,80}(?:torch\.cat|nested_concat)"),
-    ("save", r"state_dict\(\)|save_pretrained\(|torch\.save\(|merge_and_unload\("),
+    ("save", r"state_dict\(\)|save_pretrained\w*\(|torch\.save\(|merge_and_unload\("),
     ("generation", r"\.generate\("),
     ("optimizer", r"optim\w*['\"\]]{0,2}\.step\(|\bexp_avg"),
     ("loss", r"lm_head\(|cross_entropy|log_softmax|logsumexp|logits\.float\("),

@@ -20,8 +20,8 @@ NEW = (
     "allocated memory {held} is allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If ..."
 )
 OLD = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 146.00 MiB (GPU 0; 8.00 GiB total capacity; 7.21 GiB already "
-    "allocated; 0 bytes free; 7.32 GiB reserved in total by PyTorch)"
+    "RuntimeError: CUDA out of memory. Tried to allocate 150.00 MiB (GPU 0; 8.00 GiB total capacity; 7.25 GiB already "
+    "allocated; 0 bytes free; 7.50 GiB reserved in total by PyTorch)"
 )
 PLAIN = {"tried": "1.50 GiB", "total": "23.65 GiB", "free": "0.50 GiB", "others": "", "mine": "23.10 GiB"}
 PLAIN |= {"held": "22.00 GiB", "pieces": "0.30 GiB"}
@@ -69,6 +69,32 @@ def as_python(calls: tuple[str, ...], prefix: str = "") -> str:
     return "\n".join(prefix + line for line in text.splitlines())
 
 
+def as_notebook(calls: tuple[str, ...]) -> str:
+    cells = "\n\n".join(
+        f"File {call.rpartition(':')[0]}:7, in Some.{call.rpartition(':')[2]}(self, x)\n      6 y = 2\n----> 7 x = 1"
+        for call in calls
+    )
+    return f"OutOfMemoryError    Traceback (most recent call last)\nCell In[3], line 1\n----> 1 go()\n\n{cells}\n"
+
+
+def as_old_notebook(calls: tuple[str, ...]) -> str:
+    cells = "\n\n".join(
+        f"{f'[{file}](https://localhost/#)' if number % 2 else file} in {name}(self, x)\n      6 y = 2\n----> 7 x = 1"
+        for number, (file, _, name) in enumerate(call.rpartition(":") for call in calls)
+    )
+    return f"OutOfMemoryError    Traceback (most recent call last)\n<ipython-input-3-0a> in <module>()\n{cells}\n"
+
+
+def as_pytest(calls: tuple[str, ...]) -> str:
+    return "\n".join(f"{call.rpartition(':')[0]}:7: in {call.rpartition(':')[2]}\n    x = 1" for call in calls)
+
+
+def as_narrow_rich(calls: tuple[str, ...]) -> str:
+    return "\n".join(
+        f"│ {call.rpartition(':')[0]}:7  │\n│ in {call.rpartition(':')[2]}    │\n│  6 x │" for call in calls
+    )
+
+
 def as_rich(calls: tuple[str, ...]) -> str:
     boxed = "\n".join(
         f"│ {call.rpartition(':')[0]}:7 in {call.rpartition(':')[2]}    │\n│  6 x = 1  │" for call in calls
@@ -76,13 +102,21 @@ def as_rich(calls: tuple[str, ...]) -> str:
     return f"╭─── Traceback (most recent call last) ───╮\n{boxed}\n╰───╯"
 
 
-@pytest.mark.parametrize("form", ["python", "ranks", "rich", "windows"])
+FORMS = ["python", "ranks", "quoted", "rich", "windows", "notebook", "old notebook", "pytest", "narrow rich"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("phase", CASES)
 def test_the_part_of_the_run_is_named(phase: str, form: str) -> None:
     calls = CASES[phase]
     text = {
         "python": as_python(calls) + "\n" + NEW.format(**PLAIN),
         "ranks": as_python(calls, "[rank3]: ") + "\n[rank3]: " + NEW.format(**PLAIN),
+        "quoted": as_python(calls, "> [rank3]: ") + "\n> [rank3]: " + NEW.format(**PLAIN),
+        "notebook": as_notebook(calls) + "\n" + NEW.format(**PLAIN),
+        "old notebook": as_old_notebook(calls) + "\n" + OLD,
+        "pytest": as_pytest(calls) + "\n" + OLD,
+        "narrow rich": as_narrow_rich(calls) + "\n" + OLD,
         "rich": as_rich(calls) + "\n" + OLD,
         "windows": as_python(calls).replace("/", "\\") + "\n" + OLD,
     }[form]
@@ -100,8 +134,95 @@ def test_every_figure_of_both_forms_is_read() -> None:
     assert (new.process_bytes, new.allocated_bytes) == (int(23.10 * GIB), 22 * GIB)
     assert (new.unallocated_bytes, new.other_bytes) == (int(0.3 * GIB), int(1.25 * GIB))
     old = read_message(OLD)
-    assert (old.tried_bytes, old.total_bytes, old.free_bytes) == (146 * MIB, 8 * GIB, 0)
-    assert (old.allocated_bytes, old.unallocated_bytes) == (int(7.21 * GIB), int(7.32 * GIB) - int(7.21 * GIB))
+    assert (old.tried_bytes, old.total_bytes, old.free_bytes) == (150 * MIB, 8 * GIB, 0)
+    assert (old.allocated_bytes, old.unallocated_bytes) == (29 * GIB // 4, GIB // 4)
+
+
+def test_the_first_form_counts_pieces_as_cached_and_memory_outside_of_pytorch_is_told() -> None:
+    first = read_message("Tried to allocate 1.00 GiB (GPU 0; 12.00 GiB total capacity; 2.00 GiB already allocated; "
+                         "256.00 MiB free; 512.00 MiB cached)")  # fmt: skip
+    assert (first.allocated_bytes, first.unallocated_bytes) == (2 * GIB, GIB // 2)
+    assert first.other_bytes == 12 * GIB - GIB // 4 - 5 * GIB // 2 - GIB
+    assert read_message(OLD).other_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "others_gib"),
+    [("Process 7 has 22.50 GiB memory in use. ", 0), ("Process 7 has 22.50 GiB memory in use. Process 8 has 3.00 GiB "
+     "memory in use. ", 3), ("Including non-PyTorch memory, this process has 0 bytes memory in use. ", 0)],
+)  # fmt: skip
+def test_in_a_container_the_process_itself_is_not_one_of_the_others(processes: str, others_gib: int) -> None:
+    found = read_message(
+        f"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacty of 24.00 GiB of which 1.00 GiB is "
+        f"free. {processes}Of the allocated memory 21.75 GiB is allocated by PyTorch, and 512.00 MiB is reserved by "
+        "PyTorch but unallocated."
+    )
+    assert found.other_bytes == others_gib * GIB
+
+
+def test_a_message_cut_by_a_narrow_terminal_is_read() -> None:
+    text = NEW.format(**PLAIN)
+    assert (
+        read_message("\n".join(text[start : start + 77] for start in range(0, len(text), 77))).allocated_bytes
+        == 22 * GIB
+    )
+    words = text.split(" ")
+    assert read_message("\n".join(" ".join(words[at : at + 9]) for at in range(0, len(words), 9))).total_bytes == int(
+        23.65 * GIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "phase"),
+    [
+        ("  loss.backward()", "backward"),
+        ("❱ 91 │   optimizer.step()", "optimizer"),
+        ("----> 3 logits = self.lm_head(hidden)", "loss"),
+        ("  scores = attn.softmax(dim=-1)", "attention"),
+        ("  model.to(device)", "load"),
+        ("  model.save_pretrained_merged(folder)", "save"),
+        ("  return F.linear(x, w)", "forward"),
+        ("UserWarning: could not copy a tensor of state_dict(): Error", "save"),
+    ],
+)
+def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
+    separator = ": " if "Warning" in code else "\n"
+    found = diagnose(f"{code}{separator}CUDA out of memory. Tried to allocate 1.00 GiB.")
+    assert found.phase is not None
+    assert found.phase.name == phase
+
+
+def test_the_head_of_the_model_is_the_loss_and_other_source_lines_change_no_known_part() -> None:
+    for code, phase in (("logits = self.lm_head(x)", "loss"), ("x = model.to(device)", "forward")):
+        text = f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    {code}\n{OLD}'
+        found = diagnose(text)
+        assert found.phase is not None
+        assert found.phase.name == phase
+
+
+def test_each_process_of_a_log_has_its_own_traceback() -> None:
+    first = as_python(CASES["optimizer"], "[rank0]: ").splitlines()
+    second = as_python(CASES["loss"], "[rank1]: ").splitlines()
+    mixed = [line for pair in zip(first, second, strict=False) for line in pair]
+    found = diagnose("\n".join([*mixed, *second[len(first) :], "[rank0]: " + OLD]))
+    assert found.phase is not None
+    assert found.phase.name == "optimizer"
+
+
+def test_the_engines_own_calls_are_read() -> None:
+    inner = "At:\n  /opt/torch/nn/functional.py(12): linear\n  /opt/torch/utils/checkpoint.py(34): unpack_hook\n"
+    found = diagnose(f"{as_python(CASES['backward'])}\n{OLD}\n\n{inner}")
+    assert found.phase is not None
+    assert found.phase.name == "recompute"
+
+
+@pytest.mark.parametrize(
+    "words", ["we get OOM after two steps", "微调时oom了", "it runs Out-of-Memory", "Cuda out of memory!"]
+)
+def test_people_say_it_in_words(words: str) -> None:
+    assert diagnose(words).message.where == "device"
+    assert diagnose(words).unknown
+    assert not diagnose(f"{words}\nKeyError: 'text'").message.where or "uda" in words
 
 
 def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -> None:
@@ -139,7 +260,14 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
 
 
 @pytest.mark.parametrize(
-    "text", ["[1]    4242 killed\nexitcode  : -9 (pid: 42)", "DefaultCPUAllocator: can't allocate memory: you tried to"]
+    "text",
+    [
+        "[1]    4242 killed\nexitcode  : -9 (pid: 42)",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes",
+        "['python', 'train.py'] exits with return code = -9",
+        "RuntimeError: DataLoader worker (pid 5) is killed by signal: Killed.",
+        "the node was running low on memory",
+    ],
 )
 def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:
     found = diagnose(text)
@@ -147,13 +275,32 @@ def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:
     assert found.causes[0].name == "host memory"
 
 
+def test_shared_memory_is_told_from_the_hosts() -> None:
+    found = diagnose("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. More shared memory ...")
+    assert [one.name for one in found.causes] == ["shared memory"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_log_is_read_from_a_pipe_and_in_powershells_letters(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"{as_python(CASES['loss'])}\n{OLD}\n".encode(encoding)
+    (tmp_path / "log.txt").write_bytes(data)
+    assert run(["oom", str(tmp_path / "log.txt")]) == 0
+    from_file = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert run(["oom", "-"]) == 0
+    assert capsys.readouterr().out == from_file
+    assert "the loss over the vocabulary" in from_file
+
+
 def test_what_is_no_such_error_is_refused_and_what_is_not_told_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("KeyError: 'text'\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"KeyError: 'text'\n")))
     assert run(["oom", "-"]) == 2
     assert "hint: paste it" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO(OLD))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(OLD.encode())))
     assert run(["oom", "-"]) == 1
     assert "Not known: the traceback" in capsys.readouterr().out
     assert run(["oom", "no-such-file"]) == 2
@@ -205,6 +352,12 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_calls_nothing(
     assert run(["oom", str(snapshot(tmp_path, document))]) == 2
     assert "hint: write it with torch.cuda.memory._dump_snapshot" in capsys.readouterr().err
     assert not (tmp_path / "harmed").exists()
+
+
+def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path) -> None:
+    """An index of 2**30 in the memo: 16 GiB that CPython before 3.14 clears."""
+    (tmp_path / "large.pickle").write_bytes(b"\x80\x04]r\xff\xff\xff\x3f.")
+    assert run(["oom", str(tmp_path / "large.pickle")]) == 2
 
 
 def test_a_cut_snapshot_is_refused(tmp_path: Path) -> None:
