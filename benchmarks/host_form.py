@@ -74,7 +74,7 @@ def called_s(program: Program, setup: TrainSetup) -> float:
             if seconds is None:
                 number, issuer = divmod(call, len(ISSUERS))
                 seconds = known[call] = issued_s(
-                    program.operators[number], issuer, prices[number], checkpointed=checkpointed
+                    program.operators[number], issuer, bool(prices[number].kernels), checkpointed=checkpointed
                 )
             total += seconds
     return total

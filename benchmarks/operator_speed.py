@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks.accuracy_summary import FOLDER
@@ -20,16 +21,21 @@ from planner.evidence.measured import own_rows
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
+from planner.memory.profile_store import profiled_kind
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.speed import speed_profile
 from planner.speed.operators import Program
 from planner.speed.prices import price
 from planner.speed.rates import card_rates
-from planner.speed.run import loop_of, run_speed
-from planner.throughput import Conditions, throughput_profile
+from planner.speed.run import run_speed
+from planner.speed.sized import ProgramSpeed, program_speed
+from planner.speed.step_program import load_programs, save_programs
+from planner.speed.timeline import loop_of
+from planner.throughput import Conditions, conditions_of, throughput_profile
 from probes.dryrun import DryRunReport, dry_run_report
+from probes.tracing.profile_builder import NOT_PROFILED
+from probes.tracing.programs import ProgramBuilder
 
 PAGE = FOLDER / "operators.md"
 H100 = Path(__file__).parent / "data" / "h100"
@@ -38,7 +44,9 @@ HEAD = """# Seconds from the operators of a run
 
 Written by `python -m benchmarks.operator_speed --write`. The dry run's speed: every operator that the real step
 issues, priced by the card's measured rates (`planner/speed/prices.py`), issued by a host of the measured class
-(`planner/speed/host.py`). Errors are of the step's seconds, predicted / measured - 1; the formula's stand beside it.
+(`planner/speed/host.py`). Beside it the program of the setup's structure (docs/step-programs.md: the same without a dry
+run; where none ships it was made on the spot, of no run at these sizes) and the hand-made formula, which stands where
+there is none. Errors are of the step's seconds, predicted / measured - 1.
 Measured steps are medians after the first, begin to end; the few milliseconds between two steps are in neither.
 "waits": share of the step that the device waits for the host.
 
@@ -46,13 +54,15 @@ Measured steps are medians after the first, begin to end; the few milliseconds b
 
 
 class Row(NamedTuple):
-    """One run: measured seconds, the lowest and highest, the dry run's, the formula's, and the share that waits."""
+    """One run: measured seconds, the lowest and highest, the dry run's, the program's (None: it has none), the
+    formula's, and the share that waits."""
 
     case: str
     measured_s: float
     low_s: float
     high_s: float
     run_s: float
+    program_s: float | None
     formula_s: float
     waits: float
 
@@ -69,10 +79,35 @@ def row_of(case: str, steps_s: Sequence[float], model: ModelSpec, gpu: GpuSpec, 
     if report is None or report.program is None:
         return None
     run = run_speed(report.program, gpu, setup)
-    formula = speed_profile(model, gpu, setup).step_time(setup).step_time_s
-    between_s = run.parts_s["trainer"]  # of both
-    own_s, waits = run.step_s - between_s, run.parts_s["host"] / run.step_s
-    return Row(case, median(steps_s), min(steps_s), max(steps_s), own_s, formula - between_s, waits)
+    formula = throughput_profile(model, gpu, setup, conditions=conditions_of(setup)).step_time(setup).step_time_s
+    between = run.parts_s["trainer"]  # of all three
+    program = program_s(model, gpu, setup)
+    return Row(
+        case, median(steps_s), min(steps_s), max(steps_s), run.step_s - between,
+        None if program is None else program - between, formula - between, run.parts_s["host"] / run.step_s,
+    )  # fmt: skip
+
+
+def program_s(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> float | None:
+    """Seconds of a step by the program that ships, else by one made now."""
+    shipped = program_speed(model, gpu, setup)
+    if shipped is not None:
+        return shipped.step_time(setup).step_time_s
+    if not profiled_kind(setup):
+        return None
+    builder = ProgramBuilder(model, (setup.optimizer,))
+    try:
+        program = builder.program(setup, gpu)
+    except NOT_PROFILED:
+        return None
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "one.json.gz"
+        save_programs(path, builder.tables, {"one": program}, {})
+        programs = load_programs(path)
+    assert programs is not None
+    own = programs.get("one")
+    assert own is not None
+    return ProgramSpeed(model, gpu, setup, programs, own).step_time(setup).step_time_s
 
 
 def h200_rows() -> Iterator[Row]:
@@ -205,16 +240,16 @@ def kernel_table() -> Iterator[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Case by case, then median and worst."""
-    lines = ["| case | measured s | of its steps | dry run | formula | waits |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| case | measured s | of its steps | dry run | program | formula | waits |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         spread = f"{row.low_s:.3f} to {row.high_s:.3f}" if row.high_s > row.low_s else ""
-        run, formula = (100 * (one / row.measured_s - 1) for one in (row.run_s, row.formula_s))
-        cells = [row.case, f"{row.measured_s:.3f}", spread, f"{run:+.1f} %", f"{formula:+.1f} %"]
+        errors = [None if one is None else 100 * (one / row.measured_s - 1) for one in row[4:7]]
+        cells = [row.case, f"{row.measured_s:.3f}", spread, *("" if one is None else f"{one:+.1f} %" for one in errors)]
         lines.append(f"| {' | '.join(cells)} | {100 * row.waits:.0f} % |")
-    run_errors = [abs(row.run_s / row.measured_s - 1) for row in rows]
-    formula_errors = [abs(row.formula_s / row.measured_s - 1) for row in rows]
+    levels = [[abs(row[level] / row.measured_s - 1) for row in rows if row[level] is not None] for level in (4, 5, 6)]
     for name, of in (("median", median), ("worst", max)):
-        lines.append(f"| {name} | | | {100 * of(run_errors):.1f} % | {100 * of(formula_errors):.1f} % | |")
+        lines.append(f"| {name} | | | {' | '.join(f'{100 * of(errors):.1f} %' for errors in levels)} | |")
     return "\n".join(lines) + "\n"
 
 

@@ -30,7 +30,7 @@ def predict(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
 ) -> Prediction:
     """Memory peaks and step time of one setup without running anything, in well under a millisecond on one GPU: memory
-    by its structure's step profile where there is one, else by closed forms, which speed always is.
+    by its structure's step profile where there is one, speed by its step program, else by closed forms.
 
     Args:
         cluster: the GPUs and their links; None: one GPU, or the cluster that the setup's number of GPUs suggests. With

@@ -166,7 +166,7 @@ def time_parts(candidate: Candidate) -> Chart:
     parts = dict(sorted(parts.items(), key=lambda item: -item[1]))
     return {
         "kind": "time-parts",
-        "title": "Where the time of a step goes (formula)",
+        "title": "Where the time of a step goes (predicted)",
         "labels": [clean(name).replace("_", " ") for name in parts],
         "seconds": list(parts.values()),
         "table": table_of(

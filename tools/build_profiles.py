@@ -1,6 +1,7 @@
-"""Builds the step profiles that ship (`planner/data/profiles`), one file for each model of the catalogue.
+"""Builds the step profiles and programs that ship (`planner/data/profiles`, `programs`), one file a model each.
 
     python -m tools.build_profiles [NAME ...]           # what is missing, or was made by another dry run
+    python -m tools.build_profiles --programs [NAME ...]  # the programs of these models, else of all with profiles
     python -m tools.build_profiles --minutes 20         # as many as fit; the next call goes on
     python -m tools.build_profiles --check 3 [--seed 1] # some kept structures against fresh runs
 
@@ -15,8 +16,11 @@ import time
 from planner.memory.profile_store import SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.speed.step_program import SHIPPED as PROGRAMS
+from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
 from probes.tracing.profile_builder import asked_structures, build_profiles, versions
+from probes.tracing.programs import ProgramBuilder, asked_programs
 
 
 def current(model: ModelSpec) -> bool:
@@ -24,6 +28,12 @@ def current(model: ModelSpec) -> bool:
     kept = load_profiles(SHIPPED / f"{config_digest(model.config)}.json.gz")
     names = ("dry run", "step profile")
     return kept is not None and all(kept.versions.get(name) == versions()[name] for name in names)
+
+
+def profiled(name: str) -> bool:
+    """Whether a model ships profiles."""
+    model = catalogue.load(name)
+    return model is not None and (SHIPPED / f"{config_digest(model.config)}.json.gz").exists()
 
 
 def build(names: list[str], minutes: float) -> None:
@@ -46,6 +56,23 @@ def build(names: list[str], minutes: float) -> None:
         print(f"{name}: {len(found)} structures, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
 
 
+def build_programs(names: list[str], minutes: float) -> None:
+    """Builds the programs of models, in order, until the time is up."""
+    end = time.monotonic() + 60 * minutes
+    for name in names:
+        model = catalogue.load(name)
+        if model is None or time.monotonic() > end:
+            continue
+        started, builder = time.process_time(), ProgramBuilder(model)
+        found = builder.all(asked_programs(model))
+        path = PROGRAMS / f"{config_digest(model.config)}.json.gz"
+        if found:
+            save_programs(path, builder.tables, found, versions())
+        size, spent = path.stat().st_size if found else 0, time.process_time() - started
+        why = f"; {len(builder.failures)} without: {sorted({*builder.failures.values()})[:2]}" * bool(builder.failures)
+        print(f"{name}: {len(found)} programs, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
+
+
 def check(num: int, seed: int) -> int:
     """How many of some kept structures differ from fresh runs; each is printed."""
     draw, wrong = random.Random(seed), 0
@@ -64,12 +91,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
+    parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.check:
         return int(check(args.check, args.seed) > 0)
-    build(args.names or list(catalogue.names()), args.minutes)
+    names = args.names or list(catalogue.names())
+    if args.programs:
+        build_programs([one for one in names if args.names or profiled(one)], args.minutes)
+    else:
+        build(names, args.minutes)
     return 0
 
 

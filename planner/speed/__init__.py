@@ -1,16 +1,20 @@
-"""The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
+"""The speed of a setup on any number of GPUs: by its structure's step program, by the one-GPU model's closed forms
+where it has none, or that of a spread with its communication."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.hardware.gpu import GpuSpec
+from planner.memory.profile_store import profiled_kind
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.speed.step_program import programs_of
 from planner.throughput import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
+    from planner.speed.sized import ProgramSpeed, ScaledSpeed
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -42,11 +46,21 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     """
     if setup.num_gpus == 1:
         model = headed(model, setup.aim.head)
-        return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
+        by_program = _by_program(model, gpu, setup)
+        return by_program or throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.parallel.speed import spread_profile  # one GPU never needs it
 
     conditions = conditions_of(setup)
     return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
+
+
+def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | None":
+    """The speeds of a structure that has a step program, or nearly."""
+    if not profiled_kind(setup) or programs_of(model) is None:
+        return None
+    from planner.speed.sized import speed_by_program  # late: few models have programs
+
+    return speed_by_program(model, gpu, setup)
 
 
 def family_speeds(
@@ -62,9 +76,13 @@ def family_speeds(
         like: those of a setup with all else the same but what is recomputed and the loss, where some are at hand.
     """
     if setup.num_gpus == 1:
+        model = headed(model, setup.aim.head)
+        by_program = _by_program(model, gpu, setup)
+        if by_program is not None:
+            return by_program
         if isinstance(like, ThroughputProfile):
             return like.beside(setup)
-        return throughput_profile(headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup))
+        return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.parallel.speed import Loop, spread_loop  # one GPU never needs it
 
     if isinstance(like, Loop):

@@ -7,10 +7,11 @@ launches. Those are what PyTorch's profiler saw inside training steps (profiles.
 microseconds an event.
 """
 
+from typing import Protocol
+
 from planner.records import dataclass
-from planner.speed.operators import ISSUERS, TRAINER, Operator
-from planner.speed.prices import Price
-from planner.throughput.rented import MICRO_BATCH_S, STEP_S, WALK_S
+from planner.speed.operators import ISSUERS, TRAINER
+from planner.throughput.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
 
@@ -60,18 +61,41 @@ class Host:
     Attributes:
         name: what it is.
         scale: how many times longer its calls take than those of the rented machine that was measured.
-        band_fraction: how far the scale may lie off, as a fraction.
+        slower, faster: how many times slower, and faster, such a machine may be.
     """
 
     name: str = "a rented virtual machine's CPU"
     scale: float = 1.0
-    band_fraction: float = 0.3
+    slower: float = HOST_SLOWER_RENTED
+    faster: float = HOST_FASTER
+
+    @property
+    def slowest(self) -> float:
+        """The scale of a host as slow as such a machine's may be."""
+        return self.scale * self.slower
+
+    @property
+    def fastest(self) -> float:
+        """The same of a fast one."""
+        return self.scale / self.faster
 
 
-def issued_s(call: Operator, issuer: int, price: Price, *, checkpointed: bool) -> float:
+class Named(Protocol):
+    """What an operator is to the host, of whatever size."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def numbers(self) -> tuple[float, ...]: ...
+    @property
+    def listed(self) -> int: ...
+
+
+def issued_s(call: Named, issuer: int, launches: bool, *, checkpointed: bool) -> float:
     """Host seconds of one call on the measured machine.
 
     Args:
+        launches: whether the device runs anything.
         checkpointed: whether the step recomputes: what is detached inside the engine then passes a checkpoint's hooks.
     """
     name = call.name.rpartition(".")[0] if call.name.count(".") > 1 else call.name
@@ -84,7 +108,7 @@ def issued_s(call: Operator, issuer: int, price: Price, *, checkpointed: bool) -
         return EMPTY_S
     if name == "aten.detach" and issuer == _ENGINE and checkpointed:
         return HOOK_S
-    if not price.kernels:
+    if not launches:
         return VIEW_IN_ENGINE_S if issuer == _ENGINE else VIEW_S
     seconds = LAUNCH_S[issuer] + (PRODUCT_S if name.startswith(_PRODUCTS) else 0.0) + BEYOND_S.get(name, 0.0)
     return seconds + call.listed * TENSOR_S.get(name, FOREACH_TENSOR_S)

@@ -43,9 +43,21 @@ with no dimension below 512, mean -0.5 %. The rate of an infinite matrix lies th
 
 
 def matrix_s(
-    m: float, n: float, k: float, dtype: str, rates: CardRates, *, batch: float = 1.0, written: float = 2.0
+    m: float,
+    n: float,
+    k: float,
+    dtype: str,
+    rates: CardRates,
+    *,
+    batch: float = 1.0,
+    written: float = 2.0,
+    aligned: bool = True,
 ) -> float:
-    """Seconds of `batch` products [m, k] x [k, n] in one kernel, the result of `written` bytes an element."""
+    """Seconds of `batch` products [m, k] x [k, n] in one kernel, the result of `written` bytes an element.
+
+    Args:
+        aligned: every row of the three matrices begins on 16 bytes.
+    """
     size = 4.0 if dtype == "float32" else 2.0
     moved = batch * ((m * k + k * n) * size + m * n * written)
     if min(m, n, k) <= THIN:
@@ -56,8 +68,8 @@ def matrix_s(
     start = rates.start_up_columns * min(1.0, rate / rates.matrix["float16"])
     beyond = _BEYOND_LARGE if size == 2 else 1.0
     compute = 2.0 * batch * m * n * (k + start) * (1.0 + _WAVE_LOSS / waves) / (beyond * rate)
-    if dtype != "float32" and any(edge % 8 for edge in (n, k)):
-        compute *= 3.0  # rows that do not begin on 16 bytes: 116 to 250 of 790 TFLOP/s (4,096 x 12,2xx x 4,096, H100)
+    if dtype != "float32" and not aligned:
+        compute *= 3.0  # 116 to 250 of 790 TFLOP/s (4,096 x 12,2xx x 4,096, H100)
     return max(compute, moved / rates.copy) + _MATRIX_START_S
 
 
@@ -155,7 +167,8 @@ def _product(call: Operator, rates: CardRates) -> Price:
     n = right.shape[-1]
     batch = left.shape[0] if len(left.shape) == 3 else 1
     out = call.outputs[0].item_bytes if call.outputs else left.item_bytes
-    seconds = matrix_s(m, n, k, left.dtype, rates, batch=batch, written=float(out))
+    aligned = all(max(one.stride[-2:]) % 8 == 0 for one in (left, right)) and n % 8 == 0
+    seconds = matrix_s(m, n, k, left.dtype, rates, batch=batch, written=float(out), aligned=aligned)
     if call.name.startswith(
         "aten.baddbmm"
     ):  # what is added to is copied first (H100: 537 MB copied, then 531 microseconds)
@@ -252,7 +265,8 @@ def _gemm_4bit(call: Operator, rates: CardRates) -> Price:
     k, n = hidden.shape[-1], out.shape[-1]
     rows = hidden.numel // k
     unpacked = moved_s(k * n * (hidden.item_bytes + 0.53), rates, 0.72) + 3.0e-6
-    return Price(unpacked + matrix_s(rows, n, k, hidden.dtype, rates), "matrix", 3, unpacked)
+    multiplied = matrix_s(rows, n, k, hidden.dtype, rates, aligned=not (n % 8 or k % 8))
+    return Price(unpacked + multiplied, "matrix", 3, unpacked)
 
 
 def _fused_optimizer(call: Operator, rates: CardRates) -> Price:
@@ -402,11 +416,20 @@ ROWS: dict[str, Row] = {
 """By operator without its overload."""
 
 
+def launches(name: str, *, sized: bool) -> bool:
+    """Whether a call runs anything on the device.
+
+    Args:
+        sized: whether the run noted its tensors; it does not of views.
+    """
+    return sized and name != WAIT and name.partition(".")[2].partition(".")[0] not in VIEWS
+
+
 def price(call: Operator, rates: CardRates) -> Price:
     """What one call costs."""
     space, _, rest = call.name.partition(".")
     name = rest.partition(".")[0]
-    if name in VIEWS or not (call.inputs or call.outputs) or call.name == WAIT:
+    if not launches(call.name, sized=bool(call.inputs or call.outputs)):
         return FREE
     row = ROWS.get(f"{space}.{name}") or (_foreach if name.startswith("_foreach") else _LAUNCHED.get(space))
     return (row or _elementwise)(call, rates)

@@ -135,3 +135,10 @@ def card_rates(
         hopper=gpu.arch == "Hopper",
         cudnn=takes_cudnn(gpu, attention),
     )
+
+
+def card_band(gpu: GpuSpec) -> float:
+    """Half-width of the band of speeds on a card that no run was compared on; 0 of one that some were."""
+    calibration = load_calibration()
+    compared = gpu.key in COPY_SHARE or gpu.key in calibration.points.get("gpus", ())
+    return 0.0 if compared else calibration.band_for(gpu)

@@ -5,36 +5,14 @@ from dataclasses import replace
 from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.notes import found
 from planner.outcome import Prediction
 from planner.predict import paged_overflow
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.speed.host import Host
 from planner.speed.operators import Program
-from planner.speed.rates import card_rates
-from planner.speed.timeline import Loop, RunTime, run_time
-from planner.units import percent
-
-BAND_FRACTION = 0.1
-"""Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
-price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
-WAITS_FOR_LOSS = frozenset({"trl", "hf", "axolotl", "llamafactory", "sentence-transformers"})
-"""Stacks whose loop looks at the loss after every backward, and so waits for the device.
-
-Source: transformers 5.23 `Trainer._run_epoch` (`logging_nan_inf_filter`, on by default).
-"""
-HOST_SAID = 0.1
-
-
-def loop_of(setup: TrainSetup) -> Loop:
-    """What a setup's stack does around its operators."""
-    return Loop(
-        accumulation=setup.accumulation_steps,
-        tokens=setup.tokens_per_step,
-        waits=setup.stack in WAITS_FOR_LOSS,
-        trainer=setup.by.trainer_overhead,
-    )
+from planner.speed.rates import card_band, card_rates
+from planner.speed.timeline import Loop, RunTime, host_notes, loop_of, run_time
 
 
 def run_speed(
@@ -66,23 +44,8 @@ def with_run_speed(
         prediction,
         step_time_s=run.step_s,
         tokens_per_s=setup.tokens_per_step / run.step_s,
-        time_band_fraction=max(BAND_FRACTION, run.slower_host_s / run.step_s - 1),
+        time_band_fraction=max(run.band_fraction, card_band(gpu)),
         mfu_fraction=formula.mfu_fraction * formula.step_time_s / run.step_s,
         time_parts_s=run.parts_s,
         notes=(*prediction.notes, *host_notes(run)),
-    )
-
-
-def host_notes(run: RunTime) -> tuple[str, ...]:
-    """What to say where the host sets the pace."""
-    waits = run.parts_s["host"] / run.step_s
-    if not run.host_bound or waits < HOST_SAID:
-        return ()
-    slower = run.slower_host_s / run.step_s - 1
-    return (
-        found(
-            f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
-            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {Host().name} adds "
-            f"{percent(slower)})"
-        ),
     )

@@ -1,15 +1,23 @@
 """A step's time from its operators: the host issues them, the device runs them in order, and what waits joins the
-two."""
+two.
+
+What a stretch of calls does to the two clocks is the larger of sums (`Course`), so it is worked out once however often
+the stretch repeats.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from planner.notes import found
 from planner.records import dataclass
-from planner.speed.host import MODULE_S, Host, issued_s
+from planner.setup import TrainSetup
+from planner.speed.host import MODULE_S, Host, Named, issued_s
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.prices import Price, price
 from planner.speed.rates import CardRates
 from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S, METRICS_S, MICRO_BATCH_S, STEP_S, WALK_S
+from planner.units import percent
 
 _ENGINE, _RECOMPUTE = ISSUERS.index("engine"), ISSUERS.index("recompute")
 _NUM = len(ISSUERS)
@@ -19,15 +27,208 @@ GAP_S = 0.7e-6
 """Between two kernels that wait in the queue. Measured: an empty one in a graph takes 1.0 microseconds (H100)."""
 _SIMULATED = 3
 """Micro-batches that are run through; further ones are like the last."""
-_WAITS = -1.0
-"""In the place of a call's device seconds: the host waits for the device."""
 HOST_BOUND_FRACTION = 0.85
 """A device that works less of its step waits for the host."""
 _OWNERS = {"loss": "loss", "step": "optimizer"}
 """Phases all of whose device time is one part."""
 
-Work = list[tuple[float, float]]
-"""(seconds of the host, seconds of the device) of calls that reach the device, with those in between that do not."""
+BAND_FRACTION = 0.1
+"""Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
+price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
+WAITS_FOR_LOSS = frozenset({"trl", "hf", "axolotl", "llamafactory", "sentence-transformers"})
+"""Stacks whose loop looks at the loss after every backward, and so waits for the device.
+
+Source: transformers 5.23 `Trainer._run_epoch` (`logging_nan_inf_filter`, on by default).
+"""
+HOST_SAID = 0.1
+_NEVER = float("-inf")
+
+
+class Course(NamedTuple):
+    """What calls do to the times at which host and device are done: each is afterwards the later of two sums.
+
+    Attributes:
+        host_host, device_host: seconds from where the host was to where the host and the device then are.
+        host_device, device_device: the same from where the device was; -inf where that does not matter.
+    """
+
+    host_host: float
+    host_device: float
+    device_host: float
+    device_device: float
+
+    def then(self, other: "Course") -> "Course":
+        """This and then `other`."""
+        hh, hd, dh, dd = self
+        other_hh, other_hd, other_dh, other_dd = other
+        if other_hd == _NEVER:  # the host waits for nothing
+            found = other_hh + hh, other_hh + hd
+        else:
+            found = max(other_hh + hh, other_hd + dh), max(other_hh + hd, other_hd + dd)
+        return _made(Course, (*found, max(other_dh + hh, other_dd + dh), max(other_dh + hd, other_dd + dd)))
+
+    def after(self, host: float, device: float) -> tuple[float, float]:
+        """Where host and device are after it."""
+        return max(host + self[0], device + self[1]), max(host + self[2], device + self[3])
+
+    def times(self, count: int) -> "Course":
+        """This so many times."""
+        if count < 1:
+            return IDLE
+        hh, hd, dh, dd = self
+        if hd == _NEVER:  # the last turn that matters is the first or the last
+            return _made(Course, (hh * count, _NEVER, dh + (count - 1) * max(hh, dd), dd * count))
+        found, power = IDLE, self
+        while count:
+            if count & 1:
+                found = found.then(power)
+            power, count = power.then(power), count >> 1
+        return found
+
+
+_made = tuple.__new__
+IDLE = Course(0.0, _NEVER, _NEVER, 0.0)
+JOIN = Course(0.0, 0.0, 0.0, 0.0)
+"""The host waits for the device."""
+
+
+Issue = tuple[float, Sequence[float], Sequence[int]]
+"""Calls until the host waits: when the last is issued, and for each that the device runs when it may begin and its
+place."""
+
+
+def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> list[Issue]:
+    """Calls as the host issues them.
+
+    Args:
+        calls: seconds of the host of each, and its place: None where the device runs nothing, -1 where the host waits.
+        scale: how many times longer than the measured machine the host takes.
+    """
+    found: list[Issue] = []
+    host, starts, places = 0.0, list[float](), list[int]()
+    for seconds, place in calls:
+        host += scale * seconds
+        if place is not None and place >= 0:
+            starts.append(host + QUEUE_S)
+            places.append(place)
+        elif place is not None:
+            found.append((host, starts, places))
+            host, starts, places = 0.0, [], []
+    return [*found, (host, starts, places)]
+
+
+def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float = 1.0) -> Course:
+    """The course of calls.
+
+    Args:
+        device: seconds of the device by place; of each call such a share.
+    """
+    done = IDLE
+    for number, (host, starts, places) in enumerate(issue):
+        ready, busy = _NEVER, 0.0
+        for start, place in zip(starts, places, strict=True):
+            seconds = filled * device[place]
+            ready = (start if start > ready else ready) + seconds
+            busy += seconds
+        done = (done.then(JOIN) if number else done).then(Course(host, _NEVER, ready, busy))
+    return done
+
+
+class Stage(NamedTuple):
+    """A course, and the phase that it is part of."""
+
+    phase: str
+    course: Course
+
+
+def composed(courses: Iterable[Course]) -> Course:
+    """One after another."""
+    found = IDLE
+    for one in courses:
+        found = found.then(one)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The micro-batches of a step on the two clocks.
+
+    Attributes:
+        ahead, behind: a micro-batch until its backward begins, and from then on.
+        added: what adds a later micro-batch's gradients to the first one's.
+        num_modules: of the model's module tree.
+        scale: of the host.
+    """
+
+    ahead: Sequence[Stage]
+    behind: Sequence[Stage]
+    added: Course
+    num_modules: int
+    scale: float
+
+    def _spent(self, seconds: float) -> Course:
+        """The host does something else."""
+        return Course(self.scale * seconds, _NEVER, _NEVER, 0.0)
+
+    def micro_batch(self, loop: "Loop") -> list[Stage]:
+        """The stages of a micro-batch, with what the program does around them."""
+        walked = self._spent(loop.trainer * (self.num_modules * WALK_S["micro-batch"] + MICRO_BATCH_S))
+        looked = [self._spent(loop.trainer * METRICS_S), self._looked(loop)] if self.ahead else []
+        return [Stage("", walked), *self.ahead, *(Stage("loss", one) for one in looked), *self.behind]
+
+    @staticmethod
+    def _looked(loop: "Loop") -> Course:
+        """The program looks at a value, if it does."""
+        return JOIN if loop.waits else IDLE
+
+    def micro_batches(self, loop: "Loop") -> tuple[Course, Course]:
+        """The courses of the first micro-batch and of a later one."""
+        own, looked = composed(one.course for one in self.micro_batch(loop)), self._looked(loop)
+        return own.then(looked), own.then(self.added).then(looked)
+
+    def end(self, loop: "Loop", step: Iterable[Course]) -> Course:
+        """What comes after the last backward, of which clipping, optimizer and release issue `step`."""
+        walked = self._spent(loop.trainer * (self.num_modules * WALK_S["step"] + STEP_S))
+        return composed([walked, *step, JOIN])
+
+    def seconds(self, loop: "Loop", step: Sequence[Course]) -> float:
+        """Seconds of a step."""
+        return done_s(*self.micro_batches(loop), loop.accumulation, self.end(loop, step))
+
+    def phases_s(self, loop: "Loop", step: Sequence[Course]) -> dict[str, float]:
+        """What the end of a step moves by while each of its phases is issued."""
+        phases = defaultdict[str, float](float)
+        host = device = 0.0
+        before: dict[str, float] = {}
+        for index in range(min(loop.accumulation, _SIMULATED)):
+            before = dict(phases)
+            added = [Stage("", self.added)] if index else []
+            for phase, course in (*self.micro_batch(loop), *added, Stage("", self._looked(loop))):
+                at = max(host, device)
+                host, device = course.after(host, device)
+                phases[phase] += max(0.0, max(host, device) - at)
+        for name in phases:
+            phases[name] += (
+                (loop.accumulation - _SIMULATED)
+                * (phases[name] - before.get(name, 0.0))
+                * (loop.accumulation > _SIMULATED)
+            )
+        at = max(host, device)
+        phases["step"] += max(self.end(loop, step).after(host, device)) - at
+        del phases[""]
+        return dict(phases)
+
+
+def done_s(first: Course, later: Course, accumulation: int, end: Course) -> float:
+    """Seconds from the first call to the last kernel of so many micro-batches and the end of their step."""
+    host, device = first.after(0.0, 0.0)
+    if accumulation > 1:
+        after = later.after(host, device)
+        if host == device and after[0] == after[1]:  # each ends with a look at a value, so that all take as long
+            host = device = host + (accumulation - 1) * (after[0] - host)
+        else:
+            host, device = later.times(accumulation - 1).after(host, device)
+    return max(end.after(host, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +260,7 @@ class RunTime:
         device_s: of it the device works.
         num_calls: of modules and operators in a micro-batch.
         host_bound: whether the device waits much for the host.
-        slower_host_s: the step with a host that is slower by its band.
+        slower_host_s, faster_host_s: the step with a host as slow, and as fast, as such a machine's may be.
     """
 
     step_s: float
@@ -69,71 +270,150 @@ class RunTime:
     num_calls: int
     host_bound: bool
     slower_host_s: float
+    faster_host_s: float
+
+    @property
+    def band_fraction(self) -> float:
+        """Half-width of its band."""
+        return max(BAND_FRACTION, self.slower_host_s / self.step_s - 1, self.step_s / self.faster_host_s - 1)
+
+
+def loop_of(setup: TrainSetup) -> Loop:
+    """What a setup's stack does around its operators."""
+    return Loop(
+        accumulation=setup.accumulation_steps,
+        tokens=setup.tokens_per_step,
+        waits=setup.stack in WAITS_FOR_LOSS,
+        trainer=setup.by.trainer_overhead,
+    )
+
+
+def host_notes(run: RunTime) -> tuple[str, ...]:
+    """What to say where the host sets the pace."""
+    waits = run.parts_s["host"] / run.step_s
+    if not run.host_bound or waits < HOST_SAID:
+        return ()
+    slower = run.slower_host_s / run.step_s - 1
+    return (
+        found(
+            f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
+            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {Host().name} adds "
+            f"{percent(slower)})"
+        ),
+    )
 
 
 def run_time(program: Program, rates: CardRates, loop: Loop, host: Host | None = None) -> RunTime:
     """The time of a step of `program`."""
     host = host or Host()
     priced = _Priced(program, rates)
-    step_s, phases = _simulated(priced, loop, host.scale)
-    slow, _ = _simulated(priced, loop, host.scale * (1 + host.band_fraction))
-    parts = priced.parts(loop)
-    device_s = sum(parts.values())
-    between = BETWEEN_S + COLLATED_TOKEN_S * loop.tokens if loop.trainer else 0.0
+    num_calls = sum(len(program.stretches[place].calls) for place in program.micro_batch)
+    return timed(priced.timeline, priced.parts(loop), loop, num_calls, host)
+
+
+Scaled = Callable[[float], tuple[Timeline, Sequence[Course]]]
+"""A step with a host of some scale: its micro-batches, and what clipping, optimizer and release issue."""
+
+
+class Issued(dict[int, tuple[float, int | None]]):
+    """Of a call its seconds of the host, and the place of its operator as `issue_of` wants it.
+
+    Args:
+        launches: of each operator, whether the device runs anything.
+    """
+
+    def __init__(self, operators: Sequence[Named], launches: Sequence[bool], *, checkpointed: bool) -> None:
+        super().__init__()
+        self._operators, self._launches, self._checkpointed = operators, launches, checkpointed
+
+    def __missing__(self, call: int) -> tuple[float, int | None]:
+        number, issuer = divmod(call, _NUM)
+        operator, launches = self._operators[number], self._launches[number]
+        host = issued_s(operator, issuer, launches, checkpointed=self._checkpointed) if issuer else MODULE_S
+        found = self[call] = host, -1 if operator.name == WAIT else number if launches else None
+        return found
+
+
+def timed(timeline: Scaled, parts: Mapping[str, float], loop: Loop, num_calls: int, host: Host) -> RunTime:
+    """The time of a step.
+
+    Args:
+        parts: seconds of the device by part.
+    """
+    own, step = timeline(host.scale)
+    step_s, device_s, between = own.seconds(loop, step), sum(parts.values()), between_s(loop, loop.tokens)
+    slower, faster = (one.seconds(loop, each) for one, each in map(timeline, (host.slowest, host.fastest)))
     return RunTime(
         step_s=step_s + between,
         parts_s={**parts, "host": step_s - device_s, "trainer": between},
-        phases_s=phases,
+        phases_s=own.phases_s(loop, step),
         device_s=device_s,
-        num_calls=sum(len(program.stretches[place].calls) for place in program.micro_batch),
+        num_calls=num_calls,
         host_bound=device_s < HOST_BOUND_FRACTION * step_s,
-        slower_host_s=slow + between,
+        slower_host_s=slower + between,
+        faster_host_s=faster + between,
     )
 
 
-class _Priced:
-    """A program with its prices.
+def between_s(loop: Loop, tokens: int) -> float:
+    """Seconds of the trainer between two steps of so many tokens."""
+    return BETWEEN_S + COLLATED_TOKEN_S * tokens if loop.trainer else 0.0
 
-    Attributes:
-        works: of each stretch; of the first that the backward begins in, what comes before is apart in `ahead`.
-    """
+
+def device_s(one: Price) -> float:
+    """Device seconds of a call with the gaps between its kernels."""
+    return one.seconds + one.kernels * GAP_S if one.kernels else 0.0
+
+
+def add_parts(parts: dict[str, float], phase: str, one: Price, count: float) -> None:
+    """Adds so many calls of a phase to the device's seconds by part."""
+    unpacking = count * one.unpacking_s
+    parts[_OWNERS.get(phase, one.part)] += count * device_s(one) - unpacking
+    if unpacking:
+        parts["dequantization"] += unpacking
+
+
+class _Priced:
+    """A program with its prices."""
 
     def __init__(self, program: Program, rates: CardRates) -> None:
         self.program = program
         self.prices = [price(call, rates) for call in program.operators]
-        self._checkpointed = any(call % _NUM == _RECOMPUTE for one in program.stretches for call in one.calls)
-        self._known: dict[int, tuple[float, float]] = {0: (MODULE_S, 0.0)}
-        self.works: list[Work] = []
-        self.ahead: dict[int, Work] = {}
-        for place, stretch in enumerate(program.stretches):
-            calls = stretch.calls
-            if not self.ahead and stretch.phase != "forward":
-                first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
-                if first is not None:
-                    self.ahead[place], calls = self._work(calls[:first]), calls[first:]
-            self.works.append(self._work(calls))
-        self.added = self._work(
-            [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
+        self._device = dict(enumerate(map(device_s, self.prices)))
+        checkpointed = any(call % _NUM == _RECOMPUTE for one in program.stretches for call in one.calls)
+        self._issued = Issued(program.operators, [bool(one.kernels) for one in self.prices], checkpointed=checkpointed)
+
+    def _course(self, calls: Iterable[int], scale: float) -> Course:
+        return course_of(issue_of(map(self._issued.__getitem__, calls), scale), self._device)
+
+    def timeline(self, scale: float) -> tuple[Timeline, Sequence[Course]]:
+        """The program's with a host of this scale, and its optimizer's part."""
+        program = self.program
+        courses: dict[int, Course] = {}
+        ahead: list[Stage] = []
+        order: list[Stage] = []
+        for place in (*program.micro_batch, *program.step):
+            stretch = program.stretches[place]
+            if place not in courses:
+                calls = stretch.calls
+                if not ahead and stretch.phase not in ("forward", "step"):
+                    first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
+                    if first is not None:
+                        before, calls = calls[:first], calls[first:]
+                        ahead = [*order, Stage(stretch.phase, self._course(before, scale))]
+                        order = []
+                courses[place] = self._course(calls, scale)
+            order.append(Stage(stretch.phase, courses[place]))
+        added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
+        end = len(order) - len(program.step)
+        timeline = Timeline(
+            ahead=ahead,
+            behind=order[:end],
+            added=self._course(added, scale),
+            num_modules=program.num_modules,
+            scale=scale,
         )
-
-    def _work(self, calls: Sequence[int]) -> Work:
-        found: Work = []
-        ahead, known = 0.0, self._known
-        for call in calls:
-            seconds = known.get(call)
-            if seconds is None:
-                seconds = known[call] = self._of(call)
-            ahead += seconds[0]
-            if seconds[1]:
-                found.append((ahead, seconds[1]))
-                ahead = 0.0
-        return [*found, (ahead, 0.0)]
-
-    def _of(self, call: int) -> tuple[float, float]:
-        number, issuer = divmod(call, _NUM)
-        operator, one = self.program.operators[number], self.prices[number]
-        host = MODULE_S if not number else issued_s(operator, issuer, one, checkpointed=self._checkpointed)
-        return host, _WAITS if operator.name == WAIT else _device_s(one)
+        return timeline, [one.course for one in order[end:]]
 
     def parts(self, loop: Loop) -> dict[str, float]:
         """Device seconds of a step by part."""
@@ -143,82 +423,7 @@ class _Priced:
         for place, repeats in times.items():
             stretch = self.program.stretches[place]
             for call, count in Counter(call // _NUM for call in stretch.calls).items():
-                one = self.prices[call]
-                unpacking = repeats * count * one.unpacking_s
-                parts[_OWNERS.get(stretch.phase, one.part)] += repeats * count * _device_s(one) - unpacking
-                if unpacking:
-                    parts["dequantization"] += unpacking
-        parts["optimizer"] += (loop.accumulation - 1) * sum(seconds for _, seconds in self.added)
+                add_parts(parts, stretch.phase, self.prices[call], repeats * count)
+        for call, count in self.program.added.items():
+            parts["optimizer"] += (loop.accumulation - 1) * count * device_s(self.prices[call])
         return dict(parts)
-
-
-def _device_s(one: Price) -> float:
-    """Device seconds of a call with the gaps between its kernels."""
-    return one.seconds + one.kernels * GAP_S if one.kernels else 0.0
-
-
-class _Clock:
-    """Where host and device are; `scale`: how many times longer than the measured machine the host takes."""
-
-    def __init__(self, scale: float) -> None:
-        self.host = self.ready = 0.0
-        self._scale = scale
-
-    def run(self, work: Work) -> None:
-        """Issues calls, one after another."""
-        host, ready, scale = self.host, self.ready, self._scale
-        for issued, seconds in work:
-            host += scale * issued
-            if seconds > 0:
-                start = host + QUEUE_S
-                ready = (start if start > ready else ready) + seconds
-            elif seconds:
-                host = ready = max(host, ready)
-        self.host, self.ready = host, ready
-
-    def spend(self, seconds: float) -> None:
-        """The host does something else."""
-        self.host += self._scale * seconds
-
-    def join(self) -> None:
-        """The host waits for the device."""
-        self.host = self.ready = max(self.host, self.ready)
-
-
-def _simulated(priced: _Priced, loop: Loop, scale: float) -> tuple[float, dict[str, float]]:
-    """Seconds of a step and of its phases."""
-    clock, phases = _Clock(scale), defaultdict[str, float](float)
-    walks = priced.program.num_modules if loop.trainer else 0
-    for index in range(min(loop.accumulation, _SIMULATED)):
-        before = clock.host, clock.ready, dict(phases)
-        clock.spend(walks * WALK_S["micro-batch"] + loop.trainer * MICRO_BATCH_S)
-        _micro_batch(priced, loop, clock, phases)
-        if index:
-            clock.run(priced.added)
-        if loop.waits:
-            clock.join()
-    if (more := loop.accumulation - _SIMULATED) > 0:
-        clock.host += more * (clock.host - before[0])
-        clock.ready += more * (clock.ready - before[1])
-        for name in phases:
-            phases[name] += more * (phases[name] - before[2].get(name, 0.0))
-    at = max(clock.host, clock.ready)
-    clock.spend(walks * WALK_S["step"] + loop.trainer * STEP_S)
-    for place in priced.program.step:
-        clock.run(priced.works[place])
-    clock.join()
-    phases["step"] += clock.ready - at
-    return clock.ready, dict(phases)
-
-
-def _micro_batch(priced: _Priced, loop: Loop, clock: _Clock, phases: dict[str, float]) -> None:
-    for place in priced.program.micro_batch:
-        at = max(clock.ready, clock.host)
-        ahead = priced.ahead.get(place)
-        if ahead is not None:
-            clock.run(ahead)
-            clock.spend(loop.trainer * METRICS_S)
-            if loop.waits:
-                clock.join()
-        clock.run(priced.works[place])
-        phases[priced.program.stretches[place].phase] += max(0.0, max(clock.ready, clock.host) - at)

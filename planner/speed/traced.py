@@ -11,9 +11,8 @@ from planner.records import dataclass
 from planner.speed.host import issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
-from planner.speed.rates import card_rates
-from planner.speed.run import BAND_FRACTION, host_notes
-from planner.speed.timeline import Loop, run_time
+from planner.speed.rates import card_band, card_rates
+from planner.speed.timeline import Loop, host_notes, run_time
 from planner.throughput.rented import BETWEEN_S, COLLATED_TOKEN_S
 
 _RECOMPUTE, _NUM = ISSUERS.index("recompute"), len(ISSUERS)
@@ -71,7 +70,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         step_time_s=step_s,
         tokens_per_s=tokens / step_s if tokens else None,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
-        band_fraction=max(BAND_FRACTION, run.slower_host_s / run.step_s - 1),
+        band_fraction=max(run.band_fraction, card_band(gpu)),
         parts_s={**run.parts_s, "trainer": step_s - run.step_s},
         phases_s=run.phases_s,
         by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),
@@ -112,7 +111,9 @@ def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_
             number, issuer = divmod(call, _NUM)
             name = names[place]
             device[name] += prices[number].seconds
-            host[name] += issued_s(program.operators[number], issuer, prices[number], checkpointed=checkpointed)
+            host[name] += issued_s(
+                program.operators[number], issuer, bool(prices[number].kernels), checkpointed=checkpointed
+            )
             calls[name] += 1
     ordered = sorted(device, key=lambda name: -max(device[name], host[name]))
     return tuple(

@@ -7,7 +7,7 @@ from planner.choices.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, spe
 from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
-from planner.throughput.rented import collated_s
+from planner.throughput.rented import HOST_FASTER, HOST_SLOWER_RENTED, collated_s
 from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 from planner.throughput.work import Work, trained_share
 
@@ -21,10 +21,6 @@ EXPERTS_BAND = 0.5
 HOST_SLOWER = 2.0
 """How many times slower than the measurements' a host's core may be: published runs do not name theirs. Judgement: a
 rented core at 2.2 GHz against a desktop's 4.5; PEFT's same runs on an L40S differ by 1.4 between dates."""
-HOST_SLOWER_RENTED, HOST_FASTER = 1.3, 2.0
-"""How many times slower a rented machine's may be beside the one that was measured: the same steps took 1.0 to 1.35
-times as long while another process ran (benchmarks/data/h100). How many times faster a bare server's is: the published
-runs of ml_engineering on a B200, at 512 tokens."""
 HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 

@@ -38,6 +38,10 @@ def default_directory() -> Path:
     return user_cache_path("finetune-planner") / "dry-run"
 
 
+PROGRAM = 2
+"""Of what is noted of a run's operators: raise it whenever that changes and its memory does not."""
+
+
 def key_of(
     config: Mapping[str, Any],
     capability: tuple[int, int],
@@ -54,6 +58,7 @@ def key_of(
         "options": dict(options),
         "versions": library_versions(),
         "dry_run": own_version,
+        "program": PROGRAM,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

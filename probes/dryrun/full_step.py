@@ -99,7 +99,7 @@ class OptimizerRun:
             gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
-            tracker.log = self.operators if self.operators is not None and not found else None
+            tracker.log = self.operators if self.operators is not None and len(found) == count - 1 else None
             if tracker.log is not None:
                 tracker.log.begin_full_step(self.layers)
             with self.shards.stepping(), quick_checks(), tracker:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import groupby
@@ -103,6 +103,21 @@ class OperatorLog:
     def module_called(self, module: Any, args: Any) -> None:
         """Python calls a module."""
         self.calls.append(MODULE)
+
+    def stepping_again(
+        self, tracker: Any, mark: Callable[[str, int | None], None]
+    ) -> Callable[[str, int | None], None]:
+        """`mark`, which has `tracker` note this step's optimizer in place of an earlier one's."""
+
+        def noted(phase: str, layer: int | None) -> None:
+            if phase == "step":
+                begin = next(place for place, name, _ in self.marks if name == "step")
+                del self.calls[begin:]
+                self.marks = [one for one in self.marks if one[0] <= begin and one[1] != "step"]
+                tracker.log = self
+            mark(phase, layer)
+
+        return noted
 
     def begin_full_step(self, layers: LayerMap) -> None:
         """From now on the optimizer runs on all of the model's parameters, followed by another tracker."""

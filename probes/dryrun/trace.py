@@ -248,14 +248,18 @@ def _train(tracker: Tracker, trainer: Trainer, spread: Any, owners: Owners, log:
         batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
         waiting = waiting_inputs(setup, trainer.inner.config, device, beside=len(batches))
         again = Again(tracker, model, log) if device == "meta" and spread is None else None
-        for _ in range(steps):
+        operators = tracker.log
+        for number in range(steps):
             mark = _marker(tracker, model, owners, gradients)
+            if operators is not None and 0 < number == steps - 1:  # the first step also makes the optimizer's states
+                mark = operators.stepping_again(tracker, mark)
             if again is None:
                 _step(trainer, spread, batches, mark)
             elif not again.step(trainer, mark):
                 with again.watching_gradients(), first_operators(tracker) as told:
                     train_step(trainer, batches, again.watching(mark), told(again.micro_batch))
             own_optimizer_state(tracker, trainer.optimizer, owners)
+            tracker.log = None
         del batches, waiting, again
     return gradients
 

@@ -1,8 +1,9 @@
-"""Makes the step profiles of a model for this user, with the libraries that are installed: 20 to 200 CPU seconds.
+"""Makes the step profiles and programs of a model for this user, with the libraries that are installed: 1 to 5 CPU
+minutes.
 
     python -m probes.tracing MODEL      # a hub id, an alias, or a directory with a config.json
 
-Plans of it then stand on them instead of the formula (docs/step-profiles.md).
+Plans of it then stand on them instead of the formula (docs/step-profiles.md, docs/step-programs.md).
 """
 
 import sys
@@ -11,7 +12,9 @@ import time
 from planner.errors import PlannerError, UsageError
 from planner.memory.profile_store import save_profiles, user_path
 from planner.models.resolve import resolve_model
+from planner.speed.step_program import save_programs, user_programs
 from probes.tracing.profile_builder import build_profiles, versions
+from probes.tracing.programs import ProgramBuilder, asked_programs
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +34,12 @@ def main(arguments: list[str]) -> int:
     if not found:
         return 3
     save_profiles(path, found, versions())
-    print(f"{len(found)} structures in {time.monotonic() - started:.0f} s: {path}")
+    builder = ProgramBuilder(model)
+    programs = builder.all(asked_programs(model))
+    if programs:
+        save_programs(user_programs(model), builder.tables, programs, versions())
+    spent = time.monotonic() - started
+    print(f"{len(found)} structures, {len(programs)} programs in {spent:.0f} s: {path.parent}")
     return 0
 
 

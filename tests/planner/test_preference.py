@@ -174,10 +174,10 @@ def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:
 
 
 def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
-    """Llama-1B / RTX 3060: 3 % are given for fewer packages and memory to spare otherwise."""
+    """Llama-1B / RTX 4060 Ti: 3 % are given for fewer packages and memory to spare otherwise."""
     speeds = {}
     for prefer in ("quality", "speed"):
-        asked = wish("meta-llama/Llama-3.2-1B", "rtx-3060", fixed={"method": ("lora",)}, prefer=prefer)
+        asked = wish("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", fixed={"method": ("lora",)}, prefer=prefer)
         plan = plan_workload(asked)
         assert isinstance(plan, Plan)
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0

@@ -143,3 +143,18 @@ def test_further_micro_batches_cost_what_the_last_did(size: int) -> None:
 def test_a_program_survives_a_file() -> None:
     made = program(3, 64)
     assert program_of(json.loads(json.dumps(made.rows()))) == made
+
+
+def test_a_product_is_slow_where_a_row_does_not_begin_on_16_bytes() -> None:
+    """How many rows there are does not matter: 4,092 tokens of a last tile are as fast each as 4,096."""
+    rates = card_rates(find_gpu("h100-sxm"))
+
+    def seconds(m: int, n: int, k: int, *, transposed: bool = False) -> float:
+        left = Layout((m, k), (1, m) if transposed else (k, 1), "bfloat16")
+        right, out = Layout((k, n), (n, 1), "bfloat16"), Layout((m, n), (n, 1), "bfloat16")
+        return price(Operator("aten.mm.default", (left, right), (out,)), rates).seconds
+
+    assert seconds(4096, 4096, 4092, transposed=True) == pytest.approx(seconds(4096, 4096, 4096), rel=0.01)
+    assert seconds(4092, 4096, 4096) == pytest.approx(seconds(4096, 4096, 4096), rel=0.01)
+    assert seconds(4096, 50257, 768) > 2 * seconds(4096, 50264, 768)
+    assert seconds(4096, 768, 50257) > 2 * seconds(4096, 768, 50264)

@@ -1,0 +1,151 @@
+"""Step programs, and the formula, against the dry run's own prices at random sizes.
+
+    python -m benchmarks.step_programs --runs 1000 [--seed 1] [--out FILE]   # needs torch; resumable
+    python -m benchmarks.step_programs --summary [FILE]
+
+A run is a structure that plans walk of a model that has programs, at any micro-batch, length, rank, accumulation and
+optimizer. The step is run on meta tensors and its operators are priced (`planner.speed.timeline.run_time`) on each card
+that runs these kernels, a point each: the program, which was compiled from one other run, and the formula are compared
+with that.
+"""
+
+import argparse
+import copy
+import gzip
+import json
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from planner.hardware.gpus import find_gpu
+from planner.interchange import setup_to_dict
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.speed.run import run_speed
+from planner.speed.sized import program_speed
+from planner.speed.step_program import programs_of
+from planner.throughput import CURRENT, throughput_profile
+
+DATA = Path(__file__).parent / "data" / "step_programs.jsonl.gz"
+CARDS = {
+    "a100-80gb": ("a100-80gb", "a100-40gb", "rtx-3090", "l40s", "rtx-4090"),
+    "rtx-4090": ("rtx-4090", "l40s", "rtx-3090"),
+    "h100-sxm": ("h100-sxm", "h200"),
+}
+"""Cards that run the same kernels."""
+
+
+def with_programs() -> list[ModelSpec]:
+    """Models of the catalogue that have programs."""
+    every = (catalogue.load(name) for name in catalogue.names())
+    return [one for one in every if one is not None and programs_of(one) is not None]
+
+
+def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
+    """Runs without end, each with the cards of its kernels."""
+    from probes.tracing.programs import asked_programs
+
+    rng, models = random.Random(seed), with_programs()
+    asked = {one.model_id: sorted(asked_programs(one).items(), key=lambda pair: pair[0]) for one in models}
+    while True:
+        model = rng.choice(models)
+        _, (setup, gpu) = rng.choice(asked[model.model_id])
+        sizes: dict[str, Any] = {
+            "micro_batch_seqs": rng.choice([1, 1, 2, 3, 4, 6, 8, 16]),
+            "seq_len_tokens": rng.choice([128, 256, 512, 1024, 2048, 4096, 8192, rng.randrange(100, 9000)]),
+            "accumulation_steps": rng.choice([1, 1, 2, 8]),
+            "optimizer": rng.choice(["adamw-fused", "adamw-fused", "adamw", "adamw-8bit", "adafactor", "lion-8bit"]),
+        }
+        if setup.method != "full":
+            sizes["lora_rank"] = rng.choice([4, 8, 16, 32, 64, 128, 256])
+        yield model, CARDS[gpu.key], setup.with_(**sizes)
+
+
+def judged(model: ModelSpec, cards: Sequence[str], setup: TrainSetup) -> Iterator[dict[str, Any]]:
+    """For each card seconds of a step by its own operators, by the program, and by the formula."""
+    from probes.dryrun.depths import plan_depth
+    from probes.dryrun.engine import full_trace
+    from probes.dryrun.operators import full_program
+    from probes.stack.configs import load_config
+
+    plan = plan_depth(load_config(model.config), checkpointing=setup.checkpointing, full_depth=False)
+    trace = full_trace(copy.deepcopy(plan), find_gpu(cards[0]).compute_capability or (8, 0), setup)
+    assert trace.operators is not None
+    program = full_program(trace.operators, trace.trainables)
+    assert program is not None
+    for gpu in map(find_gpu, cards):
+        by_program = program_speed(model, gpu, setup)
+        if by_program is None:
+            continue
+        run = run_speed(program, gpu, setup)
+        formula = throughput_profile(model, gpu, setup, conditions=CURRENT).step_time(setup).step_time_s
+        yield {
+            "model": model.model_id, "gpu": gpu.key, "setup": setup_to_dict(setup), "run_s": round(run.step_s, 6),
+            "waits": round(run.parts_s["host"] / run.step_s, 4), "formula_s": round(formula, 6),
+            "program_s": round(by_program.step_time(setup).step_time_s, 6),
+        }  # fmt: skip
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The points of a file, a line of it a run."""
+    raw = path.read_bytes()
+    runs = [json.loads(line) for line in (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines()]
+    return [point for run in runs if isinstance(run, list) for point in run]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Errors of both, by model and all together."""
+    lines = [f"| {'model':34} | points | program: median | 95th | worst | formula: median | 95th | worst |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for name in (*sorted({row["model"] for row in rows}), "all"):
+        own = [row for row in rows if name in ("all", row["model"])]
+        cells = []
+        for level in ("program_s", "formula_s"):
+            errors = sorted(abs(row[level] / row["run_s"] - 1) for row in own)
+            high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+            cells += [f"{100 * one:.2f} %" for one in (statistics.median(errors), high, errors[-1])]
+        lines.append(f"| {name:34} | {len(own)} | {' | '.join(cells)} |")
+    worst = sorted(rows, key=lambda row: -abs(row["program_s"] / row["run_s"] - 1))[:8]
+    for row in worst:
+        setup = row["setup"]
+        lines.append(
+            f"worst: {row['program_s'] / row['run_s'] - 1:+.2%} {row['model']} {row['gpu']} {json.dumps(setup)}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Draws and judges, or sums up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("step_programs.jsonl"))
+    parser.add_argument("--summary", nargs="?", const=DATA, type=Path)
+    args = parser.parse_args()
+    if args.summary:
+        print(summary(rows_of(args.summary)))
+        return
+    from probes.dryrun.startup import collection_paused, load_libraries
+
+    load_libraries()
+    done = sum(1 for _ in args.out.open()) if args.out.exists() else 0
+    with args.out.open("a", encoding="utf-8") as file:
+        for place, run in enumerate(islice(drawn(args.seed), args.runs)):
+            if place < done:
+                continue
+            try:
+                with collection_paused():
+                    found: Any = [*judged(*run)]
+            except Exception as error:  # whatever the libraries stumble over
+                found = f"{type(error).__name__}: {error}"[:200]
+            file.write(json.dumps(found) + "\n")
+            file.flush()
+    print(summary(rows_of(args.out)))
+
+
+if __name__ == "__main__":
+    main()

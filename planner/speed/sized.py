@@ -1,0 +1,418 @@
+"""The speed of a setup by its structure's step program: the dry run's prices and timelines without a dry run.
+
+What setups share is worked out once: prices of operators at one micro-batch, length and rank on one card, courses of
+stretches, and of whole micro-batches.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from planner.choices.losses import LOSSES
+from planner.choices.optimizers import OPTIMIZERS
+from planner.hardware.gpu import GpuSpec
+from planner.memory.profile_store import profiled_kind, structure_key
+from planner.memory.step_profile import MONOMIALS
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.speed.host import Host
+from planner.speed.operators import ISSUERS, Layout, Operator
+from planner.speed.prices import Price, launches, price
+from planner.speed.rates import CardRates, card_band, card_rates
+from planner.speed.step_program import (
+    ONCE,
+    TILES,
+    Blocks,
+    Counts,
+    ModelPrograms,
+    Run,
+    SizedLayout,
+    SizedOperator,
+    StepProgram,
+    programs_of,
+)
+from planner.speed.timeline import (
+    IDLE,
+    Course,
+    Issue,
+    Issued,
+    Loop,
+    Stage,
+    Timeline,
+    add_parts,
+    between_s,
+    composed,
+    course_of,
+    device_s,
+    done_s,
+    host_notes,
+    issue_of,
+    loop_of,
+    timed,
+)
+from planner.throughput import CURRENT, StepTime, ThroughputProfile, conditions_of, speed_model, throughput_profile
+
+_NUM = len(ISSUERS)
+_LARGE = 1 << 26
+"""Tokens by which a loss whose tiles grow is told from one whose tiles do not."""
+_MAX_SIZES = 256
+
+
+class Tiles(NamedTuple):
+    """How a loss cuts a micro-batch: tokens of a whole tile, how many turns its loop takes, and which share of as many
+    whole tiles they are."""
+
+    tokens: int
+    turns: int
+    filled: float
+
+
+UNCUT = Tiles(0, 1, 1.0)
+
+
+class _Issues:
+    """A model's calls as hosts issue them, which is the same at every size."""
+
+    def __init__(self, programs: ModelPrograms) -> None:
+        self._operators = programs.operators
+        self._issued: dict[bool, Issued] = {}
+        self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
+
+    def of(self, calls: tuple[int, ...], checkpointed: bool, scale: float) -> list[Issue]:
+        """Calls as a host of this scale issues them."""
+        key = calls, checkpointed, scale
+        found = self._known.get(key)
+        if found is None:
+            issued = self._issued.get(checkpointed)
+            if issued is None:
+                runs = [launches(one.name, sized=bool(one.inputs or one.outputs)) for one in self._operators]
+                issued = self._issued[checkpointed] = Issued(self._operators, runs, checkpointed=checkpointed)
+            found = self._known[key] = issue_of(map(issued.__getitem__, calls), scale)
+        return found
+
+
+class Sized:
+    """The operators of a model's programs at one micro-batch, length and rank on one card."""
+
+    def __init__(self, programs: ModelPrograms, rates: CardRates, seqs: int, tokens: int, rank: int) -> None:
+        self._programs, self._rates = programs, rates
+        self._issues: _Issues = programs.worked_out.setdefault("issues", _Issues(programs))
+        base, self._tokens = (seqs, tokens, max(1, rank)), tokens
+        self._values = [b ** powers[0] * s ** powers[1] * r ** powers[2] for powers in MONOMIALS for b, s, r in (base,)]
+        self._tile = MONOMIALS.index((0, 0, 0, 1))
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._prices: dict[tuple[int, int], Price] = {}
+        self._device: dict[int, _Device] = {}
+        self._courses: dict[tuple[int, bool, Tiles, float], Course] = {}
+        self._blocks: dict[tuple[tuple[int, ...], int, bool, Tiles, float], Course] = {}
+        self._counted: dict[tuple[Counts, float], Course] = {}
+
+    def _layout(self, one: SizedLayout, tile: int) -> Layout:
+        key = id(one), tile
+        found = self._layouts.get(key)
+        if found is None:
+            values = self._values
+            values[self._tile] = tile
+            shape = tuple(max(1, round(sum(factor * values[index] for index, factor in form))) for form in one.shape)
+            strides, step = [0] * len(shape), 1 if one.dense else 2
+            for place in reversed(one.order or range(len(shape))):
+                if place not in one.repeated:
+                    strides[place] = step
+                    step *= shape[place]
+            found = self._layouts[key] = Layout(shape, tuple(strides), one.dtype)
+        return found
+
+    def operator(self, number: int, tile: int = 0) -> Operator:
+        """An operator at these sizes."""
+        one: SizedOperator = self._programs.operators[number]
+        inputs, outputs = (tuple(self._layout(each, tile) for each in side) for side in (one.inputs, one.outputs))
+        return Operator(one.name, inputs, outputs, one.numbers, one.listed)
+
+    def price(self, number: int, tile: int = 0) -> Price:
+        """What an operator costs the device."""
+        found = self._prices.get((number, tile))
+        if found is None:
+            found = self._prices[number, tile] = price(self.operator(number, tile), self._rates)
+        return found
+
+    def device(self, tile: int) -> "_Device":
+        """Seconds of the device by operator, where tiles have so many tokens."""
+        found = self._device.get(tile)
+        if found is None:
+            found = self._device[tile] = _Device(self, tile)
+        return found
+
+    def loop(self, run: Run, tiles: Tiles) -> Tiles:
+        """How often a run comes, and at which tile."""
+        if run.per == ONCE:
+            return Tiles(tiles.tokens, 1, 1.0)
+        if run.per == TILES:
+            turns = tiles.turns - run.less
+            filled = (tiles.turns * tiles.filled - run.less) / turns if turns > 0 else 0.0
+            return Tiles(tiles.tokens, max(0, turns), filled)
+        return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
+
+    def _runs(self, place: int, tiles: Tiles) -> tuple[tuple[Run, ...], Tiles]:
+        """The runs of a stretch, and the tiles that it knows."""
+        runs = self._programs.stretches[place].runs
+        return runs, tiles if any(run.per == TILES for run in runs) else UNCUT
+
+    def stretch(self, place: int, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
+        """The course of a stretch."""
+        runs, tiles = self._runs(place, tiles)
+        key = place, checkpointed, tiles, scale
+        found = self._courses.get(key)
+        if found is None:
+            found = IDLE
+            for run in runs:
+                tile, turns, filled = self.loop(run, tiles)
+                issue = self._issues.of(run.calls, checkpointed, scale)
+                found = found.then(course_of(issue, self.device(tile), filled).times(turns))
+            self._courses[key] = found
+        return found
+
+    def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
+        """The course of stretches."""
+        return composed(self._block(*one, checkpointed, tiles, scale) for one in blocks)
+
+    def _block(self, places: tuple[int, ...], times: int, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
+        key = places, times, checkpointed, tiles, scale
+        found = self._blocks.get(key)
+        if found is None:
+            stretches = (self.stretch(one, checkpointed=checkpointed, tiles=tiles, scale=scale) for one in places)
+            found = self._blocks[key] = composed(stretches).times(times)
+        return found
+
+    def counted(self, counts: Counts, scale: float) -> Course:
+        """The course of calls whose order does not matter."""
+        key = counts, scale
+        found = self._counted.get(key)
+        if found is None:
+            found = IDLE
+            for call, times in counts:
+                issue = self._issues.of((call,), False, scale)
+                found = found.then(course_of(issue, self.device(0)).times(times))
+            self._counted[key] = found
+        return found
+
+    def parts(self, program: StepProgram, tiles: Tiles) -> tuple[dict[str, float], int]:
+        """The device's seconds of a micro-batch by part, and how many calls it is."""
+        parts: dict[str, float] = defaultdict(float)
+        times: Counter[int] = Counter()
+        for places, repeats in (*program.ahead, *program.behind):
+            for place in places:
+                times[place] += repeats
+        num_calls = 0
+        for place, repeats in times.items():
+            phase = self._programs.stretches[place].phase
+            runs, own = self._runs(place, tiles)
+            for run in runs:
+                tile, turns, filled = self.loop(run, own)
+                num_calls += repeats * turns * len(run.calls)
+                for number, count in Counter(call // _NUM for call in run.calls).items():
+                    add_parts(parts, phase, self.price(number, tile), repeats * turns * count * filled)
+        return parts, num_calls
+
+
+class _Device(dict[int, float]):
+    """Seconds of the device by operator, each when first asked for."""
+
+    def __init__(self, sized: Sized, tile: int) -> None:
+        super().__init__()
+        self._sized, self._tile = sized, tile
+
+    def __missing__(self, number: int) -> float:
+        found = self[number] = device_s(self._sized.price(number, self._tile))
+        return found
+
+
+class ProgramSpeed:
+    """Step times of all setups that differ only in optimizer, micro-batch and accumulation, by the structure's step
+    program."""
+
+    def __init__(
+        self, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, programs: ModelPrograms, program: StepProgram
+    ) -> None:
+        self._model, self._gpu, self._setup = model, gpu, setup
+        self._programs, self._program = programs, program
+        self._one = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
+        self._seconds: dict[tuple[str, int, int], float] = {}
+        self._loop = loop_of(setup)
+        self._micro: dict[int, tuple[Course, Course, Timeline]] = {}
+        self._ends: dict[tuple[str, int], Course] = {}
+
+    @cached_property
+    def formula(self) -> ThroughputProfile:
+        """The formula's: it has what no operator shows (needed products, what pages move, what is said of a card)."""
+        return throughput_profile(self._model, self._gpu, self._setup, conditions=conditions_of(self._setup))
+
+    def _sized(self, seqs: int) -> Sized:
+        setup = self._setup
+        apart = setup.packing and setup.attention == "flash-attention-2"
+        sizes = seqs, setup.seq_len_tokens, setup.lora_rank
+        key = self._gpu.key, setup.attention, setup.seq_len_tokens if apart else 0, sizes
+        known: dict[object, Sized] = self._programs.worked_out.setdefault("sized", {})
+        found = known.get(key)
+        if found is None:
+            if len(known) >= _MAX_SIZES:
+                known.clear()
+            rates = card_rates(self._gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
+            found = known[key] = Sized(self._programs, rates, *sizes)
+        return found
+
+    def _tiles(self, seqs: int) -> Tiles:
+        tokens, vocabulary = seqs * self._one, (self._model.vocab_size, self._model.hidden_size)
+        tiling = LOSSES[self._setup.loss].tiling
+        largest = tiling(_LARGE, *vocabulary).tokens
+        whole = largest if largest == tiling(_LARGE // 2, *vocabulary).tokens else tiling(tokens, *vocabulary).tokens
+        turns = -(-tokens // whole)
+        return Tiles(whole, turns, tokens / whole / turns)
+
+    def timeline(self, optimizer: str, seqs: int, scale: float) -> tuple[Timeline, list[Course]]:
+        """A step's micro-batches, and its optimizer's part."""
+        program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
+        ahead, behind = (
+            sized.blocks(blocks, checkpointed=program.checkpointed, tiles=tiles, scale=scale)
+            for blocks in (program.ahead, program.behind)
+        )
+        found = Timeline(
+            ahead=(Stage("forward", ahead),),
+            behind=(Stage("backward", behind),),
+            added=sized.counted(program.added, scale),
+            num_modules=program.num_modules,
+            scale=scale,
+        )
+        return found, [sized.counted(program.steps[optimizer], scale)]
+
+    def _courses(self, seqs: int) -> tuple[Course, Course, Timeline]:
+        """Of a first and of a later micro-batch."""
+        found = self._micro.get(seqs)
+        if found is None:
+            timeline, _ = self.timeline(self._setup.optimizer, seqs, Host().scale)
+            found = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
+        return found
+
+    def _end(self, optimizer: str, seqs: int) -> Course:
+        """Of what follows the last backward."""
+        key = optimizer, seqs
+        found = self._ends.get(key)
+        if found is None:
+            timeline = self._courses(seqs)[2]
+            step = self._sized(seqs).counted(self._program.steps[optimizer], timeline.scale)
+            found = self._ends[key] = timeline.end(self._loop, [step])
+        return found
+
+    def _loop_of(self, seqs: int, accumulation: int) -> Loop:
+        return replace(self._loop, accumulation=accumulation, tokens=seqs * self._one * accumulation)
+
+    def _paging_s(self, optimizer: str) -> float:
+        if not OPTIMIZERS[optimizer].paged:
+            return 0.0
+        family = self.formula.family
+        return self.formula.speed.paging_s(optimizer, family.trained_params, family.trained_bytes)
+
+    def _step_s(self, optimizer: str, seqs: int, accumulation: int) -> float:
+        key = optimizer, seqs, accumulation
+        found = self._seconds.get(key)
+        if found is None:
+            first, later, _ = self._courses(seqs)
+            found = done_s(first, later, accumulation, self._end(optimizer, seqs)) + self._paging_s(optimizer)
+            found += between_s(self._loop, seqs * self._one * accumulation)
+            self._seconds[key] = found
+        return found
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds and tokens/s of one GPU."""
+        step = self._step_s(self._setup.optimizer, micro_batch_seqs, accumulation_steps)
+        return step, micro_batch_seqs * self._one * accumulation_steps / step
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        return [micro * self._one * steps / self._step_s(optimizer, micro, steps) for micro, steps in pairs]
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup of this program."""
+        seqs, accumulation, optimizer = setup.micro_batch_seqs, setup.accumulation_steps, setup.optimizer
+        sized, tiles, program = self._sized(seqs), self._tiles(seqs), self._program
+        micro, num_calls = sized.parts(program, tiles)
+        parts: dict[str, float] = defaultdict(float, {name: accumulation * one for name, one in micro.items()})
+        for call, count in program.added:
+            parts["optimizer"] += (accumulation - 1) * count * device_s(sized.price(call // _NUM))
+        for call, count in program.steps[optimizer]:
+            parts["optimizer"] += count * device_s(sized.price(call // _NUM))
+        run = timed(
+            partial(self.timeline, optimizer, seqs), parts, self._loop_of(seqs, accumulation), num_calls, Host()
+        )
+        paging = {"paging": one} if (one := self._paging_s(optimizer)) else {}
+        step_s = run.step_s + sum(paging.values())
+        flops = self.formula.flops(seqs, accumulation)
+        return StepTime(
+            step_time_s=step_s,
+            parts_s={**run.parts_s, **paging},
+            flops=flops,
+            mfu_fraction=self.formula.mfu_fraction(flops, step_s),
+            tokens_per_s=setup.tokens_per_step / step_s,
+            band_fraction=max(run.band_fraction, card_band(self._gpu)),
+            notes=(*self.formula.notes(), *host_notes(run)),
+        )
+
+
+class ScaledSpeed:
+    """A formula's speeds where a structure has no program, and another that differs little has: so many times as fast
+    as that one's program is beside its formula."""
+
+    def __init__(self, own: ThroughputProfile, like: ProgramSpeed) -> None:
+        self._own, self._like = own, like
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds and tokens/s of one GPU."""
+        pair = micro_batch_seqs, accumulation_steps
+        seconds, tokens_per_s = self._own.at(*pair)
+        longer = self._like.at(*pair)[0] / self._like.formula.at(*pair)[0]
+        return seconds * longer, tokens_per_s / longer
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        speeds = [one.tokens_per_s(optimizer, pairs) for one in (self._own, self._like, self._like.formula)]
+        return [own * program / formula for own, program, formula in zip(*speeds, strict=True)]
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup."""
+        found = self._own.step_time(setup)
+        longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / found.step_time_s
+        return replace(
+            found,
+            step_time_s=found.step_time_s * longer,
+            parts_s={name: seconds * longer for name, seconds in found.parts_s.items()},
+            mfu_fraction=found.mfu_fraction / longer,
+            tokens_per_s=found.tokens_per_s / longer,
+        )
+
+
+def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
+    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie, in
+    their spacing, or in which matrices are adapted."""
+    found = program_speed(model, gpu, setup)
+    if found is not None or programs_of(model) is None:
+        return found
+    changed: dict[str, Any] = {"activation_offload": False, "checkpointing": min(1, setup.checkpointing)}
+    if setup.method != "full":
+        changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0}
+    like = program_speed(model, gpu, setup.trusted_with(**changed))
+    if like is None:
+        return None
+    return ScaledSpeed(throughput_profile(model, gpu, setup, conditions=conditions_of(setup)), like)
+
+
+def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | None:
+    """The speeds of a setup by its structure's program; None where it has none, where what it moves to the host is no
+    operator, or where the machine's own host was measured, which the formula knows."""
+    if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
+        return None
+    programs = programs_of(model)
+    program = programs.get(structure_key(model, gpu, setup)) if programs is not None else None
+    if programs is None or program is None or not speed_model(model, gpu, conditions=CURRENT).rented_host:
+        return None
+    return ProgramSpeed(model, gpu, setup, programs, program)

@@ -1,0 +1,238 @@
+"""`StepProgram`: what one structure of training step issues, its sizes left open: the dry run's program in closed form.
+
+A structure is everything of a setup but micro-batch, length, rank, accumulation and optimizer
+(`planner.memory.profile_store.structure_key`). Its operators' shapes are polynomials in those; which operators come in
+which order does not depend on them, but for a loss that cuts its tokens into tiles. One compressed file a model, made
+by `probes.tracing.programs`; operators, stretches and steps that several structures share are written once.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.memory.profile_store import config_digest, library_versions, user_directory, user_path
+from planner.memory.step_profile import Form
+from planner.models.spec import ModelSpec
+from planner.outputs import write_whole
+
+SCHEMA = 1
+SHIPPED = Path(__file__).parent.parent / "data" / "programs"
+
+
+class SizedLayout(NamedTuple):
+    """A `planner.speed.operators.Layout` of any size.
+
+    Attributes:
+        shape: a form for each dimension.
+        order: its dimensions, the one with the widest step first; () where they lie in order.
+        dense: whether its elements lie without gaps.
+        repeated: dimensions that are one element read again and again (step 0).
+    """
+
+    shape: tuple[Form, ...]
+    order: tuple[int, ...]
+    dense: bool
+    repeated: tuple[int, ...]
+    dtype: str
+
+
+class SizedOperator(NamedTuple):
+    """A `planner.speed.operators.Operator` of any size."""
+
+    name: str
+    inputs: tuple[SizedLayout, ...] = ()
+    outputs: tuple[SizedLayout, ...] = ()
+    numbers: tuple[float, ...] = ()
+    listed: int = 0
+
+
+ONCE, TILES = 0, -1
+
+
+class Run(NamedTuple):
+    """Calls (operator x len(ISSUERS) + issuer), once or in a loop.
+
+    Attributes:
+        per: ONCE, TILES (once a tile of the loss), or once for every so many tokens of a sequence.
+        less: so many times fewer.
+    """
+
+    per: int
+    less: int
+    calls: tuple[int, ...]
+
+
+class SizedStretch(NamedTuple):
+    """A `planner.speed.operators.Stretch` of any size."""
+
+    phase: str
+    runs: tuple[Run, ...]
+
+
+Blocks = tuple[tuple[tuple[int, ...], int], ...]
+"""(stretches one after another, how many times) in order."""
+Counts = tuple[tuple[int, int], ...]
+"""(call, how often)."""
+
+
+class StepProgram(NamedTuple):
+    """The program of one structure; calls and stretches are places in `ModelPrograms`.
+
+    Attributes:
+        ahead, behind: a micro-batch's stretches until its backward begins, and from then on.
+        added: operators that add a later micro-batch's gradients to the first one's.
+        steps: by optimizer, what clipping, optimizer and release issue.
+        num_modules: of the model's module tree.
+        checkpointed: whether the step recomputes.
+    """
+
+    ahead: Blocks
+    behind: Blocks
+    added: Counts
+    steps: Mapping[str, Counts]
+    num_modules: int
+    checkpointed: bool
+
+
+class ModelPrograms:
+    """The programs of one model by structure.
+
+    Attributes:
+        versions: of what was run.
+        operators, stretches: what programs name by their places.
+        worked_out: of them (`planner.speed.sized`).
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.versions: Mapping[str, str] = raw["versions"]
+        self.worked_out: dict[object, Any] = {}
+        self._raw = raw
+        self._found: dict[str, StepProgram] = {}
+        forms = [tuple((index, float(factor)) for index, factor in one) for one in raw["forms"]]
+        layouts = [
+            SizedLayout(tuple(forms[one] for one in shape), tuple(order), bool(dense), tuple(repeated), dtype)
+            for shape, order, dense, repeated, dtype in raw["layouts"]
+        ]
+        self.operators = [
+            SizedOperator(
+                raw["names"][name],
+                tuple(layouts[one] for one in inputs),
+                tuple(layouts[one] for one in outputs),
+                tuple(numbers),
+                listed,
+            )
+            for name, inputs, outputs, numbers, listed in raw["operators"]
+        ]
+        self.stretches = [
+            SizedStretch(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
+            for phase, runs in raw["stretches"]
+        ]
+        self._steps = [tuple((call, times) for call, times in one) for one in raw["steps"]]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The structures that have one."""
+        return frozenset(self._raw["programs"])
+
+    def get(self, key: str) -> StepProgram | None:
+        """The program of a structure."""
+        found = self._found.get(key)
+        if found is not None or key not in self._raw["programs"]:
+            return found
+        ahead, behind, added, steps, num_modules, checkpointed = self._raw["programs"][key]
+        found = self._found[key] = StepProgram(
+            ahead=_blocks(ahead),
+            behind=_blocks(behind),
+            added=self._steps[added],
+            steps={optimizer: self._steps[place] for optimizer, place in steps.items()},
+            num_modules=num_modules,
+            checkpointed=bool(checkpointed),
+        )
+        return found
+
+
+def _blocks(values: Sequence[Any]) -> Blocks:
+    return tuple((tuple(places), times) for places, times in values)
+
+
+class Tables:
+    """What the programs of one model share, each thing once, as it is collected."""
+
+    def __init__(self) -> None:
+        self.operators: dict[SizedOperator, int] = {}
+        self.stretches: dict[SizedStretch, int] = {}
+
+    def operator(self, one: SizedOperator) -> int:
+        """Its place."""
+        return self.operators.setdefault(one, len(self.operators))
+
+    def stretch(self, one: SizedStretch) -> int:
+        """Its place."""
+        return self.stretches.setdefault(one, len(self.stretches))
+
+
+def save_programs(path: Path, tables: Tables, programs: Mapping[str, StepProgram], versions: Mapping[str, str]) -> None:
+    """Writes the programs of a model; the same ones give the same bytes."""
+    shared: dict[str, dict[Any, int]] = {"names": {}, "forms": {}, "layouts": {}, "steps": {}}
+
+    def number(table: str, value: Any) -> int:
+        return shared[table].setdefault(value, len(shared[table]))
+
+    def layout(one: SizedLayout) -> int:
+        shape = tuple(number("forms", form) for form in one.shape)
+        return number("layouts", (shape, one.order, int(one.dense), one.repeated, one.dtype))
+
+    operators = [
+        (number("names", one.name), [*map(layout, one.inputs)], [*map(layout, one.outputs)], one.numbers, one.listed)
+        for one in tables.operators
+    ]
+    stretches = [(one.phase, one.runs) for one in tables.stretches]
+    found = {
+        key: (
+            one.ahead,
+            one.behind,
+            number("steps", one.added),
+            {optimizer: number("steps", counts) for optimizer, counts in sorted(one.steps.items())},
+            one.num_modules,
+            int(one.checkpointed),
+        )
+        for key, one in sorted(programs.items())
+    }
+    raw = {
+        "schema": SCHEMA, "versions": dict(versions), "operators": operators, "stretches": stretches,
+        **{name: [*table] for name, table in shared.items()}, "programs": found,
+    }  # fmt: skip
+    write_whole(path, gzip.compress(json.dumps(raw, separators=(",", ":")).encode(), mtime=0))
+
+
+def programs_of(model: ModelSpec) -> ModelPrograms | None:
+    """All programs of a model: those that the user made with the libraries that are installed, else shipped ones."""
+    return model.once("programs", _read_programs)
+
+
+def user_programs(model: ModelSpec) -> Path:
+    """The file of a model's programs for the libraries that are installed."""
+    return user_path(model).with_name(f"programs-{user_path(model).name}")
+
+
+def _read_programs(model: ModelSpec) -> ModelPrograms | None:
+    digest = config_digest(model.config)
+    for path in user_directory().glob(f"programs-{digest}-*.json.gz"):
+        kept = load_programs(path)
+        if kept is not None and {name: kept.versions.get(name) for name in library_versions()} == library_versions():
+            return kept
+    return load_programs(SHIPPED / f"{digest}.json.gz")
+
+
+@lru_cache(maxsize=8)
+def load_programs(path: Path) -> ModelPrograms | None:
+    """The programs of a file; None where there is none that can be read."""
+    try:
+        raw = json.loads(gzip.decompress(path.read_bytes()))
+        return ModelPrograms(raw) if raw["schema"] == SCHEMA and raw["programs"] else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zlib.error):
+        return None
