@@ -521,11 +521,11 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(obje
     """Loss, forwards without gradients and generation; the memory's is the formula's, as traced trainers say."""
     model = load("meta-llama/Llama-3.2-1B")
     setup = setup_of(objective, micro_batch_seqs=4)
-    found = predict(model, CARD, setup)
-    plain = throughput_profile(model, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
+    found, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())
+    formula = throughput_profile(model, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
     assert found.time_band_fraction is not None
     own = sum(found.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
-    more = found.time_band_fraction - plain.band_fraction
+    more = found.time_band_fraction - formula.band_fraction
     assert more == pytest.approx(own / found.step_time_s)
     assert found.memory_band_fraction == plain.memory_band_fraction
     assert any(OBJECTIVES[objective].title in note for note in found.notes)
