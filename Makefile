@@ -18,7 +18,7 @@ docs: # docs/ as a site in build/site, every link and anchor checked; a venv of 
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
 fuzz: # 7,500 hostile inputs to every command that reads something (docs/faults.md)
 	$(PY) tools/fuzz.py
-mutants: # 200 planted faults, each against its room's tests (docs/faults.md)
+mutants: # 213 planted faults, each against its room's tests (docs/faults.md)
 	$(PY) tools/mutation.py
 faults: # kills, full disks, read-only homes and restarted databases under real searches (docs/faults.md)
 	$(PY) tools/faults.py

@@ -66,8 +66,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/planner/test_memory_moments.py",
             "tests/planner/test_space_memory.py",
             "tests/planner/test_formula_grid.py",
+            "tests/planner/test_stated_facts.py",
         ),
-        70,
+        73,
     ),
     "throughput": (
         (
@@ -85,8 +86,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/planner/test_throughput.py",
             "tests/planner/test_throughput_effective.py",
             "tests/planner/test_throughput_accuracy.py",
+            "tests/planner/test_stated_facts.py",
         ),
-        50,
+        51,
     ),
     "search": (
         (
@@ -109,8 +111,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/search/test_corrections.py",
             "tests/search/test_study.py",
         ),
-        40,
+        41,
     ),
+    "written": (("planner/exporters/*.py",), ("tests/planner/test_written.py",), 4),
+    "read": (("planner/readers/*.py", "planner/samples/dataset.py"), ("tests/planner/test_stated_facts.py",), 4),
     "allocator": (
         ("probes/allocator/*.py",),
         ("tests/probes/test_allocator.py", "tests/probes/test_allocator_properties.py"),

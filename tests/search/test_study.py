@@ -123,6 +123,20 @@ def test_the_same_candidate_waiting_twice_runs_once(study: Study) -> None:
     assert len(study.records()) == 1
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_answers_come_in_the_order_in_which_they_came(study: Study, order: tuple[int, ...]) -> None:
+    """Of probes at the same time the last begun may be answered first; whoever resumes learns as the first did."""
+    for candidate in problem().candidates[:3]:
+        study.enqueue(candidate, "test")
+    taken = [one for _ in range(3) if (one := study.claim()) is not None]
+    assert [number for number, _ in taken] == [0, 1, 2]
+    for place in order:
+        number, setup = taken[place]
+        study.tell(number, measurement(setup, 1000.0, 1e9))
+    assert [record.number for record in study.answered()] == list(order)
+    assert [record.number for record in study.records()] == [0, 1, 2]
+
+
 def test_a_second_retry_is_over_when_the_budget_is_spent(study: Study) -> None:
     """Two workers added a lost trial again; the first retry is the last probe, so that nobody claims the second."""
     first, other = problem().candidates[:2]

@@ -1,0 +1,354 @@
+"""What a written file says, key by key, against facts stated here: whatever target writes a key, its value is the fact.
+
+A reader of ours may share a fault with the writer of a line, and most lines are read back by nobody: each fact is
+stated a second time, from the request alone. A key without a fact must decide what is read back.
+"""
+
+import ast
+import copy
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.choices.images import Images
+from planner.errors import PlannerError, SetupError
+from planner.exporters import EXPORTERS, ExportRequest, Launch
+from planner.hyperparameters import Hyperparameters
+from planner.models import catalogue
+from planner.readers import Surroundings, canonical, read_text
+from planner.setup import TrainSetup
+from tests.planner.launch_sweep import objective_spreads, request, setups
+from tests.whole import WHOLE, some
+
+HYPER = Hyperparameters(
+    learning_rate=1.5e-5, lora_alpha=37, warmup_fraction=0.07, lr_schedule="linear", weight_decay=0.013,
+    max_grad_norm=0.71, num_epochs=2.5, seed=4321,
+)  # fmt: skip
+"""No two alike, none a default: a value under another's name is seen."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and the setup that its file runs as."""
+
+    asked: ExportRequest
+    runs: TrainSetup
+
+    @property
+    def hyper(self) -> Hyperparameters:
+        return self.asked.hyper
+
+
+OPTIM = {
+    "adamw-fused": "adamw_torch_fused", "adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit",
+    "paged-adamw-32bit": "paged_adamw_32bit", "paged-adamw-8bit": "paged_adamw_8bit", "lion-8bit": "lion_8bit",
+    "adafactor": "adafactor", "sgd": "sgd",
+}  # fmt: skip
+"""transformers' names."""
+Fact = Callable[[Case], Any]
+
+FACTS: dict[str, Fact] = {
+    "learning_rate": lambda one: one.hyper.learning_rate,
+    "lr": lambda one: one.hyper.learning_rate,
+    "weight_decay": lambda one: one.hyper.weight_decay,
+    "max_grad_norm": lambda one: one.hyper.max_grad_norm,
+    "max_norm": lambda one: one.hyper.max_grad_norm,
+    "gradient_clipping": lambda one: one.hyper.max_grad_norm,
+    "num_train_epochs": lambda one: one.hyper.num_epochs,
+    "num_epochs": lambda one: one.hyper.num_epochs,
+    "warmup_ratio": lambda one: one.hyper.warmup_fraction,
+    "lr_scheduler_type": lambda one: one.hyper.lr_schedule,
+    "lr_scheduler": lambda one: one.hyper.lr_schedule,
+    "seed": lambda one: one.hyper.seed,
+    "random_state": lambda one: one.hyper.seed,
+    "lora_alpha": lambda one: one.hyper.lora_alpha,
+    "logging_steps": lambda one: one.asked.logging_steps,
+    "model_name_or_path": lambda one: one.asked.model_id,
+    "base_model": lambda one: one.asked.model_id,
+    "output_dir": lambda one: one.asked.output_dir,
+    "per_device_train_batch_size": lambda one: one.runs.micro_batch_seqs,
+    "micro_batch_size": lambda one: one.runs.micro_batch_seqs,
+    "train_micro_batch_size_per_gpu": lambda one: one.runs.micro_batch_seqs,
+    "gradient_accumulation_steps": lambda one: one.runs.accumulation_steps,
+    "train_batch_size": lambda one: (
+        one.runs.micro_batch_seqs * one.runs.accumulation_steps * one.runs.num_gpus // one.runs.split_degree
+    ),
+    "max_length": lambda one: one.runs.seq_len_tokens,
+    "max_seq_length": lambda one: one.runs.seq_len_tokens,
+    "cutoff_len": lambda one: one.runs.seq_len_tokens,
+    "sequence_len": lambda one: one.runs.seq_len_tokens,
+    "lora_r": lambda one: one.runs.lora_rank,
+    "lora_rank": lambda one: one.runs.lora_rank,
+    "r": lambda one: one.runs.lora_rank,
+    "lora_dropout": lambda one: one.runs.lora_dropout,
+    "load_in_4bit": lambda one: one.runs.quantization.startswith("nf4"),
+    "load_in_8bit": lambda one: one.runs.quantization == "int8",
+    "quantization_bit": lambda one: 8 if one.runs.quantization == "int8" else 4,
+    "bnb_4bit_quant_type": lambda one: "nf4",
+    "quantization_type": lambda one: "nf4",
+    "quantization_method": lambda one: "bnb",
+    "quant_method": lambda one: "bitsandbytes",
+    "bnb_4bit_use_double_quant": lambda one: one.runs.quantization == "nf4-double",
+    "use_bnb_nested_quant": lambda one: one.runs.quantization == "nf4-double",
+    "double_quantization": lambda one: one.runs.quantization == "nf4-double",
+    "bnb_4bit_compute_dtype": lambda one: DTYPES[one.runs.compute_dtype],
+    "bnb_4bit_quant_storage": lambda one: DTYPES[one.runs.weight_dtype],
+    "num_processes": lambda one: 1 if one.runs.parallel == "device-map" else one.runs.num_gpus,
+    "num_machines": lambda one: one.asked.num_nodes,
+    "stage3_gather_16bit_weights_on_model_save": lambda one: True,
+    "chosen": lambda one: "chosen",
+    "rejected": lambda one: "rejected",
+    "field_prompt": lambda one: "prompt",
+    "field_chosen": lambda one: "chosen",
+    "field_rejected": lambda one: "rejected",
+    "role_tag": lambda one: "role",
+    "content_tag": lambda one: "content",
+    "user_tag": lambda one: "user",
+    "assistant_tag": lambda one: "assistant",
+    "system_tag": lambda one: "system",
+    "messages": lambda one: "messages",
+    "images": lambda one: "images",
+    "ranking": lambda one: True,
+    "bias": lambda one: "none",
+    "report_to": lambda one: "none",
+    "full_finetuning": lambda one: one.runs.method == "full",
+    "freeze_vision_tower": lambda one: one.runs.method != "full",
+    "freeze_multi_modal_projector": lambda one: one.runs.method != "full",
+    "image_max_pixels": lambda one: one.runs.images.width * one.runs.images.height,
+    "beta": lambda one: 0.1,
+    "rl_beta": lambda one: 0.1,
+    "pref_beta": lambda one: 0.1,
+    "pref_loss": lambda one: {"dpo": "sigmoid"}.get(one.runs.objective, one.runs.objective),
+    "use_reentrant": lambda one: False,
+    "use_reentrant_gc": lambda one: False,
+    "save_total_limit": lambda one: 1,
+    "save_only_model": lambda one: True,
+    "lora_task_type": lambda one: "SEQ_CLS",
+    "fsdp_mixed_precision": lambda one: True,
+    "eval_strategy": lambda one: "steps",
+    "ddp_find_unused_parameters": lambda one: False,
+    "neat_packing": lambda one: one.runs.packing,
+    "pure_bf16": lambda one: one.runs.precision == "bf16-pure",
+    "fused_linear_cross_entropy": lambda one: one.runs.loss == "liger",
+    "PYTORCH_ALLOC_CONF": lambda one: "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": lambda one: "expandable_segments:True",
+    "optim": lambda one: OPTIM[one.runs.optimizer],
+    "train_on_prompt": lambda one: one.asked.loss_on == "all",
+}
+"""Last part of a key -> what it says, of the request alone."""
+OF_ONE_FILE: dict[str, dict[str, Fact]] = {
+    "trl": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
+    "hf": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
+    "unsloth": {"warmup_steps": lambda one: one.hyper.warmup_fraction},
+    "llamafactory": {"prompt": lambda one: "prompt"},
+}
+"""Facts of a key that says another thing elsewhere."""
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(last name on the way, value) of every value in a document."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, str(name))
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for inner in value:
+            yield from leaves(inner, key)
+    else:
+        yield key, value
+
+
+def said(path: str, text: str) -> Iterator[tuple[str, Any]]:
+    """(key, value) of everything that a file says; of a program its calls' named arguments, constants followed."""
+    if path.endswith((".yaml", ".yml")):
+        yield from leaves(yaml.safe_load(text))
+    elif path.endswith(".json"):
+        yield from leaves(json.loads(text))
+    elif path.endswith(".toml"):
+        yield from leaves(tomllib.loads(text))
+    elif path.endswith(".py"):
+        tree = ast.parse(text)
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        constants = {ast.unparse(node.targets[0]): node.value for node in assigned if not _made(node.value)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            for argument in call.keywords:
+                node = constants.get(ast.unparse(argument.value), argument.value)
+                try:
+                    yield from leaves(ast.literal_eval(node), argument.arg or "")
+                except ValueError:
+                    yield argument.arg or "", re.sub(r"^torch\.", "", ast.unparse(node))
+
+
+def _made(node: ast.expr) -> bool:
+    """Whether something is called for a value."""
+    return any(isinstance(one, ast.Call) for one in ast.walk(node))
+
+
+def cases() -> list[ExportRequest]:
+    """The sweep's setups and objectives with these hyperparameters, and models with eyes."""
+    found = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_spreads()]]
+    found += [request(TrainSetup(objective="dpo", precision=one, loss="full"), hyper=HYPER) for one in PRECISIONS]
+    eyes = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
+    pictures = Images(width=336, height=448)
+    for method in ({"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"lora_targets": "attention"}):
+        setup = TrainSetup(images=pictures, attention="sdpa", loss="full", **method)
+        found.append(request(setup, hyper=HYPER, model=eyes, model_id=eyes.model_id if eyes else ""))
+    return found
+
+
+PRECISIONS = ("bf16-autocast", "bf16-pure", "fp16-autocast")
+
+
+OWN = {"torchtitan": "Qwen/Qwen3-8B", "sentence-transformers": "Qwen/Qwen3-Embedding-0.6B"}
+"""Models of targets that train few."""
+
+
+@cache
+def written(target: str) -> list[tuple[Case, Launch]]:
+    """What a target writes of the cases."""
+    found = []
+    for asked in some(cases(), 2):
+        if target in OWN:
+            model = catalogue.load(OWN[target])
+            asked = replace(asked, model=model, model_id=OWN[target])
+            if target == "sentence-transformers" and asked.setup.num_gpus == 1:
+                pairs = {"objective": "embedding", "loss": "full", "packing": False, "micro_batch_seqs": 4}
+                with suppress(SetupError):
+                    asked = replace(asked, setup=asked.setup.with_(**pairs), dataset=None)
+        launch = EXPORTERS[target](asked)
+        if not launch.refused:
+            found.append((Case(asked=asked, runs=launch.runs_as(asked.setup)), launch))
+    return found
+
+
+@pytest.mark.parametrize("target", sorted(EXPORTERS))
+def test_what_a_file_says_is_the_fact(target: str) -> None:
+    facts = FACTS | OF_ONE_FILE.get(target, {})
+    seen = 0
+    for case, launch in written(target):
+        for file in launch.files:
+            if file.path.endswith("prepare_data.py"):
+                continue
+            for key, value in said(file.path, file.text):
+                if key in facts and isinstance(value, (str, int, float)) and not str(value).isupper():
+                    assert value == pytest.approx(facts[key](case)), (target, file.path, key, value, case.asked.setup)
+                    seen += 1
+    assert seen
+
+
+def changed(target: str, before: ExportRequest, after: ExportRequest) -> set[str]:
+    """Keys whose value changes."""
+    told = []
+    for asked in (before, after):
+        launch = EXPORTERS[target](asked)
+        told.append({(file.path, *one) for file in launch.files for one in map(_text, said(file.path, file.text))})
+    return {key for _, key, _ in told[0] ^ told[1]}
+
+
+def _text(one: tuple[str, Any]) -> tuple[str, str]:
+    return one[0], repr(one[1])
+
+
+OTHERS: dict[str, tuple[Any, set[str]]] = {
+    "learning_rate": (3e-4, {"learning_rate", "lr"}),
+    "lora_alpha": (11, {"lora_alpha", "alpha"}),
+    "warmup_fraction": (0.3, {"warmup_ratio", "warmup_steps"}),
+    "lr_schedule": ("cosine", {"lr_scheduler_type", "lr_scheduler", "decay_type"}),
+    "weight_decay": (0.2, {"weight_decay"}),
+    "max_grad_norm": (9.0, {"max_grad_norm", "max_norm", "gradient_clipping"}),
+    "num_epochs": (7.0, {"num_train_epochs", "num_epochs"}),
+    "max_steps": (50, {"max_steps", "steps", "num_train_epochs", "num_epochs", "save_steps", "eval_steps", "interval"}),
+    "seed": (5, {"seed", "random_state"}),
+}
+"""Hyperparameter -> (another value, the keys that say it)."""
+
+
+@pytest.mark.parametrize("target", sorted(EXPORTERS))
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_hyperparameter_changes_what_says_it_and_nothing_else(target: str, name: str) -> None:
+    assert {*OTHERS} == {*Hyperparameters.__dataclass_fields__} - {"reasons", "notes"}
+    value, keys = OTHERS[name]
+    for setup in (TrainSetup(), TrainSetup(num_gpus=4, parallel="zero2"), TrainSetup(objective="dpo", loss="full")):
+        before = request(setup, hyper=HYPER, model=catalogue.load("Qwen/Qwen2.5-1.5B"))
+        assert changed(target, before, replace(before, hyper=replace(HYPER, **{name: value}))) <= keys, setup
+
+
+NEITHER = {
+    "trl": {
+        "dataset_name", "dataset_train_split", "per_device_eval_batch_size", "eval_accumulation_steps", "eval_steps",
+        "save_steps", "packing_strategy", "sync_each_batch", "dtype", "attn_implementation", "loss_type",
+        "pad_to_multiple_of",
+    },
+    "axolotl": {
+        "datasets", "test_datasets", "dataset_prepared_path", "chat_template", "pad_to_sequence_len", "tf32",
+        "eval_steps", "save_steps", "val_set_size", "auto_wrap_policy", "state_dict_type", "eval_sample_packing",
+        "sync_each_batch", "attn_implementation", "optimizer", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
+        "liger_rope", "liger_rms_norm", "liger_glu_activation", "every_n_layers",
+    },
+    "llamafactory": {
+        "dataset", "eval_dataset", "dataset_dir", "per_device_eval_batch_size", "eval_accumulation_steps",
+        "eval_steps", "save_strategy", "save_steps", "stage", "flash_attn", "lora_target",
+    },
+}  # fmt: skip
+"""Keys of data, of what happens between steps, and of words whose default a change or a loss of the line also says."""
+
+
+def places(value: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names on the way, value) of every setting that holds no others."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from places(inner, (*way, name))
+        else:
+            yield (*way, name), inner
+
+
+def without(document: dict[str, Any], way: tuple[str, ...], *, other: Any = None) -> dict[str, Any]:
+    """The document without a setting, or with another value of it."""
+    found = copy.deepcopy(document)
+    node = found
+    for name in way[:-1]:
+        node = node[name]
+    del node[way[-1]]
+    if other is not None:
+        node[way[-1]] = other
+    return found
+
+
+def read(document: dict[str, Any], path: str, num_gpus: int) -> Any:
+    """What is read of a document: a setup, or the kind of error."""
+    try:
+        return canonical(read_text(yaml.safe_dump(document), path, around=Surroundings(num_gpus=num_gpus)).setup)
+    except PlannerError as error:
+        return type(error)
+
+
+@pytest.mark.skipif(not WHOLE, reason="10 CPU seconds; TESTS_WHOLE=1")
+@pytest.mark.parametrize("target", sorted(NEITHER))
+def test_a_key_is_a_fact_or_decides_what_is_read(target: str) -> None:
+    """A new line of a file needs a fact above, a reader, or its name in NEITHER."""
+    told = {*FACTS, *OF_ONE_FILE.get(target, {}), *NEITHER[target]}
+    asked: dict[str, int] = {}
+    for case, launch in written(target)[::3]:
+        file = launch.files[0]
+        if not file.path.endswith(".yaml"):
+            continue
+        document = yaml.safe_load(file.text)
+        whole = read(document, file.path, case.runs.num_gpus)
+        for way, value in places(document):
+            key = way[-1]
+            if key in told or asked.get(key, 0) > 20:
+                continue
+            asked[key] = asked.get(key, 0) + 1
+            other = not value if isinstance(value, bool) else 2 * value + 1 if isinstance(value, (int, float)) else None
+            for changed in (without(document, way), without(document, way, other=other)):
+                if read(changed, file.path, case.runs.num_gpus) != whole:
+                    told.add(key)
+    assert sorted({*asked} - told) == []
