@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import evaluation_bytes, logits_bytes
@@ -80,16 +80,16 @@ class Change:
         config: ReadConfig,
         before: Prediction,
         budget_bytes: int,
-        band: float,
+        band: "Band",
         changes_training: bool = False,
     ) -> Self:
-        """The change of a config to `setup`, whose prediction is `after`; `band`: a fraction of its peak."""
+        """The change of a config to `setup`, whose prediction is `after`."""
         return cls(
             label=label,
             fields=changed_fields(config.setup, setup),
             setup=setup,
             prediction=after,
-            verdict=judge(after, budget_bytes, band),
+            verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
             saves_bytes=before.peak_device_bytes - after.peak_device_bytes,
             speedup=speedup(before, after),
             changes_training=changes_training,
@@ -106,11 +106,16 @@ class CheckResult:
     gpu: GpuSpec
     budget_bytes: int
     prediction: Prediction
-    band_fraction: float
+    band: "Band"
     verdict: Verdict
     changes: tuple[Change, ...]
     evaluation_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def band_fraction(self) -> float:
+        """The wider side of the band."""
+        return self.band.widest
 
     @property
     def margin_bytes(self) -> int:
@@ -123,12 +128,48 @@ class CheckResult:
         return EXIT_CODES[self.verdict]
 
 
-def judge(prediction: Prediction, budget_bytes: int, band_fraction: float) -> Verdict:
-    """The verdict: uncertain where the error band straddles the budget."""
+def judge(prediction: Prediction, budget_bytes: int, band: "Band | float", certain_bytes: int = 0) -> Verdict:
+    """The verdict: uncertain where the error band straddles the budget; `certain_bytes`: what lies there whatever the
+    band says."""
+    below, above = (band, band) if isinstance(band, (int, float)) else band
     peak = prediction.peak_device_bytes
-    if peak * (1 + band_fraction) <= budget_bytes:
-        return Verdict.FITS
-    return Verdict.DOES_NOT_FIT if peak * (1 - band_fraction) > budget_bytes else Verdict.UNCERTAIN
+    if max(peak * (1 - below), certain_bytes) > budget_bytes:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.FITS if peak * (1 + above) <= budget_bytes else Verdict.UNCERTAIN
+
+
+class Band(NamedTuple):
+    """How far below and above a predicted peak the true one may lie, as fractions of it."""
+
+    below: float
+    above: float
+
+    def wider(self, other: "Band") -> "Band":
+        """The wider on each side."""
+        return Band(max(self.below, other.below), max(self.above, other.above))
+
+    @property
+    def widest(self) -> float:
+        """The wider side."""
+        return max(self)
+
+
+def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
+    """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
+    that is not followed exactly."""
+    more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
+    sides = prediction.bands.get("device", ())
+    own = prediction.memory_band_fraction
+    below, above = sides if sides and max(sides) == own else (own, own)
+    return Band(min(0.95, below + more), above + more)
+
+
+def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:
+    """What lies on the card without doubt: the weights, and the optimizer's states where all settings are followed."""
+    if any("offload" in one for one in config.approximations):
+        return 0
+    sure = ("weights",) if config.approximations else ("weights", "optimizer")
+    return sum(term.size_bytes for term in prediction.terms if term.category in sure)
 
 
 def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> int:
@@ -170,6 +211,12 @@ def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: 
     return own + held_bytes(config, model, setup)
 
 
+def _keeps_all_logits(config: ReadConfig) -> bool:
+    """Whether logits of the vocabulary pile up on the GPU over a whole evaluation, which is as long as the data."""
+    kept = config.eval_seqs > 0 and config.eval_logits and "eval_accumulation_steps" not in config.values
+    return kept and config.setup.aim.head == "vocabulary"
+
+
 def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) -> tuple[str, ...]:
     """What evaluating takes, where it decides, and what keeps it small."""
     found = []
@@ -179,7 +226,7 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
             f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
             f"{gib(decides_bytes)}: {key} {micro} keeps it below"
         )
-    if config.eval_seqs and config.eval_logits and "eval_accumulation_steps" not in config.values:
+    if _keeps_all_logits(config):
         each = gib(2 * logits_bytes(model, config.setup))
         found.append(
             f"compute_metrics keeps the logits of the whole evaluation on the GPU, {each} for each sequence: "
@@ -195,8 +242,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     decides = evaluation > of_step.peak_device_bytes
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
     predict = including(predict, config, model, gpu)
-    step_band = step_band_fraction(prediction, config)
-    band = max(step_band, EVALUATION_BAND_FRACTION) if decides else step_band
+    step_band = band_of(of_step, config)
+    band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
     change = partial(Change.of, config=config, before=prediction, budget_bytes=budget_bytes)
     changes = [change(evaluation_label(config.setup), config.setup, of_step, band=step_band)] if decides else []
@@ -204,25 +251,22 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         if config.allows(setup):
             after = predict(setup)
             # a changed setup stands on the formula: its band, where that is wider
-            own = max(band, after.memory_band_fraction)
+            own = step_band.wider(band_of(after, config))
             changes.append(change(label, setup, after, band=own, changes_training=changes_training))
-    verdict = judge(prediction, budget_bytes, band)
+    verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
+    if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
+        verdict = Verdict.UNCERTAIN
     return CheckResult(
         config=config,
         gpu=gpu,
         budget_bytes=budget_bytes,
         prediction=prediction,
-        band_fraction=band,
+        band=band,
         verdict=verdict,
         changes=_ordered(changes, verdict),
         evaluation_bytes=evaluation if decides else 0,
         notes=_evaluation_notes(config, model, evaluation if decides else 0),
     )
-
-
-def step_band_fraction(prediction: Prediction, config: ReadConfig) -> float:
-    """Half-width of the band of a step's peak: wider by each setting that is not followed exactly."""
-    return prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
 
 
 def evaluation_label(setup: TrainSetup) -> str:
@@ -254,5 +298,6 @@ def summary(result: CheckResult) -> str:
         result.verdict
     ]
     sign = "spare" if result.margin_bytes >= 0 else "missing"
-    band = percent(result.band_fraction)
-    return f"{words}: {gib(peak)} (±{band}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"
+    below, above = map(percent, result.band)
+    band = f"±{above}" if below == above else f"-{below}, +{above}"
+    return f"{words}: {gib(peak)} ({band}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"

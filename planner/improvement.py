@@ -12,10 +12,11 @@ from planner.check import (
     MIN_SPEEDUP,
     CheckResult,
     Verdict,
+    band_of,
+    certain_bytes,
     evaluation_label,
     including,
     judge,
-    step_band_fraction,
 )
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
@@ -113,8 +114,9 @@ class _Search:
         return self._known[setup]
 
     def verdict(self, setup: TrainSetup) -> Verdict:
-        after = self.predicted(setup)
-        return judge(after, self.result.budget_bytes, max(self.result.band_fraction, after.memory_band_fraction))
+        after, config = self.predicted(setup), self.result.config
+        band = self.result.band.wider(band_of(after, config))
+        return judge(after, self.result.budget_bytes, band, certain_bytes(after, config))
 
     def ending(self, tried: _Tried) -> Improved:
         after, verdict = self.predicted(tried.setup), self.verdict(tried.setup)
@@ -206,12 +208,12 @@ def _without_evaluation(result: CheckResult, model: ModelSpec, predict: Predict)
     """The same config's verdict on its training step alone; its changes are not judged anew: improving does that."""
     config = replace(result.config, eval_seqs=0)
     prediction = including(predict, config, model, result.gpu)(config.setup)
-    band = step_band_fraction(prediction, config)
+    band = band_of(prediction, config)
     return replace(
         result,
         config=config,
         prediction=prediction,
-        band_fraction=band,
+        band=band,
         verdict=judge(prediction, result.budget_bytes, band),
         evaluation_bytes=0,
     )

@@ -29,7 +29,7 @@ from planner.readers.types import Missing
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.single_changes import Predict
-from planner.tools import tool_of
+from planner.tools import TOOLS, tool_of
 from planner.tools.field import changed_fields
 
 
@@ -137,6 +137,8 @@ def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterat
     """Where the command line and the file name different models or numbers of GPUs."""
     if asked.model is not None and first.model_id not in (None, asked.model):
         yield f"planned for {asked.model} (--model); the file names {first.model_id}"
+    for package in sorted({*asked.versions} - {"trl", "transformers", *TOOLS}):
+        yield f"--assume {package}: nothing that is read here hangs on its version"
     num_gpus = config.setup.num_gpus
     if asked.num_gpus not in (1, num_gpus):
         yield f"the launch config starts {num_gpus} processes: --gpus {asked.num_gpus} is not followed"
@@ -260,7 +262,11 @@ def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpe
     if not isinstance(dry, Prediction):
         return formula
     step_time_s, tokens_per_s = dry.step_time_s or plain.step_time_s, dry.tokens_per_s or plain.tokens_per_s
-    own = replace(dry, step_time_s=step_time_s, tokens_per_s=tokens_per_s)
+    # a dry run is more than the formula: where fewer published runs were dry, its band is the formula's
+    band = {} if dry.memory_band_fraction <= plain.memory_band_fraction else {
+        "memory_band_fraction": plain.memory_band_fraction, "bands": plain.bands,
+    }  # fmt: skip
+    own = replace(dry, step_time_s=step_time_s, tokens_per_s=tokens_per_s, terms=dry.terms or plain.terms, **band)
     ratio = dry.peak_device_bytes / plain.peak_device_bytes
 
     def corrected(changed: TrainSetup) -> Prediction:
@@ -289,6 +295,7 @@ def as_document(result: CheckResult, fixed: dict[str, Any] | None) -> dict[str, 
         "budget_bytes": result.budget_bytes,
         "margin_bytes": result.margin_bytes,
         "memory_band_fraction": result.band_fraction,
+        "memory_band": list(result.band),
         "prediction": to_jsonable(prediction),
         "origins": dict(config.origins),
         "unknown_keys": list(config.unknown_keys),

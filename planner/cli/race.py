@@ -14,7 +14,7 @@ from planner.app.climb import answered, dry_run_possible, dry_run_setup, dry_run
 from planner.app.own_files import own_file
 from planner.app.progress import ProgressLine, say
 from planner.app.running import HowToRun, launch_of, run_file, run_target
-from planner.check import including, step_band_fraction
+from planner.check import band_of, including
 from planner.choices.packages import absent_packages
 from planner.cli import options
 from planner.cli.check import AskedOptions
@@ -252,7 +252,7 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
 
     def whole(prediction: Prediction) -> Prediction:
         found = including(lambda setup: prediction, config, model, card)(config.setup)
-        return replace(found, memory_band_fraction=step_band_fraction(found, config))
+        return replace(found, memory_band_fraction=band_of(found, config).widest)
 
     found: Candidate = Candidate(
         setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(predictor(model, card)(config.setup))

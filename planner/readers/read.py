@@ -70,8 +70,8 @@ def read_text(
     if found.values.get("auto_find_batch_size") is True:
         found = replace(found, assumptions=(*found.assumptions, HALVED))
     if around is not None and not found.older and found.format in TRAINERS:
-        told = versions.transformers(around.versions.get("transformers"), (), None)
-        found = replace(found, older=told.older, lacks=told.lacks)
+        running = versions.transformers(around.versions.get("transformers"), (), None)
+        found = replace(found, older=running.older, lacks=running.lacks)
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))

@@ -3,12 +3,13 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from planner.check import Verdict, check, including, judge, table_bytes
+from planner.check import Verdict, band_of, certain_bytes, check, including, judge, table_bytes
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
@@ -321,7 +322,7 @@ def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.Ca
         "SIZE=64\nllamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen2.5-0.5B "
         "--cutoff_len 2048 --finetuning_type lora --per_device_train_batch_size $SIZE --bf16 true\n"
     )
-    words = ["check", str(script), "--gpu", "rtx-4090", "--no-dry-run", "--fix"]
+    words = ["check", str(script), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "8"]
     assert run([*words, "--json"]) == 1
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"], fix["diff"]) == (None, [])
@@ -425,3 +426,81 @@ def test_fixes_reach_notebooks_and_files_that_are_indented_as_a_whole() -> None:
     ]
     indented = rewrite("    a: 1\n    b: 2\n\n", "a.yaml", {"b": 3, "c": True})
     assert yaml.safe_load(indented) == {"a": 1, "b": 3, "c": True}
+
+
+def test_a_band_is_used_on_each_side_as_far_as_it_goes() -> None:
+    prediction = replace(of(1000), memory_band_fraction=0.4, bands={"device": (0.05, 0.4)})
+    assert band_of(prediction) == (0.05, 0.4)
+    verdicts = [judge(prediction, budget, band_of(prediction)) for budget in (949, 951, 1399, 1400)]
+    assert verdicts == [Verdict.DOES_NOT_FIT, Verdict.UNCERTAIN, Verdict.UNCERTAIN, Verdict.FITS]
+    assert band_of(replace(prediction, bands={})) == (0.4, 0.4)
+    assert band_of(replace(prediction, memory_band_fraction=0.5)) == (0.5, 0.5)  # its own is wider than the runs'
+
+
+BIG = """
+base_model: meta-llama/Llama-3.1-70B
+adapter: {adapter}
+lora_r: 16
+lora_target_linear: true
+{load}
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+sequence_len: 512
+bf16: true
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "load", "gpu"),
+    [("lora", "", "h100-sxm"), ("lora", "load_in_8bit: true", "l40s"), ("qlora", "load_in_4bit: true", "rtx-4090")],
+)
+def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load: str, gpu: str) -> None:
+    """131, 66 and 37 GiB of weights on 80, 48 and 24 GB, whatever else a wide band leaves open."""
+    card, model = find_gpu(gpu), catalogue.load("meta-llama/Llama-3.1-70B")
+    config = read_text(BIG.format(adapter=adapter, load=load), "a.yml", model=model)
+    wide = replace(config, approximations=("one", "two", "three", "four", "five", "six", "seven"))
+    budget = round(card.memory_bytes * 0.96)
+    result = check(wide, model, card, budget, lambda setup: predict(model, card, setup, None))
+    assert certain_bytes(result.prediction, wide) > budget
+    assert result.prediction.peak_device_bytes * (1 - result.band.below) < budget
+    assert result.verdict is Verdict.DOES_NOT_FIT
+    offloaded = replace(config, approximations=("offloading from one GPU is counted as if nothing left it",))
+    assert certain_bytes(result.prediction, offloaded) == 0
+
+
+def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
+    config = replace(read_text(TRL, "trl.yaml", model=MODEL), eval_seqs=1, eval_logits=True)
+    for more, verdict in (({}, Verdict.UNCERTAIN), ({"eval_accumulation_steps": 1}, Verdict.FITS)):
+        told = replace(config, values={**config.values, **more})
+        result = check(told, MODEL, GPU, 2000 * GIB, prediction_of)
+        assert (result.verdict, any("compute_metrics" in note for note in result.notes)) == (verdict, not more)
+    scores = replace(config, setup=config.setup.with_(objective="classification", loss="full", packing=False))
+    assert check(scores, MODEL, GPU, 2000 * GIB, prediction_of).verdict is Verdict.FITS
+
+
+@pytest.mark.parametrize("stack", ["axolotl", "llamafactory", "trl"])
+def test_more_evidence_never_widens_a_band(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner.app import climb
+    from planner.cli import checking
+
+    setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16, stack=stack)
+    formula = predict(MODEL, GPU, setup, None)
+    for width in (0.01, 0.9):
+        dry = replace(formula, memory_band_fraction=width, bands={}, terms=())
+        monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
+        monkeypatch.setattr(climb, "with_dry_run", lambda one, *_, found=dry, **__: replace(one, dry_run=found))
+        found = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup)
+        assert found.memory_band_fraction == min(width, formula.memory_band_fraction)
+        assert found.terms == formula.terms
+
+
+@pytest.mark.parametrize(("package", "said"), [("accelerate==1.2", True), ("peft==0.9", True), ("trl==0.20", False)])
+def test_a_version_that_nothing_hangs_on_is_said_to(
+    package: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trl.yaml").write_text(TRL)
+    run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json", "--assume", package])
+    assumptions = json.loads(capsys.readouterr().out)["assumptions"]
+    assert any("nothing that is read here" in one for one in assumptions) == said
