@@ -131,7 +131,7 @@ MEMORY = ("allocated", "reserved", "device")
 UNSEEN_CARD = 1.5
 """How much wider reserved and device memory and speed are on a card that no published run of the stack was on, and
 memory of a stack on transformers' Trainer and the same libraries that has no runs of its own: a judgement, dated
-November 2026. Of TRL's runs it makes -7 to +12 %; fifteen published ones of Axolotl: -2.1 to +9.6 % (axolotl PR 3800)."""
+November 2026. Of TRL's runs it makes -7 to +12 %, and Axolotl published fifteen of -2.1 to +9.6 % (PR 3800)."""
 NOBODY = "no run like this has been compared"
 
 
