@@ -24,6 +24,7 @@ from planner.readers.evaluating import HOW_MANY
 from planner.readers.loading import read_bounded
 from planner.readers.read import pinned, roots_of
 from planner.readers.rewrite import rewrite
+from planner.readers.sharding import LAUNCHERS
 from planner.readers.supply import determined, parse_sets, parse_versions, supply
 from planner.readers.types import Missing
 from planner.records import dataclass
@@ -137,7 +138,7 @@ def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterat
     """Where the command line and the file name different models or numbers of GPUs."""
     if asked.model is not None and first.model_id not in (None, asked.model):
         yield f"planned for {asked.model} (--model); the file names {first.model_id}"
-    for package in sorted({*asked.versions} - {"trl", "transformers", *TOOLS}):
+    for package in sorted({*asked.versions} - {"trl", "transformers", *TOOLS} | {*asked.versions} & {*LAUNCHERS}):
         yield f"--assume {package}: nothing that is read here hangs on its version"
     num_gpus = config.setup.num_gpus
     if asked.num_gpus not in (1, num_gpus):
@@ -263,10 +264,15 @@ def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpe
         return formula
     step_time_s, tokens_per_s = dry.step_time_s or plain.step_time_s, dry.tokens_per_s or plain.tokens_per_s
     # a dry run is more than the formula: where fewer published runs were dry, its band is the formula's
-    band = {} if dry.memory_band_fraction <= plain.memory_band_fraction else {
-        "memory_band_fraction": plain.memory_band_fraction, "bands": plain.bands,
-    }  # fmt: skip
-    own = replace(dry, step_time_s=step_time_s, tokens_per_s=tokens_per_s, terms=dry.terms or plain.terms, **band)
+    narrower = dry if dry.memory_band_fraction <= plain.memory_band_fraction else plain
+    own = replace(
+        dry,
+        step_time_s=step_time_s,
+        tokens_per_s=tokens_per_s,
+        terms=dry.terms or plain.terms,
+        memory_band_fraction=narrower.memory_band_fraction,
+        bands=narrower.bands,
+    )
     ratio = dry.peak_device_bytes / plain.peak_device_bytes
 
     def corrected(changed: TrainSetup) -> Prediction:
