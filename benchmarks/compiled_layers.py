@@ -143,8 +143,33 @@ WHOLE: tuple[tuple[str, bool, bool, bool, dict[str, Any]], ...] = (
 """What, LoRA, 4 bits, checkpointing, how it is run."""
 
 
+def small_mixture(kind: str, targets: str | list[str], *, checkpointing: bool) -> Any:
+    """A mixture of three layers as transformers and peft make it for training: "gpt_oss" or "qwen3_moe"."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 128, "head_dim": 16}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    attention = "eager" if kind == "gpt_oss" else "sdpa"
+    config = AutoConfig.for_model(kind, **sizes, **heads, **experts, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")).train()
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MIXTURES: tuple[tuple[str, str | list[str]], ...] = (
+    ("gpt_oss", ATTENTION),
+    ("qwen3_moe", ATTENTION),
+    ("qwen3_moe", "all-linear"),  # peft's parametrizations of the stacked experts
+)
+"""Kind, what has adapters."""
+
+
 def main() -> None:
-    """Prints all three."""
+    """Prints all of it."""
     keys = KV_HEADS * HIDDEN // HEADS
     residue = 4 * HEADS + 8  # flash attention's log-sum, the norms' inverse deviations
     by_hand = {"full": 2 * (3 * INNER + 6 * HIDDEN + 2 * keys), "lora": 2 * (3 * INNER + 5 * HIDDEN + 2 * keys + 2 * 8)}
@@ -158,6 +183,14 @@ def main() -> None:
         model = small_model(lora=lora, four_bit=four_bit, checkpointing=checkpointing)
         products = whole_graphs(model, **{"lengths": (16,), **how})
         sys.stdout.write(f"{what}: products by graph {products}\n")
+    for kind, targets in MIXTURES:
+        for checkpointing in (False, True):
+            products = whole_graphs(small_mixture(kind, targets, checkpointing=checkpointing), (16,))
+            what = (
+                f"{kind}, LoRA on {'all' if targets == 'all-linear' else 'attention'}"
+                + ", checkpointed" * checkpointing
+            )
+            sys.stdout.write(f"{what}: products by graph {products}\n")
 
 
 if __name__ == "__main__":

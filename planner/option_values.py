@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from planner import setup_fields as fields
+from planner.choices.absent import told
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.units import GIB, gib
@@ -69,6 +70,8 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
         raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
     for value in found:
         if value not in allowed:
+            if known := told(f"--{name}", value):
+                raise UsageError(known[0], hint=known[1])
             raise UsageError(
                 f"--{name} must be one of {', '.join(allowed)}; got {value!r}",
                 hint=f"for example --{name} {allowed[0]}",

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from operator import attrgetter
 
+from planner.choices.absent import told
 from planner.choices.spreads import (
     OFFLOADS,
     PARALLELS,
@@ -153,6 +154,8 @@ def one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = ""
     """Refuses a value that is none of these."""
     if value not in allowed:
         options = ", ".join(allowed)
+        if known := told(name, value):
+            raise SetupError(known[0], hint=f"{known[1]}; {name} is one of {options}")
         raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from planner.decision.candidates import candidate
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.node import Node, node_of_setup
-from planner.decision.simplicity import simplicity
+from planner.decision.simplicity import lossiness, simplicity
 from planner.decision.spreads import spread_name
 from planner.decision.tree import preferred_nodes
 from planner.interchange import setup_to_dict
@@ -229,7 +229,8 @@ def _preferred(wish: Workload, best: Candidate, candidates: Sequence[Candidate])
     own = [one for one in timed if node_of_setup(one.setup) is node]
     floor = (1 - PREFERENCE_FRACTION) * max(one.tokens_per_s for one in own)
     return min(
-        (one for one in own if one.tokens_per_s >= floor), key=lambda one: (simplicity(one.setup), -one.tokens_per_s)
+        (one for one in own if one.tokens_per_s >= floor),
+        key=lambda one: (lossiness(one.setup), simplicity(one.setup), -one.tokens_per_s),
     )
 
 

@@ -1,15 +1,15 @@
-"""The launch targets side by side: for each, what `plan --target` would plan for one wish, and whether one with kernels
-of its own is faster than a plan."""
+"""The launch targets side by side: for each, what `plan --target` would plan for one wish, and whether one that
+no plan takes unasked is faster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from planner.choices.kernels import KERNELS
-from planner.choices.packages import PACKAGED
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.decision.facts import PREFERENCE_FRACTION, Facts
+from planner.decision.policy import left_out
 from planner.errors import NotExpressed, SetupError, UsageError
 from planner.hardware.kernels import missing_kernels
 from planner.notes import risk
@@ -19,6 +19,7 @@ from planner.planning.answer import choose, plan_workload
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.records import dataclass
+from planner.setup import TrainSetup
 from planner.workload import Workload
 
 LAUNCHERS = ("accelerate", "deepspeed")
@@ -73,13 +74,27 @@ def as_fast(rows: Sequence[TargetChoice]) -> list[TargetChoice]:
     return [row for row, formula in others if (formula.tokens_per_s or 0.0) * (1 + band) >= speed]
 
 
-ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "attention")
-"""What another engine's setup shares with the plan's, so that engines are compared on the same training; the base's
+ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "lora_targets", "attention")
+"""What another program's setup shares with the plan's, so that programs are compared on the same training; the base's
 4-bit form is left open."""
 
 
-def faster_engines(plan: Plan, known: Known) -> list[TargetChoice]:
-    """Targets with a kernel family of their own that are predicted to train the chosen class faster, fastest first.
+def _alike(setup: TrainSetup, *, but: str = "") -> dict[str, tuple[Any, ...]]:
+    """The fields that setups of the same training share."""
+    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in ALIKE if name != but}
+    fixed["quantization"] = ("nf4-double", "nf4") if setup.four_bit else (setup.quantization,)
+    return fixed if setup.method != "full" else {name: fixed[name] for name in fixed if name != "lora_rank"}
+
+
+def own_choice(workload: Workload, setup: TrainSetup, target: str) -> Candidate | None:
+    """What a target would best run of the same training, where it cannot run a plan's own setup; None where nothing."""
+    fixed = {**_alike(setup, but="attention"), **workload.fixed}
+    return _quick(replace(workload, targets=(target,), fixed=fixed), Known())
+
+
+def left_out_engines(plan: Plan, known: Known) -> list[TargetChoice]:
+    """Programs with kernels of their own that the policy leaves out (`planner.decision.policy.left_out`) and that are
+    predicted to train the chosen class faster, fastest first.
 
     Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
     `known`: what walks of the model computed.
@@ -90,21 +105,21 @@ def faster_engines(plan: Plan, known: Known) -> list[TargetChoice]:
         return []
     found = []
     for family in KERNELS.values():
-        if not family.only or PACKAGED["kernels"].get(family.name) in wish.absent_packages:
-            continue
-        try:
-            if missing_kernels(wish.model, wish.gpu, chosen.setup.with_(kernels=family.name)):
-                continue
-        except SetupError:  # it does not take the plan's quantization or adapter
-            continue
-        fixed: dict[str, tuple[Any, ...]] = {name: (getattr(chosen.setup, name),) for name in ALIKE}
-        fixed["quantization"] = ("nf4-double", "nf4") if chosen.setup.four_bit else (chosen.setup.quantization,)
         for target in family.only:
-            if target in wish.aim.targets:
-                theirs = replace(wish, targets=(target,), fixed={**fixed, **wish.fixed, "kernels": (family.name,)})
-                found.append(
-                    TargetChoice(target=target, title=TARGET_ROWS[target].title, candidate=_quick(theirs, known))
-                )
+            if target not in wish.aim.targets or not (
+                reason := left_out(wish, chosen.setup.trusted_with(stack=target))
+            ):
+                continue
+            try:
+                if missing_kernels(wish.model, wish.gpu, chosen.setup.with_(kernels=family.name)):
+                    continue
+            except SetupError:  # it does not take the plan's quantization or adapter
+                continue
+            theirs = replace(
+                wish, targets=(target,), fixed={**_alike(chosen.setup), **wish.fixed, "kernels": (family.name,)}
+            )
+            title = TARGET_ROWS[target].title
+            found.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, known), refused=reason))
     faster = [row for row in found if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
     return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
 
@@ -119,12 +134,12 @@ def _quick(workload: Workload, known: Known) -> Candidate | None:
 
 
 def with_engine_note(plan: Plan, known: Known) -> Plan:
-    """The plan with one sentence on the fastest engine, where that is another one."""
-    rows = [(row.title, row.candidate.formula) for row in faster_engines(plan, known) if row.candidate is not None]
-    if not rows:
-        return plan
-    speed, band = rows[0][1].tokens_per_s or 0.0, rows[0][1].time_band_fraction or 0.0
-    alike = [title for title, formula in rows if (formula.tokens_per_s or 0.0) >= speed * (1 - PREFERENCE_FRACTION)]
-    times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
-    note = f"{' or '.join(alike)}: {speed:,.0f} tokens/s predicted (±{100 * band:.0f} %), {times}: plan compare-targets"
-    return replace(plan, notes=(risk(note), *plan.notes))
+    """The plan with one sentence on the fastest program that was left out, where one is faster."""
+    for row in left_out_engines(plan, known)[:1]:
+        assert row.candidate is not None
+        formula = row.candidate.formula
+        speed, band = formula.tokens_per_s or 0.0, formula.time_band_fraction or 0.0
+        times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
+        words = f"{row.title}: {speed:,.0f} tokens/s predicted (±{100 * band:.0f} %), {times}, left out: {row.refused}"
+        plan = replace(plan, notes=(risk(f"{words} (--target {row.target} plans for it)"), *plan.notes))
+    return plan

@@ -25,7 +25,9 @@ PACKAGED: Mapping[str, Mapping[object, str]] = {
     "kernels": {name: row.package or "another tool" for name, row in KERNELS.items() if row.triton},
 }
 """Field of a setup -> its values that need a package -> the package."""
-_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn"}
+PROGRAMS = ("axolotl",)
+"""Launch targets that a plan takes unasked and that come as programs of their own, with what they bring along."""
+_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn"} | {name: name for name in PROGRAMS}
 
 
 PACKAGE_PRICES = {"flash-attention-2": 0.03}
@@ -41,6 +43,8 @@ def absent_packages() -> tuple[str, ...]:
 
 def packages_of(setup: TrainSetup) -> list[str]:
     """Those that the choices of a setup need."""
+    if setup.stack in PROGRAMS:
+        return [setup.stack]
     needs = (packages.get(getattr(setup, name)) for name, packages in PACKAGED.items())
     return [name for name in dict.fromkeys(needs) if name]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.app.targets import compare_targets as choices_of_targets
+from planner.choices.kernels import PLANNED_KERNELS
 from planner.cli import options
 from planner.cli.answer import wish_for, workload_for
 from planner.cli.data_options import DataOptions
@@ -216,7 +217,7 @@ def compare_adapters(
     card, fixed = options.said(find_gpu(gpu)), space.fixed()
     _check_compared(fixed)
     asked = Wish(
-        fixed={"method": ("lora", "qlora"), **fixed},
+        fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
         seq_len=seq_len,
         global_batch=global_batch,
         memory_gib=memory.memory_gib,

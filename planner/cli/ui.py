@@ -20,6 +20,7 @@ import typer
 
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.stacks import DEFAULT, TARGET_ROWS
 from planner.cli import options
 from planner.cli.answer import read_data, wish_of
 from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
@@ -210,7 +211,9 @@ def launch_zip(grid: Grid, at: int) -> bytes:
 
 def _exactly(setup: TrainSetup, wish: Workload) -> Workload:
     """The wish that only this setup fulfils."""
-    names = ("micro_batch_seqs", *dimension_values(wish))
+    if setup.stack != DEFAULT and setup.stack in TARGET_ROWS:
+        wish = replace(wish, targets=(setup.stack,))
+    names = ("micro_batch_seqs", "compile", *dimension_values(wish))
     of_lora = ("lora_rank", "lora_targets") if setup.method == "full" else ()
     fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in names if name not in of_lora}
     return replace(

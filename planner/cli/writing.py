@@ -12,6 +12,8 @@ from types import MappingProxyType
 from planner import __version__
 from planner.app.climb import dry_run_setup
 from planner.app.progress import say
+from planner.app.targets import own_choice
+from planner.choices.absent import told
 from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
 from planner.cli.trace import sentence
@@ -142,6 +144,8 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(targets or EXPORTERS))
     for name in names:
         if name not in EXPORTERS:
+            if absent := told("--target", name):
+                raise UsageError(absent[0], hint=absent[1])
             known = ", ".join(EXPORTERS)
             raise UsageError(
                 f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
@@ -169,14 +173,21 @@ def launch_files(
     request = _request(plan.workload, chosen, plan.workload.data if data is None else data, folder)
     launches = []
     evaluated = {chosen.setup: chosen}
-    for name in known_targets(targets):
+    names = known_targets(targets)
+    for name in sorted(names, key=lambda name: name != chosen.setup.stack):  # the planned program's own files first
         given = _without_packages(name, chosen.setup, plan.workload)
         runs = as_run(name, given, plan.workload)
+        if not isinstance(runs, str) and runs not in evaluated:
+            evaluated[runs] = _evaluate(plan, chosen, runs)
+        unfit = isinstance(runs, str) or not evaluated[runs].fits
+        if unfit and not (plan.workload.targets or force) and chosen.fits:
+            own = own_choice(plan.workload, chosen.setup, name)
+            if own is not None:
+                given = runs = own.setup
+                evaluated.setdefault(runs, _evaluate(plan, chosen, runs))
         if isinstance(runs, str):
             launches.append(Launch(target=name, refused=runs))
             continue
-        if runs not in evaluated:
-            evaluated[runs] = _evaluate(plan, chosen, runs)
         asked = replace(request, setup=given)
         launches.append(_launch(name, asked, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
     beside = folder_files(launches, request)
@@ -241,7 +252,7 @@ def _launch(
         evidence = really.memory_evidence
         launch = EXPORTERS[name](replace(request, about=about))
         differences = launch.differences
-        if request.setup != chosen.setup:
+        if request.setup == chosen.setup.with_(loss=request.setup.loss) != chosen.setup:
             reason = "it has no other loss without a package, which --no-extra-packages rules out"
             differences += (Difference(field="loss", planned=chosen.setup.loss, runs_as="full", reason=reason),)
         return replace(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from planner.choices.stacks import DEFAULT
 from planner.decision.candidates import candidate
 from planner.decision.facts import Facts, NodeFacts
 from planner.decision.node import Node
@@ -51,6 +52,10 @@ def _offers(setup: TrainSetup, node: Node, facts: Mapping[Node, NodeFacts]) -> I
     tight = facts[node].best_tight()
     if tight is not None and not facts[node].surely_fits(tight):  # then faster by more than a preference is worth
         yield "tight", tight.setup
+    if setup.stack != DEFAULT or setup.compile:
+        plain = facts[node].best_of(lambda one: one.stack == DEFAULT and not one.compile)
+        if plain is not None:
+            yield "by TRL" if setup.stack != DEFAULT else "not compiled", plain.setup
     for other in Node:
         best = facts[other].best()
         if other != node and best is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.choices.packages import PACKAGE_PRICES
 from planner.decision.node import Node, node_of_setup
+from planner.decision.policy import MASTERS_WORTH, equals, full_quality
 from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
@@ -44,6 +45,7 @@ class NodeFacts:
         limits: when its points surely fit, and what of their speed is given for what is preferred; None: no points.
         fitting: the points that fit, in the order of the walk; `sure`: those that fit for sure, or that a dry run will
             look at before anything is said (`Limits`).
+        worst_quality: the worst `policy.full_quality` that is taken where something better surely fits.
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
         preferred: of the points that surely fit, and of all that do: after how many walked points, and which.
     """
@@ -56,6 +58,7 @@ class NodeFacts:
     fitting: list[Point] = field(default_factory=list)
     sure: list[Point] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
+    worst_quality: int = 1
     preferred: dict[bool, tuple[int, Point | None]] = field(default_factory=dict)
 
     def best(self) -> Point | None:
@@ -67,6 +70,10 @@ class NodeFacts:
         """Of the points that surely fit and are no slower than the fastest of them by more than is given
         (`Limits`): the simplest, then the smallest, then the fastest."""
         return self._preferred(self.sure, sure=True)
+
+    def best_of(self, wanted: Callable[[TrainSetup], bool]) -> Point | None:
+        """The same of those whose shared setup is wanted."""
+        return self._find_preferred([point for point in self.sure if wanted(point.shared)])
 
     def best_tight(self) -> Point | None:
         """The same of all points that fit, whether or not the error band reaches past the budget."""
@@ -86,14 +93,19 @@ class NodeFacts:
     def _find_preferred(self, points: list[Point]) -> Point | None:
         if not points or self.limits is None:
             return None
+        if not self.worst_quality:
+            points = [point for point in points if not full_quality(point.shared)]
+            if not points:
+                return None
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
-        def preference(point: Point) -> tuple[bool, int, int, float]:
-            simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
+        def preference(point: Point) -> tuple[bool, int, int, int, float]:
+            lossy, simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
             key = id(point.shared), point.attention
             if key not in sure:
                 sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
-            return point.peak_device_bytes > sure[key], simple, point.peak_device_bytes, -point.tokens_per_s
+            tight = point.peak_device_bytes > sure[key]
+            return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
 
         priced = PACKAGE_PRICES if limits.given_fraction else {}
         return min(near_fastest(points, limits.given_fraction, priced), key=preference)
@@ -173,7 +185,8 @@ class Limits:
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
-        awaited = self.corrections is not None and correction_key(setup) not in self.corrections
+        seen = self.corrections is not None and not setup.compile  # which no dry run follows
+        awaited = seen and correction_key(setup) not in (self.corrections or {})
         return self.budget_bytes if awaited else self.surely_bytes(setup)
 
 
@@ -214,8 +227,8 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
                 node.nearest = peak / taken_bytes, point
 
 
-SPREAD_GAIN_FRACTION = 0.10
-"""A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
+SPREAD_GAIN_FRACTION = PREFERENCE_FRACTION
+"""A less simple spread replaces its equal (precision, optimizer) only where it is predicted so much faster."""
 
 
 @dataclass(slots=True)
@@ -250,6 +263,7 @@ class Facts:
         """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
         if self.whole:
             return self.whole
+        self._settle_quality()
         for node in Node:
             known = self.of_node(node)
             whole = self.whole[node] = merged(known.values())
@@ -257,6 +271,18 @@ class Facts:
             taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
             whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
         return self.whole
+
+    def _settle_quality(self) -> None:
+        """Of full fine-tuning, whether what has no fp32 master weights may be taken under any spread: where nothing
+        else surely fits, or all else is slower by more than they are worth."""
+        known = self.of_node(Node.FULL).values()
+        fastest = [0.0, 0.0]
+        for point in (point for facts in known for point in facts.sure):
+            quality = full_quality(point.shared)
+            fastest[quality] = max(fastest[quality], point.tokens_per_s)
+        for facts in known:
+            facts.worst_quality = int(fastest[0] < (1 - MASTERS_WORTH) * fastest[1] or not fastest[0])
+            facts.preferred = {}
 
 
 def merged(parts: Collection[NodeFacts]) -> NodeFacts:
@@ -282,7 +308,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
     simplest. A spread that surely fits goes before all that only may.
     """
-    sure = [facts for facts in known.values() if facts.sure]
+    sure = [facts for facts in known.values() if facts.best_sure() is not None]
     families: dict[int, list[Point]] = {}
     for facts in sure or known.values():
         point = facts.best()
@@ -291,9 +317,23 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     taken: Point | None = None
     for number in sorted(families):
         best = _fastest(families[number])
-        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + SPREAD_GAIN_FRACTION):
+        worth = SPREAD_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
+        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + worth):
             taken = best
     return taken
+
+
+NEAR_FRACTION = 0.25
+"""Spreads slower than the best one by more are not walked with other programs' kernels: they gain 21 % at most."""
+
+
+def near_spreads(facts: Facts, node: Node) -> list[Spread]:
+    """The walked spreads of which something of a node may become its best with faster kernels."""
+    best = {
+        key: point.tokens_per_s for key, known in facts.of_node(node).items() if (point := known.best()) is not None
+    }
+    floor = (1 - NEAR_FRACTION) * max(best.values(), default=0.0)
+    return [one for one in facts.walked if best.get(spread_key(TrainSetup(**one.fields)), 0.0) >= floor > 0]
 
 
 def _fastest(points: list[Point]) -> Point:

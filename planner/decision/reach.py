@@ -1,11 +1,15 @@
 """How long the sequences of a method can be on one GPU, micro-batch 1, by the formula."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+from planner.decision.policy import fewer_matrices, further
 from planner.errors import SetupError, UsageError
+from planner.planning.expressed import variants_as_run
 from planner.planning.runs import UNFUSED, same_kernels
 from planner.planning.space import branches, dimension_values, offloading_matters, own_layers
 from planner.predict import device_peak_bytes
@@ -61,6 +65,19 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
         values = dimension_values(replace(workload, fixed=fixed))
     except UsageError:
         return
+    fewer = fewer_matrices(workload, values, ())
+    for given in (values, {**values, **fewer}) if fewer else (values,):
+        yield from _leanest_of(workload, given, method, fixed)
+        for wish in further(replace(workload, fixed=fixed), given):
+            with suppress(UsageError):  # nothing of it has kernels here
+                yield from _leanest_of(wish, dimension_values(wish), method, fixed)
+
+
+def _leanest_of(
+    workload: Workload, given: Mapping[str, tuple[Any, ...]], method: str, fixed: Mapping[str, tuple[Any, ...]]
+) -> Iterator[TrainSetup]:
+    """Those of one program."""
+    values = dict(given)
     values["lora_rank"] = values["lora_rank"][:1]
     if "nf4-double" in values["quantization"]:  # never larger than with plain scales
         values["quantization"] = tuple(one for one in values["quantization"] if one != "nf4")
@@ -77,9 +94,13 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
         attentions = fused or [names[0] for names in by_kernels.values()]
         for own, attention, optimizer, loss in product(layers, attentions, values["optimizer"], values["loss"]):
             try:
-                yield branch.with_(**own, attention=attention, optimizer=optimizer, loss=loss)
+                setup = branch.with_(**own, attention=attention, optimizer=optimizer, loss=loss)
             except SetupError:
                 continue
+            if setup.compile and not setup.compiled:
+                continue
+            if not workload.targets or variants_as_run(setup, workload) is not None:
+                yield setup
 
 
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:

@@ -5,6 +5,7 @@ from functools import lru_cache
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.stacks import DEFAULT
 from planner.decision.spreads import spread_order
 from planner.setup import TrainSetup
 
@@ -17,24 +18,33 @@ SIMPLE_FIRST = {
 last."""
 
 
+def lossiness(setup: TrainSetup) -> int:
+    """How much a setup gives up of what its class could train: its precision, the optimizer's states, the base."""
+    return OPTIMIZERS[setup.optimizer].simplicity + _place(setup, "precision") + _place(setup, "quantization")
+
+
 def simplicity(setup: TrainSetup) -> int:
     """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
     return (
         spread_order(setup)
-        + OPTIMIZERS[setup.optimizer].simplicity
         + LOSSES[setup.loss].simplicity
         + KERNELS[setup.kernels].simplicity
+        + (setup.stack != DEFAULT)  # another program than the plan's usual one
+        + 5 * setup.compile  # which nothing here can prove before it runs
         + setup.activation_offload
         + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
         + setup.selective_checkpointing
-        + sum(
-            values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
-            for name, values in SIMPLE_FIRST.items()
-        )
+        + _place(setup, "attention")
     )
 
 
+def _place(setup: TrainSetup, name: str) -> int:
+    values = SIMPLE_FIRST[name]
+    return values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
+
+
 @lru_cache(maxsize=1 << 14)
-def point_simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> int:
-    """That of a walked point, which is asked for again and again."""
-    return simplicity(shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer))
+def point_simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> tuple[int, int]:
+    """(lossiness, simplicity) of a walked point, which are asked for again and again."""
+    setup = shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer)
+    return lossiness(setup), simplicity(setup)

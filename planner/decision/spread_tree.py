@@ -189,7 +189,7 @@ def _offload(workload: Workload, facts: Facts, node: Node, chosen: Candidate) ->
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
     else:
         choice = spread_name(chosen.setup)
-        reason = "nothing fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
+        reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
     return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
 
 

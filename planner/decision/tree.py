@@ -8,10 +8,12 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 
 from collections.abc import Iterator, Mapping
 
-from planner.choices.kernels import COMPILE_BAND, COMPILES_NOTHING, KERNELS, planned_kernels
+from planner.choices.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.choices.packages import PACKAGED
-from planner.decision.facts import Facts, NodeFacts
+from planner.choices.stacks import DEFAULT
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, NodeFacts
 from planner.decision.node import Node
+from planner.decision.policy import COMPILE_WORTH, compile_left_out
 from planner.decision.spreads import spread_key
 from planner.engines import why_not
 from planner.errors import SetupError
@@ -197,7 +199,7 @@ def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Worklo
         )
     elif chosen is Node.LORA and facts[Node.FULL].best() is not None:
         why.append(_full_passed_over(facts[Node.FULL], mine, workload))
-    elif chosen is Node.FOUR_BIT and lora is not None:
+    elif chosen is Node.FOUR_BIT and lora is not None and facts[Node.LORA].sure:
         gain = mine.tokens_per_s / lora.tokens_per_s
         why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
     if asked:
@@ -290,21 +292,38 @@ def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str
 
 
 def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
-    """torch.compile is no plan's own choice: what it would buy here, and why it is not taken unasked."""
-    asked = setup.compile
-    plain = setup.with_(compile=False, kernels="eager") if asked else setup
-    compiled = setup if asked else setup.with_(compile=True, kernels="eager")
+    """What torch.compile would buy here, and why it is taken or left (`policy`)."""
+    plain = setup.with_(compile=False, kernels="eager") if setup.compile else setup
+    compiled = setup.trusted_with(compile=True, kernels="eager")
+    choice = "yes" if setup.compile else "no"
     if missing := missing_kernels(workload.model, workload.gpu, compiled):
         reason = missing
     elif not compiled.compiled:
         reason = COMPILES_NOTHING
     else:
         words = f"{_gain_words(workload, compiled, plain)} is predicted of it"
-        doubt = f"its gain was up to {percent(COMPILE_BAND)} off, no dry run or probe sees it, compiling takes minutes"
-        reason = (
-            f"asked for: {words}, against eager kernels" if asked else f"{words}; {doubt} (--compile plans with it)"
-        )
-    return Answer(question="torch.compile?", choice="yes" if asked else "not unasked", reason=reason)
+        if "compile" in workload.fixed:
+            reason = f"asked for: {words}, against eager kernels"
+        elif setup.compile:
+            reason = f"{words}, against eager kernels; such gains are up to {percent(COMPILE_WORTH)} off"
+        else:
+            why = compile_left_out(workload, compiled) or f"no more than {percent(PREFERENCE_FRACTION)} over the choice"
+            doubt = "no dry run or probe sees it, compiling takes minutes"
+            reason = f"{words}; {why}; {doubt} (--compile plans with it)"
+    return Answer(question="torch.compile?", choice=choice, reason=reason)
+
+
+def _program_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer:
+    """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
+    setup, title = best.setup, best.shared.by.title
+    if workload.targets:
+        return Answer(question="Which program?", choice=title, reason="asked for (--target)")
+    if setup.stack == DEFAULT:
+        reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
+        return Answer(question="Which program?", choice=title, reason=reason)
+    plain = facts.best_of(lambda one: one.stack == DEFAULT)
+    others = f"TRL would run at {plain.tokens_per_s / best.tokens_per_s:.2f} times the speed" if plain else "TRL cannot"
+    return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
 
 
 def _kernels_answer(workload: Workload, best: Point) -> Answer:
@@ -336,6 +355,7 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
     answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
+    answers.append(_program_answer(workload, best, facts))
     if family.num_gpus == 1 and family.aim.supervised and family.images is None and family.stack in ON_THE_TRAINER:
         answers.append(_compile_answer(workload, best.setup))
     if facts.smallest_unchecked is not None:

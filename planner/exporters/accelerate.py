@@ -1,6 +1,7 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
 from planner.exporters import deepspeed
+from planner.exporters.common import family_refusal
 from planner.exporters.several_gpus import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, comments, header, section, yaml_text
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -39,6 +40,8 @@ def command(request: ExportRequest, script: str, folder: str, *, rendezvous: boo
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Accelerate's config alone cannot spread this setup, "" when it can."""
+    if reason := family_refusal(setup, TARGET):  # it starts the plain script, or TRL
+        return reason
     return split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
 
 

@@ -2,12 +2,12 @@
 
 One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
 parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
-offloading to the host only where nothing else fits, because its speed hangs on a slow link and its room on memory that
-the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits without offloading.
+offloading to the host only where nothing else surely fits, because its speed hangs on a slow link and its room on
+memory that the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits so.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -15,14 +15,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.choices.kernels import KERNELS
-from planner.choices.packages import packages_of, requirement
+from planner.choices.packages import PROGRAMS, packages_of, requirement
 from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import Ranked, candidate, communication_share
-from planner.decision.facts import Facts, add_spreads, best_spread, merged, walk_stages
+from planner.decision.facts import Facts, add_spreads, best_spread, merged, near_spreads, walk_stages
 from planner.decision.job import job_notes
 from planner.decision.node import Node
-from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
+from planner.decision.policy import fewer_matrices, further
+from planner.decision.spreads import FIELDS, ONE_GPU, Spread, all_spreads
 from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
@@ -178,9 +179,14 @@ def _walk(
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
     if workload.num_gpus == 1:
         add_spreads(workload, values, facts, [ONE_GPU], corrections)
-        nodes = facts.nodes()
-        return choose_node(nodes, workload)
+        _walk_further(workload, values, facts, [ONE_GPU], corrections)
+        if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
+            add_spreads(workload, fewer, facts, [ONE_GPU], corrections)
+            _walk_further(workload, fewer, facts, [ONE_GPU], corrections)
+        return choose_node(facts.nodes(), workload)
     walk_stages(workload, values, facts, _FIRST, corrections)
+    if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
+        walk_stages(workload, fewer, facts, _FIRST, corrections)
     nodes = facts.nodes()
     node = choose_node(nodes, workload)
     slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
@@ -189,14 +195,30 @@ def _walk(
         walk_stages(workload, values, facts, ("split",), corrections)
     elif left_out:
         walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
+    split = node is None or slow
     nodes = facts.nodes()
     node = choose_node(nodes, workload)
-    if node is None:
-        walk_stages(workload, values, facts, ("offload",), corrections)
+    if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
+        walk_stages(workload, values, facts, ("offload",) if split else ("split", "offload"), corrections)
         nodes = facts.nodes()
+    if node is None:
         # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-        node = choose_node(nodes, workload, from_host=True)
-    return node
+        return choose_node(nodes, workload, from_host=True)
+    _walk_further(workload, values, facts, near_spreads(facts, node), corrections)
+    return choose_node(facts.nodes(), workload)
+
+
+def _walk_further(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    chosen: Sequence[Spread],
+    corrections: Mapping[CorrectionKey, float] | None,
+) -> None:
+    """Adds what the policy leaves open beside the plain space, under these spreads."""
+    for wish in further(workload, values):
+        with suppress(UsageError):  # nothing of it has kernels here
+            add_spreads(wish, dimension_values(wish), facts, chosen, corrections)
 
 
 def _only(
@@ -437,8 +459,10 @@ def _package_notes(workload: Workload, chosen: Candidate | None, installed: tupl
         notes.append(words)
     for one in installed:
         missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
-        command = f"pip install {' '.join(map(requirement, missing))}"
-        words = f"not installed here: {' and '.join(missing)}; with that, {one.trade}: {command}, and plan again"
+        command = f"pip install {' '.join(map(requirement, missing))}, and plan again"
+        if own := [name for name in missing if name in PROGRAMS]:
+            command = f"plan with --target {own[0]} --out DIR, whose run.sh installs it in an environment of its own"
+        words = f"not installed here: {' and '.join(missing)}; with that, {one.trade}: {command}"
         notes.append(risk(words))
     return tuple(notes)
 

@@ -1,7 +1,7 @@
 """The LoRA rank floor: rank trades quality for speed, so a search for the fastest setup must not choose it freely."""
 
 from planner.models.spec import ModelSpec
-from planner.models.targets import num_lora_params
+from planner.models.targets import lora_linears, num_lora_params
 
 DEFAULT_RANK = 16
 BITS_PER_PARAMETER = 2.0
@@ -9,19 +9,33 @@ BITS_PER_TOKEN = 1.0
 MAX_RANK = 256
 
 
+def active_experts(model: ModelSpec, targets: str | tuple[str, ...]) -> int:
+    """Experts that a token passes in a layer whose stacks get adapters of their own; 1 where none do."""
+    if not model.expert_stacks:
+        return 1
+    stacks = [one for _, _, linears in lora_linears(model, targets) for one in linears if one.is_stack]
+    return max((one.num_active for one in stacks), default=1)
+
+
 def rank_floor(model: ModelSpec, targets: str | tuple[str, ...], dataset_tokens: int | None) -> tuple[int, str]:
     """The smallest rank a plan may use, and the rule that gave it.
 
     An adapter stores about 2 bits per trainable parameter; training text carries about 1 bit per token. The rank is
     the smallest power of two whose adapter can hold the data set, between TRL's default of 16, which costs under 1 % of
-    the speed of 8, and 256.
+    the speed of 8, and 256. Where every expert of a mixture gets its own adapter, a token passes as many of them as are
+    active: the smallest rank is divided by their number.
 
-    Source: Schulman et al. 2025, LoRA Without Regret, https://thinkingmachines.ai/blog/lora/; TRL 1.16 ModelConfig.
+    Source: Schulman et al. 2025, LoRA Without Regret, https://thinkingmachines.ai/blog/lora/ (of mixtures too); TRL
+    1.16 ModelConfig.
     """
+    active = active_experts(model, targets)
+    rank = least = 1 << max(0, ((DEFAULT_RANK - 1) // active).bit_length())  # the next power of two
+    words = f"TRL's default rank {DEFAULT_RANK}"
+    if active > 1:
+        words += f", over the {active} experts that a token passes: {least}"
     if dataset_tokens is None:
-        return DEFAULT_RANK, f"no data set size given: TRL's default rank {DEFAULT_RANK}; --dataset-tokens gives a rule"
+        return least, f"no data set size given: {words}; --dataset-tokens gives a rule"
     per_rank = num_lora_params(model, targets, 1)
-    rank = DEFAULT_RANK
     while rank < MAX_RANK and BITS_PER_PARAMETER * per_rank * rank < BITS_PER_TOKEN * dataset_tokens:
         rank *= 2
     capacity = BITS_PER_PARAMETER * per_rank * rank

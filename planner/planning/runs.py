@@ -74,11 +74,11 @@ class Known:
     def runs(
         self, workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]"
     ) -> Iterable[Run]:
-        """The runs of a workload; named launch targets may ask what card it is."""
+        """The runs of a workload; named launch targets may ask whose card it is."""
         if self._model is not workload.model:
             self.__init__()  # type: ignore[misc]
             self._model = workload.model
-        named = (workload.targets, workload.gpu) if workload.targets else ()
+        named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
         wish = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
         spread = tuple(tuple(one.fields.items()) for one in spreads)
         key = (_memory_kind(workload), named, wish, tuple(values.items()), spread)

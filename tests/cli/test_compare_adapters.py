@@ -1,4 +1,4 @@
-"""`plan compare-adapters`: one row per kind, whose LoRA is what `plan` proposes."""
+"""`plan compare-adapters`: one row per kind, whose LoRA is what `plan` proposes with kernels that all kinds have."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,8 @@ def test_every_kind_has_a_row_and_lora_is_the_plans(capsys: pytest.CaptureFixtur
     assert run(["compare-adapters", *card, "--json", "--out", str(tmp_path)]) == 0
     rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == list(ADAPTERS)
-    assert run([*card, "--method", "lora", "--method", "qlora", "--no-dry-run", "--no-history", "--json"]) == 0
+    alike = ["--method", "lora", "--method", "qlora", "--kernels", "liger,eager"]  # which run with every kind
+    assert run([*card, *alike, "--no-dry-run", "--no-history", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert rows["lora"]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows["lora"]["predicted_peak_device_bytes"] == rows["rslora"]["predicted_peak_device_bytes"]

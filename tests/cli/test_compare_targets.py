@@ -1,7 +1,6 @@
 """`plan compare-targets`: one row per launch target, each what `plan --target` proposes, the fastest first."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ import pytest
 
 from planner.app.climb import answered
 from planner.cli.app import run
+from planner.decision.policy import left_out
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning.answer import plan_workload
+from planner.setup import TrainSetup
 from planner.wish import Wish
 from planner.workload import Workload
 
@@ -49,17 +50,23 @@ def wish_of(**wish: Any) -> Workload:
     return Wish(seq_len=512, global_batch=4, **wish).workload(resolve_model("smollm2-135m"), find_gpu("rtx-3060"))
 
 
-def test_a_plan_names_the_engine_that_is_faster_with_the_figure_of_its_own_plan() -> None:
-    wish = wish_of(fixed={"method": ("lora",)})
-    plan, other = answered(wish, dry_run=False, history=False), plan_workload(replace(wish, targets=("axolotl",)))
+def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() -> None:
+    wish = Wish().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090"))
+    plan = answered(wish, dry_run=False, history=False)
+    others = [plan_workload(replace(wish, targets=(name,))) for name in ("axolotl", "trl")]
+    axolotl, trl = (one.chosen for one in others if isinstance(one, Plan))
     assert isinstance(plan, Plan)
-    assert isinstance(other, Plan)
-    speed, mine = (one.chosen.formula.tokens_per_s or 0.0 for one in (other, plan))
-    assert speed > 1.03 * mine > 0.0
-    (note,) = [one for one in plan.notes if one.endswith("plan compare-targets")]
-    assert re.match(
-        rf"Axolotl( or Unsloth)?: {speed:,.0f} tokens/s predicted \(±\d+ %\), {speed / mine:.1f} x this", note
-    )
+    assert plan.chosen.setup == axolotl.setup
+    assert (axolotl.formula.tokens_per_s or 0.0) > 1.03 * (trl.formula.tokens_per_s or 0.0) > 0.0
+    beside = next(one for one in plan.alternatives if one.label == "by TRL")
+    assert beside.candidate.formula.tokens_per_s == trl.formula.tokens_per_s
+
+
+def test_what_is_left_out_says_what_it_would_give_and_why() -> None:
+    wish = wish_of(fixed={"method": ("lora",)})
+    assert "no published run of Unsloth" in left_out(wish, TrainSetup(stack="unsloth"))
+    assert not left_out(replace(wish, targets=("unsloth",)), TrainSetup(stack="unsloth"))
+    assert not left_out(wish, TrainSetup(stack="axolotl"))
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,9 @@ def test_without_a_target_only_what_fits_is_written_and_the_rest_is_named(
     out = planned(tmp_path, PURE)
     shown = " ".join(capsys.readouterr().out.split())
     budget = json.loads((out / "plan.json").read_text())["chosen"]["budget_bytes"]
-    assert set(predicted(out)) == {"trl", "hf", "accelerate"}
+    assert {"trl", "hf", "axolotl", "accelerate"} <= set(predicted(out))
     assert all(peak <= budget for peak in predicted(out).values())
-    assert "Not written for axolotl: PREDICTED OUT OF MEMORY" in shown
-    assert "--target axolotl" in shown
-    assert not (out / "launch" / "axolotl").exists()
-    assert "axolotl: PREDICTED" in (out / "launch" / "README.md").read_text()
+    assert "Not written" not in shown  # what does not fit as planned is planned anew for its target
 
 
 def test_forced_files_say_in_file_and_verdict_that_they_run_out(

@@ -60,7 +60,7 @@ def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
         assert setup.seq_len_tokens == document["lengths"][places[1]]
         assert setup.micro_batch_seqs == document["batches"][places[2]]
         assert setup.checkpointing == document["checkpointing"][places[3]]
-        found = predict(model, gpu, setup)
+        found = predict(model, gpu, setup, planned=True)
         assert cell[1:4] == [found.peak_device_bytes, *[round(found.tokens_per_s or 0)] * 2]
         assert [document["marks"][mark] for mark in cell[4:6]] == [memory_mark(found), speed_mark(found)]
         sizes = group_bytes(known, grid.workload.memory_bytes)

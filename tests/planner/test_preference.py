@@ -69,9 +69,10 @@ def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
     assert plan.chosen.setup.method == "lora"
     answer = next(one for one in plan.tree if "4-bit" in one.question)
     assert "times the speed (--prefer speed" in answer.reason
-    faster = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", prefer="speed")
+    slower, faster = (chosen("Qwen/Qwen2.5-32B", "h100-sxm", prefer=prefer) for prefer in ("quality", "speed"))
+    assert slower.chosen.setup.method == "lora"
     assert faster.chosen.setup.quantization in ("nf4", "nf4-double")
-    assert faster.chosen.tokens_per_s > plan.chosen.tokens_per_s * 1.05
+    assert faster.chosen.tokens_per_s > slower.chosen.tokens_per_s * 1.05
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,18 @@ def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
     for gib in (14, 15, 16, 17, 18, 20):
         asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
         classes[gib] = choose(asked, dimension_values(asked), Facts(known=known))[0]
-    assert classes == dict.fromkeys((14, 15, 16, 17, 18), "qlora-4bit") | {20: "lora"}
+    assert classes == dict.fromkeys((14, 15, 16, 17), "qlora-4bit") | {18: "lora", 20: "lora"}
+
+
+def test_fewer_matrices_are_adapted_before_a_base_is_quantized() -> None:
+    """At 18 GiB a LoRA on all matrices only may fit, one on attention alone surely does."""
+    few, all_of_them = (
+        chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=fixed)
+        for fixed in ({}, {"lora_targets": ("all-linear",)})
+    )
+    setup = few.chosen.setup
+    assert (setup.method, setup.lora_targets, setup.lora_rank, few.chosen.verdict) == ("lora", "attention", 16, "fits")
+    assert all_of_them.chosen.setup.method == "qlora"
 
 
 def test_a_tight_fit_does_not_win() -> None:
@@ -116,7 +128,7 @@ def test_a_tight_fit_does_not_win() -> None:
     hoped = plan_workload(asked, {})  # dry runs follow
     assert isinstance(hoped, Plan)
     assert hoped.chosen.setup == tight.candidate.setup
-    for ratio, every in ((0.985, 2), (1.05, 1)):
+    for ratio, every in ((0.985, tight.candidate.setup.checkpointing), (1.05, plan.chosen.setup.checkpointing)):
         ran = plan_workload(asked, {correction_key(tight.candidate.setup): ratio})
         assert isinstance(ran, Plan)
         assert ran.chosen.setup.checkpointing == every
@@ -124,11 +136,12 @@ def test_a_tight_fit_does_not_win() -> None:
 
 def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
     """At 18 GiB a LoRA has 0.37 GiB left; NF4 is smaller and faster. Where nothing surely fits, what may is taken."""
-    plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18)
+    all_of_them: dict[str, tuple[object, ...]] = {"lora_targets": ("all-linear",)}
+    plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=all_of_them)
     assert (plan.chosen.setup.method, plan.chosen.verdict) == ("qlora", "fits")
     answer = next(one for one in plan.tree if "LoRA (16-bit base)" in one.question)
     assert (answer.choice, "may fit, by less than the formula errs" in answer.reason) == ("may fit, not taken", True)
-    asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed={"method": ("lora",)})
+    asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed=all_of_them | {"method": ("lora",)})
     assert (asked.chosen.setup.method, asked.chosen.verdict) == ("lora", "tight")
     words = memory_sentence(asked.chosen)
     assert words.startswith("Tight, it may run out of memory")
@@ -144,12 +157,13 @@ def test_what_is_not_known_of_a_card_does_not_bring_full_fine_tuning(gpu: str) -
 
 
 def test_full_fine_tuning_that_is_as_fast_is_taken_but_for_data_that_it_overfits() -> None:
-    plan = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090")
+    plain: dict[str, tuple[object, ...]] = {"kernels": ("liger", "eager")}  # fused LoRA kernels are faster than full
+    plan = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", fixed=plain)
     assert plan.chosen.setup.method == "full"
     reasons = {one.question: one.reason for one in plan.tree}
     assert "not slower than LoRA by more than 10 %" in reasons["Does full fine-tuning fit with one sequence?"]
     assert "approximates nothing" in reasons["Does LoRA (16-bit base) fit with one sequence?"]
-    small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", data=Data(epoch_tokens=40_000))
+    small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", fixed=plain, data=Data(epoch_tokens=40_000))
     assert small.chosen.setup.method == "lora"
     assert any("overfits 40,000 tokens" in one.reason for one in small.tree)
 
@@ -177,7 +191,8 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
     """Llama-1B / RTX 4060 Ti: 3 % are given for fewer packages and memory to spare otherwise."""
     speeds = {}
     for prefer in ("quality", "speed"):
-        asked = wish("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", fixed={"method": ("lora",)}, prefer=prefer)
+        fixed = {"method": ("lora",), "kernels": ("liger", "eager")}
+        asked = wish("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
         plan = plan_workload(asked)
         assert isinstance(plan, Plan)
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0
@@ -235,7 +250,7 @@ def test_of_setups_alike_in_all_that_is_preferred_the_fastest_is_taken() -> None
 
 def test_flash_attention_2_is_installed_where_it_gains_more_than_its_package_costs() -> None:
     """Packed rows give SDPA a mask: 5 % slower at 1,024 tokens, 10 % at 2,048; either plan says the other's speed."""
-    packed: dict[str, object] = {"global_batch": 8, "fixed": {"packing": (True,)}}
+    packed: dict[str, object] = {"global_batch": 8, "fixed": {"packing": (True,)}, "targets": ("trl",)}
     short = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=1024, **packed)
     assert short.chosen.setup.attention == "sdpa"
     (said,) = (note for note in short.notes if "sdpa needs no package" in note)
@@ -247,5 +262,5 @@ def test_flash_attention_2_is_installed_where_it_gains_more_than_its_package_cos
     for_speed = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=1024, prefer="speed", **packed)
     assert for_speed.chosen.setup.attention == "flash-attention-2"
     named = {"packing": (True,), "attention": ("sdpa",)}
-    asked = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=1024, global_batch=8, fixed=named)
+    asked = chosen("Qwen/Qwen2.5-7B", "rtx-3060", seq_len=1024, global_batch=8, fixed=named, targets=("trl",))
     assert not any("needs no package" in note for note in asked.notes)

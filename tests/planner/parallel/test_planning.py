@@ -110,7 +110,7 @@ def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: 
 def test_the_walked_figures_are_those_of_the_prediction() -> None:
     plan = planned()
     setup = plan.chosen.setup
-    formula = predict(plan.workload.model, plan.workload.gpu, setup, plan.workload.cluster)
+    formula = predict(plan.workload.model, plan.workload.gpu, setup, plan.workload.cluster, planned=True)
     assert formula == plan.chosen.formula
     micro = answer(plan, "Which micro-batch").needed_bytes
     assert micro == pytest.approx(formula.peak_device_bytes, rel=0.015)
@@ -161,8 +161,8 @@ MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
 
 
 def test_ddp_where_everything_fits_on_every_gpu() -> None:
-    """With Liger's kernels the sharded optimizer step of FSDP2 is worth more than the two can be told apart by."""
-    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8, fixed=MIXED | {"kernels": ("eager",)})
+    """Of equals, whose adapters make the optimizer's step cheap: FSDP2 is not 3 % faster."""
+    plan = planned("Qwen/Qwen2.5-1.5B", "rtx-4090", 2, fixed={"method": ("lora",)})
     assert plan.chosen.setup.parallel == "ddp"
     assert answer(plan, "DDP").choice == "yes, taken"
     assert answer(plan, "sharded").choice == "nothing"
@@ -178,7 +178,7 @@ def test_sharding_where_the_states_do_not_fit() -> None:
 
 
 def test_one_gpu_is_compared() -> None:
-    plan = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", 8)
+    plan = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", 8, fixed={"method": ("lora",)})
     assert answer(plan, "one GPU").choice == "yes, but slower"
     assert any(each.label == "one GPU" for each in plan.alternatives)
     large = planned("meta-llama/Llama-3.1-70B", "a100-80gb", 8, fixed={"method": ("lora",)})
@@ -193,7 +193,7 @@ def test_quantization_is_discussed_from_four_gpus_on() -> None:
 def test_offloading_only_where_nothing_else_fits() -> None:
     plan = planned("Qwen/Qwen2.5-7B", "rtx-4090", 4, fixed={"method": ("full",), "precision": ("bf16-mixed",)})
     assert plan.chosen.setup.offload != "none"
-    assert answer(plan, "host").reason == "nothing fits on the GPUs alone"
+    assert answer(plan, "host").reason == "nothing surely fits on the GPUs alone"
     assert planned("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
 
 
@@ -329,3 +329,14 @@ def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> Non
     for num_gpus in (2, 8):
         many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32, fixed=fixed)
         assert choose(many.chosen.setup) == choose(one.chosen.setup)
+
+
+def test_what_only_may_fit_gives_way_to_the_hosts_memory() -> None:
+    """Full fine-tuning of 70B on 8 x H100: 16-bit weights without masters were taken with "it may run out"."""
+    plan = planned("meta-llama/Llama-3.1-70B", "h100-sxm", 8, small=False, fixed={"method": ("full",)})
+    assert (plan.chosen.verdict, plan.chosen.setup.offload != "none") == ("fits", True)
+    assert any(
+        one.candidate.verdict == "tight" and one.candidate.tokens_per_s > plan.chosen.tokens_per_s
+        for one in plan.alternatives
+    )
+    assert answer(plan, "host").reason == "nothing surely fits on the GPUs alone"

@@ -1,0 +1,238 @@
+"""Is the choice the best of its class over all that the planner compares: programs, kernels, torch.compile, spreads?
+
+    python -m benchmarks.fence [--wish TEXT] [--write]
+
+For each of 24 wishes: the plan's choice, and the fastest that surely fits, of the same class (method and quantization,
+in full fine-tuning with or without fp32 master weights, the same rank and adapted matrices), over every launch target
+that has a file for the objective, its kernel families, torch.compile, every spread, checkpointing, loss, optimizer,
+attention, generator and micro-batch: each target's whole space is walked by itself. "Best" is the fastest that the
+policy (docs/choices.md) leaves open, flash attention 2 taken for slower by its package's price; what the policy leaves
+out and is faster stands beside it with the reason. A share below 0.97 is a fault.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.app.targets import LAUNCHERS
+from planner.choices.kernels import KERNELS
+from planner.choices.packages import PACKAGE_PRICES
+from planner.choices.stacks import DEFAULT
+from planner.decision.facts import Limits
+from planner.decision.node import node_of_setup
+from planner.decision.policy import full_quality, left_out
+from planner.decision.spreads import STAGES, spread_name, spreads
+from planner.errors import UsageError
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.models.resolve import resolve_model
+from planner.plan import Plan
+from planner.planning.answer import plan_workload
+from planner.planning.space import dimension_values
+from planner.planning.walk import Point, walk
+from planner.records import dataclass
+from planner.setup import TrainSetup
+from planner.wish import Wish
+from planner.workload import Workload
+
+LEAST_SHARE = 0.97
+TABLE = Path(__file__).parent.parent / "docs" / "choices.md"
+BEGIN, END = "<!-- benchmarks/fence.py: begin -->\n", "<!-- benchmarks/fence.py: end -->\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One wish: a model, its cards, and what is asked beside them."""
+
+    model: str
+    gpu: str
+    num_gpus: int = 1
+    words: str = ""
+    seq_len: int | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """In one line."""
+        cards = f"{self.num_gpus} x " * (self.num_gpus > 1) + self.gpu
+        return f"{self.model.split('/')[-1]} / {cards} {self.words}".strip()
+
+    def workload(self) -> Workload:
+        """As a plan takes it."""
+        gpu = find_gpu(self.gpu)
+        cluster = make_cluster(gpu, self.num_gpus) if self.num_gpus > 1 else None
+        batch = None if "objective" in self.fixed else 32
+        wish = Wish(seq_len=self.seq_len, fixed=self.fixed, global_batch=batch)
+        return wish.workload(resolve_model(self.model), gpu, cluster)
+
+
+FULL: Mapping[str, tuple[Any, ...]] = {"method": ("full",)}
+DPO: Mapping[str, tuple[Any, ...]] = {"objective": ("dpo",)}
+WISHES = (
+    Asked(model="Qwen/Qwen2.5-0.5B", gpu="t4"),
+    Asked(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", words="full", fixed=FULL),
+    Asked(model="meta-llama/Llama-3.2-1B", gpu="rtx-3060"),
+    Asked(model="meta-llama/Llama-3.2-1B", gpu="h100-sxm", words="full", fixed=FULL),
+    Asked(model="meta-llama/Llama-3.2-3B", gpu="l4"),
+    Asked(model="meta-llama/Llama-3.2-3B", gpu="rtx-4090", words="DPO", fixed=DPO),
+    Asked(model="Qwen/Qwen3-4B", gpu="t4"),
+    Asked(model="Qwen/Qwen2.5-7B", gpu="rtx-5090", words="4k", seq_len=4096),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="rtx-4090"),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="rtx-3090", num_gpus=2),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="a100-80gb"),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="h100-sxm", words="32k", seq_len=32768),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="h100-sxm", num_gpus=8, words="full", fixed=FULL),
+    Asked(model="meta-llama/Llama-3.1-8B", gpu="h100-sxm", words="GRPO", fixed={"objective": ("grpo",)}),
+    Asked(model="Qwen/Qwen2.5-14B", gpu="rtx-4090"),
+    Asked(model="Qwen/Qwen2.5-14B", gpu="a100-80gb", words="DPO", fixed=DPO),
+    Asked(model="Qwen/Qwen2.5-32B", gpu="h100-sxm"),
+    Asked(model="meta-llama/Llama-3.3-70B-Instruct", gpu="b200"),
+    Asked(model="meta-llama/Llama-3.3-70B-Instruct", gpu="mi300x"),
+    Asked(model="meta-llama/Llama-3.3-70B-Instruct", gpu="h100-sxm", num_gpus=8),
+    Asked(model="openai/gpt-oss-20b", gpu="h100-sxm"),
+    Asked(model="Qwen/Qwen3-30B-A3B", gpu="h100-sxm"),
+    Asked(model="Qwen/Qwen3.5-9B", gpu="rtx-4090"),
+    Asked(model="Qwen/Qwen3-Next-80B-A3B-Instruct", gpu="b200"),
+)
+
+
+class Found(NamedTuple):
+    """A plan beside the fastest of its class: of what the policy leaves open, and of all with why it was left out."""
+
+    plan: Plan
+    fastest: Point
+    beyond: Point
+    reason: str
+    walked: int
+
+    @property
+    def share(self) -> float:
+        """Chosen speed over the fastest's that is open."""
+        chosen = self.plan.chosen
+        return worth(chosen.setup.attention, chosen.formula.tokens_per_s or 0.0) / worth_of(self.fastest)
+
+
+def worth(attention: str, tokens_per_s: float) -> float:
+    """A speed by the price of its package."""
+    return tokens_per_s * (1 - PACKAGE_PRICES.get(attention, 0.0))
+
+
+def worth_of(point: Point) -> float:
+    """The same of a walked point."""
+    return worth(point.attention, point.tokens_per_s)
+
+
+def quality(workload: Workload, setup: TrainSetup) -> tuple[object, ...]:
+    """What setups of one class share."""
+    return node_of_setup(setup), full_quality(setup), setup.lora_rank, setup.lora_targets
+
+
+def spaces(workload: Workload) -> Iterator[Workload]:
+    """The workload once for every target and its kernels, with torch.compile and without."""
+    for target in [name for name in workload.aim.targets if name not in LAUNCHERS]:
+        for compiled in (False, True):
+            families = {} if compiled or "kernels" in workload.fixed else {"kernels": tuple(KERNELS)}
+            fixed = {**workload.fixed, **families, **({"compile": (True,)} if compiled else {})}
+            yield replace(workload, targets=(target,), fixed=fixed)
+
+
+def points(workload: Workload) -> Iterator[Point]:
+    """Every point of every target's space under every spread."""
+    for space in spaces(workload):
+        try:
+            values = dimension_values(space)
+            found = spreads(space, [stage for stage in STAGES if stage != "offload"]) if space.num_gpus > 1 else ()
+        except UsageError:
+            continue
+        if space.num_gpus == 1 or found:
+            yield from walk(space, values, found)
+
+
+def search(asked: Asked) -> Found | None:
+    """The plan and the fastest of its class; None where nothing fits."""
+    workload = asked.workload()
+    plan = plan_workload(workload)
+    if not isinstance(plan, Plan):
+        return None
+    limits = Limits(workload.model, workload.budget_bytes, gpu=workload.gpu)
+    chosen, walked = plan.chosen, 0
+    mine, sure = quality(workload, chosen.setup), limits.surely_bytes(chosen.setup) >= chosen.formula.peak_device_bytes
+    best: dict[str, Point] = {}  # by why it is left out
+    reasons: dict[tuple[object, ...], str] = {}
+    for point in points(workload):
+        walked += 1
+        if point.peak_device_bytes > workload.budget_bytes:
+            continue
+        setup = point.family
+        if quality(workload, setup) != mine or (sure and point.peak_device_bytes > limits.surely_bytes(setup)):
+            continue
+        kind = setup.stack, setup.compile, setup.method, setup.lora_targets
+        if kind not in reasons:
+            reasons[kind] = left_out(workload, setup)
+        reason = reasons[kind]
+        if reason not in best or worth_of(point) > worth_of(best[reason]):
+            best[reason] = point
+    fastest = best[""]
+    reason, beyond = max(best.items(), key=lambda one: worth_of(one[1]))
+    return Found(plan, fastest, beyond, reason, walked)
+
+
+def differences(found: TrainSetup, chosen: TrainSetup) -> str:
+    """In what the fastest differs."""
+    names = (
+        "stack", "kernels", "compile", "attention", "precision", "quantization", "optimizer", "loss", "checkpointing",
+        "selective_checkpointing", "micro_batch_seqs", "rollout",
+    )  # fmt: skip
+    words = [f"{name} {getattr(found, name)}" for name in names if getattr(found, name) != getattr(chosen, name)]
+    if spread_name(found) != spread_name(chosen):
+        words.append(spread_name(found))
+    return ", ".join(words) or "the same"
+
+
+def row(asked: Asked, found: Found) -> str:
+    """One line of the table."""
+    chosen = found.plan.chosen
+    setup, speed = chosen.setup, chosen.formula.tokens_per_s or 0.0
+    by = setup.by.title if setup.stack != DEFAULT else "TRL"
+    how = f"{by}, {setup.kernels}" + ", compiled" * setup.compile
+    more = ""
+    if found.beyond.tokens_per_s > found.fastest.tokens_per_s * 1.0001:
+        more = f"{found.beyond.tokens_per_s:,.0f} by {differences(found.beyond.setup, setup)}: {found.reason}"
+    return (
+        f"| {asked.title} | {node_of_setup(setup)}, {how} | {speed:,.0f} | {found.fastest.tokens_per_s:,.0f} | "
+        f"{found.share:.3f} | {differences(found.fastest.setup, setup)} | {more} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wish", default="", help="only wishes whose title has this text")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/choices.md")
+    args = parser.parse_args()
+    lines = ["| wish | chosen | tokens/s | best | share | the best differs in | left out |", "|---|---" * 3 + "|---|"]
+    print("\n".join(lines), flush=True)
+    shares, start, walked = [], time.process_time(), 0
+    for asked in WISHES:
+        if args.wish.lower() not in asked.title.lower():
+            continue
+        found = search(asked)
+        line = row(asked, found) if found is not None else f"| {asked.title} | nothing surely fits | | | | | |"
+        print(line, flush=True)
+        lines.append(line)
+        shares += [found.share] if found is not None else []
+        walked += found.walked if found is not None else 0
+    print(
+        f"{len(shares)} plans, {walked:,} setups: worst {min(shares):.3f}, mean {sum(shares) / len(shares):.3f}, "
+        f"{sum(one < LEAST_SHARE for one in shares)} below {LEAST_SHARE}; {time.process_time() - start:.0f} CPU s"
+    )
+    if args.write:
+        text = TABLE.read_text("utf-8")
+        before, rest = text.split(BEGIN)
+        TABLE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1], "utf-8")
+
+
+if __name__ == "__main__":
+    main()

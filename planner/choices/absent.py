@@ -1,0 +1,55 @@
+"""What a person may ask for by name and no plan has: why, and what there is instead.
+
+docs/kernels.md, "Parts that are no choice", has the sources. To add one, add its row; once it is planned, take it out.
+"""
+
+from collections.abc import Mapping
+
+_FP8 = (
+    "fp8 keeps the weights in 16 bits and gains about 10 % in full fine-tuning over FSDP2 at best, loses with "
+    "checkpointing or small matrices, and has no backward for LoRA on a stored fp8 base"
+)
+_FP4 = (
+    "transformers trains such a base only unpacked to 16 bits; Axolotl keeps gpt-oss packed, of which no figure is "
+    "published"
+)
+_OTHER_UPDATE = "changes what is optimized: its memory and its learning rates are not AdamW's, and no run was compared"
+_IN_BACKWARD = "steps inside the backward and so has neither accumulation nor gradient clipping, which every plan has"
+_FLASH_3 = "is as fast as cuDNN's kernel on Hopper, which sdpa takes by itself without a package, and needs Hopper"
+_FLASH_4 = "no comparison of its training with sdpa's was found"
+_MEGATRON = (
+    "keeps weights, optimizer and pipeline in forms of its own: nothing here predicts its step or writes its files"
+)
+_RL = "it runs generation and training as one program of its own (Ray, vLLM or SGLang): nothing here predicts its step"
+_EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
+_NF4 = "nf4-double, or int8"
+_SPLITS = "--target trl with --parallel fsdp2, --tensor-degree, --pipeline-degree or --expert-degree"
+
+ABSENT: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("fp8", "float8", "fp8-mixed", "mxfp8"), (_FP8, "bf16-autocast or bf16-mixed; for a base, nf4")),
+    **dict.fromkeys(("nvfp4", "mxfp4", "fp4"), (_FP4, _NF4)),
+    **dict.fromkeys(("gptq", "awq", "hqq", "aqlm"), ("its base was quantized beforehand and is not read here", _NF4)),
+    **dict.fromkeys(("muon", "shampoo", "soap", "sophia", "came", "prodigy"), (f"it {_OTHER_UPDATE}", "adamw-fused")),
+    **dict.fromkeys(("galore", "apollo", "q-galore"), (f"it {_OTHER_UPDATE}", f"{_EIGHT_BIT}, or --method lora")),
+    **dict.fromkeys(("lomo", "adalomo", "optimizer-in-backward"), (f"it {_IN_BACKWARD}", _EIGHT_BIT)),
+    **dict.fromkeys(("fa3", "flash-attention-3", "flash-attn-3"), (f"it {_FLASH_3}", "sdpa")),
+    **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
+    **dict.fromkeys(("flex", "flex-attention"), ("it is made by torch.compile, for masks that no plan has", "sdpa")),
+    "xformers": ("its kernel is the memory-efficient one of sdpa", "sdpa"),
+    **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "nemo", "ms-swift"), (_MEGATRON, _SPLITS)),
+    **dict.fromkeys(("verl", "openrlhf", "nemo-rl", "slime", "areal"), (_RL, "--target trl with --objective grpo")),
+    "rloo": ("nothing here predicts it yet; its step is nearest to GRPO's", "--objective grpo"),
+    "ppo": ("nothing here predicts a value model beside the policy", "--objective grpo"),
+}
+"""Name -> (why it is no choice, what to use)."""
+
+
+def absent(name: object) -> tuple[str, str] | None:
+    """The row of a name as people write it, None where there is none."""
+    return ABSENT.get(str(name).strip().lower().replace("_", "-"))
+
+
+def told(option: str, value: object) -> tuple[str, str] | None:
+    """(problem, hint) for a value of an option that is known and no choice; None for any other."""
+    row = absent(value)
+    return (f"{option} {value} is not planned: {row[0]}", f"use {row[1]}") if row is not None else None

@@ -1,0 +1,45 @@
+"""Names that people know and no plan has are answered with the reason, not with a list of other names."""
+
+import pytest
+
+from planner import setup_fields as fields
+from planner.choices.absent import ABSENT
+from planner.choices.objectives import OBJECTIVES
+from planner.cli.writing import known_targets
+from planner.errors import PlannerError
+from planner.exporters import EXPORTERS
+from planner.option_values import choices
+from planner.setup import TrainSetup
+
+TAKEN = {*OBJECTIVES, *EXPORTERS, *fields.QUANTIZATIONS, *fields.OPTIMIZERS, *fields.ATTENTIONS, *fields.METHODS}
+
+
+def test_absent_names_are_no_values_of_any_option() -> None:
+    assert not TAKEN & set(ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "instead"),
+    [
+        ("fp8", "10 % in full fine-tuning", "bf16"),
+        ("NVFP4", "16 bits", "nf4-double"),
+        ("muon", "what is optimized", "adamw-fused"),
+        ("galore", "what is optimized", "adamw-8bit"),
+        ("flash_attention_3", "cuDNN", "sdpa"),
+    ],
+)
+def test_an_absent_value_is_refused_with_its_reason_and_what_to_use(name: str, words: str, instead: str) -> None:
+    with pytest.raises(PlannerError, match="is not planned") as error:
+        choices("option", [name], ["other"])
+    assert words in error.value.message
+    assert instead in (error.value.hint or "")
+    assert "must be one of" not in error.value.message
+
+
+def test_absent_targets_and_fields_of_a_setup_say_the_same() -> None:
+    with pytest.raises(PlannerError, match="nothing here predicts its step"):
+        known_targets(["megatron"])
+    with pytest.raises(PlannerError, match="nothing here predicts its step"):
+        known_targets(["verl"])
+    with pytest.raises(PlannerError, match="is not planned"):
+        TrainSetup(optimizer="muon")
