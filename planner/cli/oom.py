@@ -18,7 +18,7 @@ from planner.interchange import to_jsonable
 from planner.redaction import without_secrets
 from planner.units import gib
 
-MAX_TEXT_BYTES = 16 * 1024**2
+MAX_TEXT_BYTES = 4 * 1024**2
 """Of a longer log the end is read: the error stands there."""
 CHUNK_BYTES = 1024**2
 CONFIG_ENDINGS = (".yaml", ".yml", ".sh", ".py")

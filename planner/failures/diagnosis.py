@@ -129,7 +129,7 @@ def _scattered(message: Message) -> tuple[Cause | None, int]:
 
 
 def _cards(total_bytes: int | None) -> tuple[str, ...]:
-    if total_bytes is None:
+    if not total_bytes:
         return ()
     near = [gpu for gpu in all_gpus() if abs(gpu.memory_bytes / total_bytes - 1) < CARD_TOLERANCE]
     return tuple(gpu.key for gpu in sorted(near, key=lambda gpu: abs(gpu.memory_bytes - total_bytes)))

@@ -5,6 +5,7 @@ Python's own, IPython's old and new ones, pytest's, rich's boxes, or a chain of 
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from planner.records import dataclass
@@ -33,7 +34,8 @@ _FRAMES = (
         re.MULTILINE,
     ),
     re.compile(
-        r"(?P<file>[\w./\\-]{1,300}\.py):(?P<line>\d{1,9})(?:: in)? (?P<name>\w{1,200})[ \t]*(?:->|$)", re.MULTILINE
+        r"(?<![\w./\\-])(?P<file>[\w./\\-]{1,300}\.py):(?P<line>\d{1,9})(?:: in)? (?P<name>\w{1,200})[ \t]*(?:->|$)",
+        re.MULTILINE,
     ),
 )
 _IN_ENGINE = re.compile(
@@ -77,6 +79,10 @@ _OTHER_ERRORS = re.compile(r"^\W{0,20}[A-Za-z_][\w.]{0,100}(?:Error|Exception)\b
 CONTEXT_BYTES = GIB
 """What CUDA and its libraries take beside PyTorch's own memory, at most: messages before 2.1 do not count it."""
 MAX_FRAMES = 400
+MAX_LINE = 20_000
+"""Of a longer line the end is read."""
+MAX_TRACEBACK = 1_000_000
+"""Letters before the error in which its traceback stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +123,7 @@ class Message:
 
 def read_message(text: str) -> Message:
     """The last out-of-memory error of a text, with the traceback before it."""
-    raw = text.splitlines()
+    raw = [line[-MAX_LINE:] for line in text.splitlines()]
     lines = [_PREFIX.sub("", line, count=1) if _PREFIX.match(line) else line for line in raw]
     where, at = _error(lines)
     if at is None:
@@ -193,16 +199,12 @@ def _code(lines: Sequence[str], at: int) -> str:
 def frames_of(lines: Sequence[str]) -> tuple[Frame, ...]:
     """The frames of the last traceback of these lines."""
     starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    text = "\n".join(lines[starts[-1] :] if starts else lines)
-    for pattern in _FRAMES:
-        found = list(_frames(pattern, text))
-        if found:
-            return tuple(found[-MAX_FRAMES:])
-    return ()
+    text = "\n".join(lines[starts[-1] :] if starts else lines)[-MAX_TRACEBACK:]
+    return next((found for pattern in _FRAMES if (found := tuple(_frames(pattern, text)))), ())
 
 
 def _frames(pattern: re.Pattern[str], text: str) -> Iterator[Frame]:
-    for found in pattern.finditer(text):
+    for found in deque(pattern.finditer(text), maxlen=MAX_FRAMES):
         parts = found.groupdict()
         line, code = parts.get("line"), parts.get("code") or ""
         if "code" not in parts:
