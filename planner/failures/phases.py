@@ -44,6 +44,7 @@ PHASES = {
             changes=(
                 "dtype=torch.bfloat16 in from_pretrained: 32 bits are the default of transformers before 5 and of TRL",
                 QUANTIZED,
+                "torch.load(..., map_location='cpu') of a checkpoint, deleted once it is in the model",
                 "device_map={'': local_rank} with several processes, so that each loads on its own card",
             ),
         ),
@@ -174,13 +175,17 @@ _LOSSES = (
 _LOADS = "from_pretrained|_load_pretrained_model|_move_model_to_device|create_quantized_param|load_model|prepare_model"
 _RULES = (
     # phase, pattern of "file:function": the first rule that any frame meets
-    ("evaluation-gather", r":(?:pad_across_processes|nested_concat|nested_numpify|_?gather_for_metrics)$"),
+    (
+        "evaluation-gather",
+        r":(?:pad_across_processes|\w*pad_and_concatenate|nested_concat|nested_numpify|_?gather_for_metrics)$",
+    ),
     ("save", rf":(?:{_SAVES}|consolidate\w*|merge)$"),
     (
         "generation",
         r"generation/utils\.py:|(?::_?generate\w*|:unwrap_model_for_generation)$|vllm/|:_sample$|:_prefill$",
     ),
     ("evaluation", rf":(?:{_TRAINER_EVALUATES})$"),
+    ("save", r"torch/optim/optimizer\.py:load_state_dict$"),
     (
         "optimizer",
         r"torch/optim/(?!lr_scheduler)\w+\.py:|bitsandbytes/optim/|:(?:init_state|_init_group|_take_model_step)$",
@@ -197,17 +202,20 @@ _RULES = (
         "attention",
         r":(?:\w*attention_forward|scaled_dot_product_attention|_flash_attention_forward|softmax|repeat_kv)$",
     ),
-    ("attention", r"attention\.py:|:_?attn\w*$|:_make_causal_mask$|:_expand_mask$|:_update_causal_mask$"),
+    ("attention", r"attention\.py:|:_?(?:attn|attention)\w*$|:_make_causal_mask$|:_expand_mask$|:_update_causal_mask$"),
     (
         "wrap",
         r"(?:parallel/distributed|fully_sharded_data_parallel|_init_utils|_?flat_param|fsdp2?_utils)\.py:_{0,2}init",
     ),
     ("wrap", r":(?:fully_shard|fsdp2_prepare_model|_sync_module_states|_verify_param_shape_across_processes)$"),
     ("wrap", r"deepspeed/(?:__init__\.py:initialize|runtime/(?:engine|zero/\w+)\.py:(?:__init__|_configure\w*))"),
-    ("load", rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$"),
+    (
+        "load",
+        rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$|torch/serialization\.py:",
+    ),
     ("forward", r":(?:training_step|compute_loss|_inner_training_loop|forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
-    ("forward", r"nn/modules/module\.py:(?:_wrapped)?_call_impl$"),
+    ("forward", r"nn/modules/module\.py:(?:(?:_wrapped)?_call_impl|__call__)$"),
 )
 _CODE_RULES = (
     # phase, pattern of a source line

@@ -192,6 +192,33 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
     assert found.phase.name == phase
 
 
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        ("torch/serialization.py:persistent_load", "load"),
+        ("torch/optim/optimizer.py:load_state_dict", "save"),
+        ("torch/nn/modules/module.py:__call__", "forward"),
+        ("torch/nn/modules/module.py:_apply", "load"),
+        ("transformers/trainer_pt_utils.py:torch_pad_and_concatenate", "evaluation-gather"),
+        ("accelerate/optimizer.py:step", "optimizer"),
+        ("accelerate/utils/operations.py:_convert_to_fp32", "loss"),
+        ("m/modeling_x.py:attention_fn", "attention"),
+        ("trainer/utils.py:unwrap_model_for_generation", "generation"),
+        ("train/checkpoint.py:fsdp_save_folder", "save"),
+        ("unsloth/save.py:merge_and_overwrite_lora", "save"),
+    ],
+)
+def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
+    found = diagnose(f"{as_python((f'{SITE}/{call}',))}\n{OLD}")
+    assert found.phase is not None
+    assert found.phase.name == phase
+
+
+def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
+    assert not diagnose("CUDA out of memory. Tried to allocate 1 bytes (GPU 0; 0 bytes total capacity").cards
+    assert diagnose("a" * 3_000_000 + " CUDA out of memory").message.where == "device"
+
+
 def test_the_head_of_the_model_is_the_loss_and_other_source_lines_change_no_known_part() -> None:
     for code, phase in (("logits = self.lm_head(x)", "loss"), ("x = model.to(device)", "forward")):
         text = f'  File "{SITE}/m/modeling_llama.py", line 3, in forward\n    {code}\n{OLD}'
