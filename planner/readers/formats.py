@@ -38,6 +38,7 @@ READERS: dict[str, Callable[[Settings], ReadConfig]] = {
 OTHER_TOOLS = {
     "nanotron": {"data_stages", "parallelism", "tokens"},
     "verl": {"actor_rollout_ref"},
+    "prime-rl": {"orchestrator"},
     "verl's SFT": {"data", "model", "optim", "trainer"},
     "Megatron": {"tensor_model_parallel_size"},
     "mlx-lm": {"lora_parameters", "model"},

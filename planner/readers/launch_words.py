@@ -1,8 +1,9 @@
 """How many processes a launch starts by its launcher's own words, on how many nodes, with which configuration."""
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 LAUNCHERS = {
     "accelerate": ("--num_processes", "--num-processes"),
@@ -22,18 +23,21 @@ FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 
 class Said(NamedTuple):
     """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind; `open`: the
-    word for the processes or nodes that only the machine or the shell knows."""
+    word for the processes or nodes that only the machine or the shell knows; `accelerate`: what Accelerate's own words
+    say of the spread, as its file would."""
 
     num_gpus: int | None
     num_nodes: int = 1
     config: str = ""
     rest: Sequence[str] = ()
     open: str = ""
+    accelerate: Mapping[str, Any] = MappingProxyType({})
 
 
 def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
     """Of a launcher's words, up to the program; `shown`: GPUs that the environment shows it."""
     num_gpus, num_nodes, config, open_ = shown, 1, "", ""
+    own: dict[str, str] = {}
     index = 0
     while index < len(words) and words[index].startswith(("-", "$(")):
         flag, equals, value = words[index].partition("=")
@@ -51,10 +55,36 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
             num_gpus = value.count(",") + 1
         if flag in CONFIGS:
             config = value
+        if launcher == "accelerate" and flag.startswith("--"):
+            own[flag[2:].replace("-", "_")] = value or "true"
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    return Said(num_gpus * num_nodes if num_gpus else None, num_nodes if num_gpus else 1, config, words[index:], open_)
+    spread = {} if config else _as_file(own, num_gpus or 0)
+    gpus = num_gpus * num_nodes if num_gpus else None
+    return Said(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, spread)
+
+
+OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps")
+
+
+def _as_file(words: Mapping[str, str], num_gpus: int) -> dict[str, Any]:
+    """What `accelerate launch --use_deepspeed --zero_stage 3` says, as a file of Accelerate's would; {} of words that
+    spread nothing.
+
+    Source: accelerate 1.15 `commands/launch.py`.
+    """
+    file = words.get("deepspeed_config_file")
+    if "use_deepspeed" in words or file:
+        inner = {key: words[key] for key in OF_DEEPSPEED if key in words}
+        block = {"deepspeed_config": {"deepspeed_config_file": file} if file else inner}
+        kind = "DEEPSPEED"
+    elif "use_fsdp" in words:
+        block, kind = {"fsdp_config": {key: one for key, one in words.items() if key.startswith("fsdp_")}}, "FSDP"
+    else:
+        return {}
+    mixed = {"mixed_precision": words["mixed_precision"]} if "mixed_precision" in words else {}
+    return {"distributed_type": kind, "num_processes": num_gpus, **block, **mixed}
 
 
 def said_by_tool(tool: str, words: Sequence[str], shown: int | None) -> Said:

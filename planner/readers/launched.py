@@ -1,5 +1,6 @@
 """From the commands of a script, notebook or task file to the run that the first readable one starts."""
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -147,6 +148,8 @@ class Launches:
 
     def _read(self, text: str, path: str, command: shell.Command, inside: Surroundings) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None
+        if command.spread:
+            launcher = json.dumps(dict(command.spread))
         return self.read(text, path.rpartition("/")[2], inside, launcher)
 
     def _of_flags(

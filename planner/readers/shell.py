@@ -6,11 +6,11 @@ Variables that the script itself sets are put in; nothing is executed, no comman
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from itertools import chain, pairwise
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from planner.choices.stacks import TARGET_ROWS
 from planner.errors import NotATraining
@@ -66,6 +66,7 @@ class Command:
         arguments: the words behind it.
         num_gpus: processes of the job, None where the launcher does not say; num_nodes: on how many machines.
         launcher: Accelerate's config file, "" where none is named.
+        spread: what Accelerate's own words say of it, as its file would.
         open_gpus: the launcher's word for the processes that only the shell or the machine knows.
         folder: where the script went with `cd` before, relative to its own folder.
         environment: variables that the script exports, or sets for this launch.
@@ -77,6 +78,7 @@ class Command:
     num_gpus: int | None = None
     num_nodes: int = 1
     launcher: str = ""
+    spread: Mapping[str, Any] = field(default_factory=dict)
     open_gpus: str = ""
     folder: str = ""
     environment: tuple[tuple[str, str], ...] = ()
@@ -385,7 +387,11 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         return None
     said = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
     found = _program(list(said.rest), said.num_gpus, said.config)
-    return replace(found, num_nodes=said.num_nodes, open_gpus=said.open) if found is not None else None
+    return (
+        replace(found, num_nodes=said.num_nodes, open_gpus=said.open, spread=said.accelerate)
+        if found is not None
+        else None
+    )
 
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import field
 
 from planner.choices.adapters import ADAPTERS
-from planner.errors import NotATraining, NotPlanned
+from planner.errors import NotATraining, NotPlanned, Undetermined
 from planner.readers.objectives import (
     BEHIND_REFERENCE,
     CONFIGS,
@@ -243,6 +243,10 @@ def _refuse(program: Program, name: str) -> None:
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{run_it(name)}; plan estimate answers for a setup that you name",
         )
+    trains = (one for one in program.made if "train" in one.called and one.name != "from_pretrained")
+    unknown = next((one.more for one in trains if one.more), "")
+    if unknown:
+        raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=run_it(name))
     raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
         hint="give the script that trains; settings of a command line go into --args",

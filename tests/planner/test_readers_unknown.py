@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ConfigError, NotPlanned
+from planner.errors import ConfigError, NotPlanned, Undetermined
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.readers import read_config, read_text
@@ -360,3 +360,52 @@ def test_a_loop_of_its_own_is_called_one(loop: str) -> None:
     with pytest.raises(ConfigError, match="loop of its own") as caught:
         read_text("import deepspeed, torch\nfrom mymodel import build, net, optimizer, loss, a\n" + loop, "t.py")
     assert "plan trace -- python t.py" in caught.value.hint
+
+
+SPREADS = {
+    "--use_deepspeed --deepspeed_config_file ds.json --num_processes 4": ("zero3", 4),
+    "--num_processes 2 --use_deepspeed --zero_stage 2": ("zero2", 2),
+    "--use_fsdp --fsdp_sharding_strategy FULL_SHARD --num_processes=8": ("fsdp2", 8),
+    "--multi_gpu --num_processes 2": ("ddp", 2),
+    "--mixed_precision bf16 --num_processes 1": ("none", 1),
+}
+
+
+@pytest.mark.parametrize("words", SPREADS)
+def test_what_accelerate_is_told_in_words_is_read_as_its_file_is(words: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "train.py").write_text(HEAD + trained())
+    (tmp_path / "run.sh").write_text(f"accelerate launch {words} train.py\n")
+    found = read_config(tmp_path / "run.sh")
+    assert (found.setup.parallel, found.setup.num_gpus, found.missing) == (*SPREADS[words], ())
+
+
+def test_a_case_of_a_known_value_is_followed() -> None:
+    match = "match KIND:\n    case 'lora' | 'dora':\n        p = LoraConfig(r=4)\n    case None:\n        p = None\n"
+    match += "    case _:\n        p = LoraConfig(r=64)\n"
+    ranks = {"'lora'": 4, "'dora'": 4, "'x'": 64, "None": 0}
+    for kind, rank in ranks.items():
+        found = read(f"KIND = {kind}\n{match}" + trained(trainer="peft_config=p"))
+        assert (found.setup.lora_rank, found.missing) == (rank, ())
+    assert open_fields(read(f"KIND = cfg['k']\n{match}" + trained(trainer="peft_config=p")))
+
+
+WITHOUT = [
+    "try:\n    import flash_attn\n    ATTN = 'flash_attention_2'\nexcept ImportError:\n    ATTN = 'sdpa'\n",
+    "ATTN = 'flash_attention_2'\ntry:\n    from flash_attn import x\nexcept ModuleNotFoundError:\n    ATTN = 'eager'\n",
+    "try:\n    import flash_attn\n    HAS = True\nexcept Exception:\n    HAS = False\n"
+    "ATTN = 'flash_attention_2' if HAS else 'sdpa'\n",
+]
+
+
+@pytest.mark.parametrize("body", WITHOUT)
+def test_whether_a_package_is_there_is_asked_for_where_it_decides(body: str) -> None:
+    load = LOAD.replace("dtype", "attn_implementation=ATTN, dtype")
+    assert open_fields(read(body + trained(load=load))) == {"attention"}
+    known = body.replace("'sdpa'", "'flash_attention_2'").replace("'eager'", "'flash_attention_2'")
+    assert read(known + trained(load=load)).missing == ()
+
+
+def test_a_trainer_that_is_not_known_is_said_to_be_one() -> None:
+    with pytest.raises(Undetermined, match="a trainer that is not known"):
+        read("KINDS = {'sft': SFTTrainer}\nT = KINDS[cfg['kind']]\nT(model=NAME, args=SFTConfig, **cfg['a']).train()\n")

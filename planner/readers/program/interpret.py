@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from planner.errors import ConfigError
 from planner.readers.program import objects
@@ -133,7 +134,7 @@ class Reader(Functions):
             case ast.With() | ast.AsyncWith():
                 self.within(node, scope)
             case ast.Try():
-                self.block([*node.body, *node.orelse, *node.finalbody], scope)
+                self.attempt(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 scope.names[node.name] = self.decorated(node, scope)
             case ast.ClassDef():
@@ -143,8 +144,7 @@ class Reader(Functions):
             case ast.Return() | ast.Break() | ast.Continue() | ast.Raise():
                 self.leave(node, scope)
             case ast.Match():
-                for case in node.cases:
-                    self.once(case.body, scope)
+                self.match(node, scope)
             case ast.Delete():
                 self.forget(node, scope)
 
@@ -211,6 +211,32 @@ class Reader(Functions):
             scope.names = before
             raise left_by[0]
         scope.names = ends[0] if len(ends) == 1 else _joined(ends[0], ends[1], place)
+
+    def attempt(self, node: ast.Try, scope: Scope) -> None:
+        """What a `try` does; where that is an import with another way without it, which holds is not known."""
+        imports = [one for one in node.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+        without = next((one.body for one in node.handlers if one.type is None or _catches_import(one.type)), [])
+        absent = None
+        if imports and changes(without):
+            place = self.place(node, scope)
+            package = ast.unparse(imports[0]).split()[1].partition(".")[0]
+            absent = self.decided(ast.Name(f"{package} is installed"), place)
+        taken = without if absent is False else [*node.body, *node.orelse]
+        self.block([*taken, *node.finalbody], scope)
+
+    def match(self, node: ast.Match, scope: Scope) -> None:
+        """A `match`: the case of a known value, else each may run."""
+        subject = plain(self.value(node.subject, scope))
+        body: list[ast.stmt] = []
+        for case in reversed(node.cases):  # as `if`, `elif`, `else`
+            fits = _fits(case.pattern, subject) if case.guard is None else None
+            if fits is None:
+                said = f"{ast.unparse(node.subject)} is {ast.unparse(case.pattern)}"
+                test = ast.copy_location(ast.Name(said, ast.Load()), node)
+                body = [ast.copy_location(ast.If(test, case.body, body), node)]
+            elif fits:
+                body = case.body
+        self.block(body, scope)
 
     def once(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """A body that may run any number of times."""
@@ -323,6 +349,27 @@ class Reader(Functions):
                 self.program.sources.append(path)
                 self.modules[name] = scope
         return self.modules[name]
+
+
+def _catches_import(kind: ast.expr) -> bool:
+    """Whether a handler is for a package that is absent."""
+    names = {one.id for one in ast.walk(kind) if isinstance(one, ast.Name)}
+    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception"})
+
+
+def _fits(pattern: ast.pattern, subject: Any) -> bool | None:
+    """Whether a known value has a pattern, None where that is not followed."""
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        return True
+    if isinstance(subject, Unknown):
+        return None
+    match pattern:
+        case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
+            return bool(subject == value)
+        case ast.MatchOr():
+            found = [_fits(one, subject) for one in pattern.patterns]
+            return True if True in found else None if None in found else False
+    return None
 
 
 def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
