@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from planner.units import seconds
 from reports.plain import clean, to_ascii
 
 PADDING = 2
@@ -110,6 +111,19 @@ class Sheet(ABC):
 
 T = TypeVar("T")
 
+
+def _told(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
+    told = started = monotonic()
+    for number, item in enumerate(items):
+        if number and monotonic() - told > STILL_S:
+            told = monotonic()
+            left = seconds((told - started) / number * (len(items) - number))
+            console.print(f"{words}: {number} of {len(items)}, {left} left", markup=False, highlight=False)
+        yield item
+
+
+STILL_S = 4.0
+"""A pipe or a log file hears so often how far it is."""
 QUIET_S = 0.5
 """Work that is done sooner shows no bar."""
 
@@ -118,9 +132,13 @@ def steps(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
     """The items one by one, with a bar and the time left while they are worked on.
 
     The bar appears only on a terminal and only after half a second; it disappears when done, also after an exception.
+    Elsewhere a line is told every few seconds.
     """
-    if not console.is_terminal or len(items) < 2:
+    if len(items) < 2:
         yield from items
+        return
+    if not console.is_terminal:
+        yield from _told(items, words, console)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

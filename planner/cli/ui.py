@@ -1,11 +1,12 @@
 """`plan ui`: a page in which a person slides through the settings, served on this machine alone or written as files."""
 
 import json
+import os
 import re
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -18,13 +19,15 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
+from planner import __version__
+from planner.app.progress import ProgressLine
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.stacks import DEFAULT, TARGET_ROWS
 from planner.cli import options
 from planner.cli.answer import read_data, wish_of
 from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
-from planner.cli.output import console, write_text
+from planner.cli.output import write_text
 from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.cli.writing import write_out
@@ -43,7 +46,6 @@ from planner.planning.space import dimension_values
 from planner.samples.dataset import DatasetStats
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from reports.page import steps
 from reports.ui import grid_name, grid_script, page
 
 HOST = "127.0.0.1"
@@ -54,6 +56,7 @@ MAX_CONNECTIONS = 32
 """At once; a browser opens six."""
 LETTING_GO_S = 2.0
 MAX_FOUND, MAX_KEPT = 8, 4
+STAMP = "made-by.txt"
 FILE_DATE = (1980, 1, 1, 0, 0, 0)
 """The least date of a zip file: the same setup gives the same bytes."""
 
@@ -131,6 +134,12 @@ class Shelf:
         self._grids: dict[tuple[str, str, int | None], Grid] = {}
         first = next(one for one in self.models if one.model_id == self.first()[0])
         self.sized = self._read(first) is not None  # says at once what is wrong with it
+
+    def stamp(self) -> str:
+        """What the figures are of: this code and this wish."""
+        root = Path(__file__).parents[1]
+        newest = max(file.stat().st_mtime_ns for pattern in ("*.py", "*.json*") for file in root.rglob(pattern))
+        return f"{__version__} {newest} {self._wish}\n"
 
     def first(self) -> tuple[str, str]:
         """What is shown at first."""
@@ -348,11 +357,79 @@ def _tokens(digits: str | None) -> int | None:
 
 
 def _write(shelf: Shelf, folder: Path) -> None:
-    """The page and every grid as files that need no server."""
-    pairs = shelf.pairs()
-    print(f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of model and GPU", file=sys.stderr)
-    for model, gpu in steps(pairs, "writing", console(stderr=True)):
-        name = f"{grid_name(model.model_id, gpu.key)}.js"
-        write_text(folder / "grid" / name, grid_script(shelf.grid(model, gpu)), inside=folder)
+    """The page and every grid as files that need no server, on all cores; what a call of the same wish wrote before it
+    was stopped is kept."""
+    wanted, num = _to_write(shelf, folder), len(shelf.models) * len(shelf.gpus)
+    left = sum(len(gpus) for _, gpus in wanted)
+    kept = f", {num - left} of them written before" if left < num else ""
+    print(f"{num} pair{'s' * (num > 1)} of model and GPU{kept}", file=sys.stderr)
+    line = ProgressLine(total=left)
+    for model, gpus in _written(shelf, folder, wanted):
+        for _ in gpus:
+            line.advance()
+        if len(wanted) > 1:
+            line.say(f"written: {model.model_id}")
+    line.close()
     write_text(folder / "index.html", shelf.page(writes=False), inside=folder)
     print(f"wrote {folder / 'index.html'}", file=sys.stderr)
+
+
+Wanted = tuple[ModelSpec, tuple[GpuSpec, ...]]
+"""A model and the GPUs whose figures it lacks."""
+
+
+def _to_write(shelf: Shelf, folder: Path) -> list[Wanted]:
+    """What is not there yet of this wish, by this code; with a data set, whose content may have changed, everything."""
+    stamp, made_by = folder / "grid" / STAMP, shelf.stamp()
+    if shelf.sized or not stamp.is_file() or stamp.read_text("utf-8", "replace") != made_by:
+        write_text(stamp, "", inside=folder)  # what is there is of something else until all of it is written over
+        for model, gpu in shelf.pairs():
+            _grid_file(folder, model, gpu).unlink(missing_ok=True)
+        write_text(stamp, made_by, inside=folder)
+    found = []
+    for model in shelf.models:
+        gpus = (gpu for gpu in shelf.gpus if not _grid_file(folder, model, gpu).is_file())
+        if left := tuple(gpus):
+            found.append((model, left))
+    return found
+
+
+def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:
+    return folder / "grid" / f"{grid_name(model.model_id, gpu.key)}.js"
+
+
+def _written(shelf: Shelf, folder: Path, wanted: list[Wanted]) -> Iterator[Wanted]:
+    """Each model once its figures are written: by forks of this process where there are cores and no data set, whose
+    counting is one process's."""
+    num = min(len(wanted), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    if num < 2 or shelf.sized:
+        for one in wanted:
+            _write_grids(shelf, folder, one)
+            yield one
+        return
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(num, get_context("fork"), _WORKER.extend, ((shelf, folder, wanted),)) as pool:
+        answers = {pool.submit(_write_nth, place): one for place, one in enumerate(wanted)}
+        try:
+            for answer in as_completed(answers):
+                answer.result()
+                yield answers[answer]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_WORKER: list[Any] = []
+"""In a fork: the shelf, the folder and what is wanted, which it has from its parent."""
+
+
+def _write_nth(place: int) -> None:
+    shelf, folder, wanted = _WORKER
+    _write_grids(shelf, folder, wanted[place])
+
+
+def _write_grids(shelf: Shelf, folder: Path, wanted: Wanted) -> None:
+    model, gpus = wanted
+    for gpu in gpus:
+        write_text(_grid_file(folder, model, gpu), grid_script(shelf.grid(model, gpu)), inside=folder)

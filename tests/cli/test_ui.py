@@ -232,6 +232,34 @@ def test_no_request_gets_more_than_an_answer(server: Server) -> None:
 
 def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
     assert run(["ui", "--static", str(tmp_path), "--model", MODEL, "--gpu", GPU]) == 0
-    assert {one.name for one in tmp_path.rglob("*.*")} == {"index.html", "openai-community--gpt2--rtx-3060.js"}
+    assert {one.name for one in tmp_path.rglob("*.*")} == {
+        "index.html",
+        "openai-community--gpt2--rtx-3060.js",
+        "made-by.txt",
+    }
     assert run(["ui", "--static", str(tmp_path), "--model", "no/such-model-here", "--gpu", GPU]) == 2
     assert run(["ui", "--no-browser", "--model", MODEL, "--dataset", str(tmp_path / "none.jsonl")]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_static_site_goes_on_where_it_was_stopped(
+    cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there of the same wish is kept; another wish, or another planner, begins anew; the same on any cores."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr("planner.cli.ui.Shelf.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
+    monkeypatch.setattr("planner.cli.ui.grid_script", lambda grid: grid)
+    models = ["openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
+    command = ["ui", "--static", str(tmp_path), "--gpu", "t4", "--gpu", "l4"]
+    command += [word for name in models for word in ("--model", name)]
+    assert run(command) == 0
+    files = sorted((tmp_path / "grid").glob("*.js"))
+    assert {file.read_text() for file in files} == {f"{name} {gpu}" for name in models for gpu in ("l4", "t4")}
+    files[0].unlink()
+    files[1].write_text("kept")
+    assert run(command) == 0
+    assert "5 of them written before" in capsys.readouterr().err
+    assert (files[0].read_text() != "", files[1].read_text()) == (True, "kept")
+    assert run([*command, "--global-batch", "8"]) == 0
+    assert files[1].read_text() != "kept"

@@ -1,4 +1,4 @@
-"""Progress: a bar for a person, silence in a pipe or a log."""
+"""Progress: a bar for a person, a line now and then in a pipe or a log."""
 
 import io
 import itertools
@@ -41,3 +41,11 @@ def test_progress_leaves_the_terminal_as_it_was_after_an_error(monkeypatch: pyte
     next(items)
     items.close()  # type: ignore[attr-defined]
     assert stream.getvalue().rstrip().endswith("\x1b[2K") or "\x1b[?25h" in stream.getvalue()
+
+
+def test_a_pipe_hears_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 3.0, 5.0, 5.0, 6.0, 10.0, 10.0])
+    monkeypatch.setattr("reports.page.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    assert list(steps(["a"] * 5, "planning", Console(file=stream, width=80))) == ["a"] * 5
+    assert stream.getvalue().splitlines() == ["planning: 2 of 5, 7.5 s left", "planning: 4 of 5, 2.5 s left"]
