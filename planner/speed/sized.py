@@ -52,7 +52,15 @@ from planner.speed.timeline import (
     loop_of,
     timed,
 )
-from planner.throughput import CURRENT, StepTime, ThroughputProfile, conditions_of, speed_model, throughput_profile
+from planner.throughput import (
+    CURRENT,
+    StepTime,
+    ThroughputProfile,
+    conditions_of,
+    load_calibration,
+    speed_model,
+    throughput_profile,
+)
 
 _NUM = len(ISSUERS)
 _LARGE = 1 << 26
@@ -72,11 +80,23 @@ class Tiles(NamedTuple):
 UNCUT = Tiles(0, 1, 1.0)
 
 
+def _has_rank(one: SizedOperator) -> bool:
+    """Whether an operator's size depends on the rank of adapters."""
+    return any(
+        MONOMIALS[index][2] for side in one[1:3] for layout in side for form in layout.shape for index, _ in form
+    )
+
+
 class _Issues:
-    """A model's calls as hosts issue them, which is the same at every size."""
+    """A model's calls as hosts issue them, which is the same at every size.
+
+    Attributes:
+        ranked: operators whose sizes depend on the rank of adapters.
+    """
 
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
+        self.ranked = {place for place, one in enumerate(programs.operators) if _has_rank(one)}
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
 
@@ -93,17 +113,30 @@ class _Issues:
         return found
 
 
-class Sized:
-    """The operators of a model's programs at one micro-batch, length and rank on one card."""
+Prices = dict[tuple[int, int], Price]
+"""By operator and tokens of a tile."""
 
-    def __init__(self, programs: ModelPrograms, rates: CardRates, seqs: int, tokens: int, rank: int) -> None:
+
+class Sized:
+    """The operators of a model's programs at one micro-batch, length and rank on one card.
+
+    Args:
+        unranked: what is known of those whose sizes do not depend on the rank.
+    """
+
+    def __init__(
+        self, programs: ModelPrograms, rates: CardRates, seqs: int, tokens: int, rank: int, unranked: Prices
+    ) -> None:
         self._programs, self._rates = programs, rates
-        self._issues: _Issues = programs.worked_out.setdefault("issues", _Issues(programs))
+        if "issues" not in programs.worked_out:
+            programs.worked_out["issues"] = _Issues(programs)
+        self._issues: _Issues = programs.worked_out["issues"]
         base, self._tokens = (seqs, tokens, max(1, rank)), tokens
         self._values = [b ** powers[0] * s ** powers[1] * r ** powers[2] for powers in MONOMIALS for b, s, r in (base,)]
         self._tile = MONOMIALS.index((0, 0, 0, 1))
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._prices: dict[tuple[int, int], Price] = {}
+        self._prices: Prices = {}
+        self._unranked = unranked
         self._device: dict[int, _Device] = {}
         self._courses: dict[tuple[int, bool, Tiles, float], Course] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, bool, Tiles, float], Course] = {}
@@ -132,9 +165,10 @@ class Sized:
 
     def price(self, number: int, tile: int = 0) -> Price:
         """What an operator costs the device."""
-        found = self._prices.get((number, tile))
+        known = self._prices if number in self._issues.ranked else self._unranked
+        found = known.get((number, tile))
         if found is None:
-            found = self._prices[number, tile] = price(self.operator(number, tile), self._rates)
+            found = known[number, tile] = price(self.operator(number, tile), self._rates)
         return found
 
     def device(self, tile: int) -> "_Device":
@@ -237,6 +271,8 @@ class ProgramSpeed:
     ) -> None:
         self._model, self._gpu, self._setup = model, gpu, setup
         self._programs, self._program = programs, program
+        facts = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
+        self._card = facts, id(load_calibration()), setup.attention, setup.packing
         self._one = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
         self._seconds: dict[tuple[str, int, int], float] = {}
         self._loop = loop_of(setup)
@@ -249,17 +285,18 @@ class ProgramSpeed:
         return throughput_profile(self._model, self._gpu, self._setup, conditions=conditions_of(self._setup))
 
     def _sized(self, seqs: int) -> Sized:
-        setup = self._setup
-        apart = setup.packing and setup.attention == "flash-attention-2"
-        sizes = seqs, setup.seq_len_tokens, setup.lora_rank
-        key = self._gpu.key, setup.attention, setup.seq_len_tokens if apart else 0, sizes
+        setup, sizes = self._setup, (seqs, self._setup.seq_len_tokens, self._setup.lora_rank)
+        key = self._card, sizes
         known: dict[object, Sized] = self._programs.worked_out.setdefault("sized", {})
         found = known.get(key)
         if found is None:
             if len(known) >= _MAX_SIZES:
-                known.clear()
-            rates = card_rates(self._gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
-            found = known[key] = Sized(self._programs, rates, *sizes)
+                self._programs.worked_out.clear()
+                known = self._programs.worked_out["sized"] = {}
+            apart = setup.seq_len_tokens if setup.packing and setup.attention == "flash-attention-2" else 0
+            rates = card_rates(self._gpu, setup.attention, sample_tokens=apart)
+            unranked = self._programs.worked_out.setdefault((self._card, sizes[:2]), {})
+            found = known[key] = Sized(self._programs, rates, *sizes, unranked)
         return found
 
     def _tiles(self, seqs: int) -> Tiles:

@@ -59,13 +59,7 @@ class Course(NamedTuple):
 
     def then(self, other: "Course") -> "Course":
         """This and then `other`."""
-        hh, hd, dh, dd = self
-        other_hh, other_hd, other_dh, other_dd = other
-        if other_hd == _NEVER:  # the host waits for nothing
-            found = other_hh + hh, other_hh + hd
-        else:
-            found = max(other_hh + hh, other_hd + dh), max(other_hh + hd, other_hd + dd)
-        return _made(Course, (*found, max(other_dh + hh, other_dd + dh), max(other_dh + hd, other_dd + dd)))
+        return composed((self, other))
 
     def after(self, host: float, device: float) -> tuple[float, float]:
         """Where host and device are after it."""
@@ -143,10 +137,17 @@ class Stage(NamedTuple):
 
 def composed(courses: Iterable[Course]) -> Course:
     """One after another."""
-    found = IDLE
-    for one in courses:
-        found = found.then(one)
-    return found
+    hh, hd, dh, dd = IDLE
+    for own_hh, own_hd, own_dh, own_dd in courses:
+        by_host, by_device = own_dh + hh, own_dd + dh
+        other_by_host, other_by_device = own_dh + hd, own_dd + dd
+        if own_hd == _NEVER:  # the host waits for nothing
+            hh, hd = own_hh + hh, own_hh + hd
+        else:
+            hh, hd = max(own_hh + hh, own_hd + dh), max(own_hh + hd, own_hd + dd)
+        dh = by_host if by_host > by_device else by_device
+        dd = other_by_host if other_by_host > other_by_device else other_by_device
+    return _made(Course, (hh, hd, dh, dd))
 
 
 @dataclass(frozen=True, kw_only=True)
