@@ -7,6 +7,8 @@ the stretch repeats.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from planner.notes import found
@@ -87,8 +89,8 @@ JOIN = Course(0.0, 0.0, 0.0, 0.0)
 
 
 Issue = tuple[float, Sequence[float], Sequence[int]]
-"""Calls until the host waits: when the last is issued, and for each that the device runs when it may begin and its
-place."""
+"""Calls until the host waits: when the last is issued, and for each that the device runs, the last first, when it may
+begin and its place."""
 
 
 def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> list[Issue]:
@@ -106,9 +108,9 @@ def issue_of(calls: Iterable[tuple[float, int | None]], scale: float = 1.0) -> l
             starts.append(host + QUEUE_S)
             places.append(place)
         elif place is not None:
-            found.append((host, starts, places))
+            found.append((host, starts[::-1], places[::-1]))
             host, starts, places = 0.0, [], []
-    return [*found, (host, starts, places)]
+    return [*found, (host, starts[::-1], places[::-1])]
 
 
 def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float = 1.0) -> Course:
@@ -119,11 +121,10 @@ def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float
     """
     done = IDLE
     for number, (host, starts, places) in enumerate(issue):
-        ready, busy = _NEVER, 0.0
-        for start, place in zip(starts, places, strict=True):
-            seconds = filled * device[place]
-            ready = (start if start > ready else ready) + seconds
-            busy += seconds
+        until_end = list(accumulate([device[place] for place in places]))  # from the begin of each call, the last first
+        if filled != 1.0:
+            until_end = [filled * one for one in until_end]
+        ready, busy = (max(map(add, starts, until_end)), until_end[-1]) if places else (_NEVER, 0.0)
         done = (done.then(JOIN) if number else done).then(Course(host, _NEVER, ready, busy))
     return done
 
