@@ -32,7 +32,7 @@ from planner.throughput import CURRENT, throughput_profile
 
 DATA = Path(__file__).parent / "data" / "step_programs.jsonl.gz"
 CARDS = {
-    "a100-80gb": ("a100-80gb", "a100-40gb", "rtx-3090", "l40s", "rtx-4090"),
+    "a100-80gb": ("a100-80gb", "rtx-3090", "l40s", "rtx-4090", "h200"),
     "rtx-4090": ("rtx-4090", "l40s", "rtx-3090"),
     "h100-sxm": ("h100-sxm", "h200"),
 }
