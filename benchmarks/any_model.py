@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from planner.evidence.bands import TREE_MIXTURE_BAND
+from planner.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from planner.models.adapters import model_types
 from probes.dryrun.startup import load_libraries
 
@@ -48,6 +48,13 @@ OWN_LENGTH = ("whisper",)
 LONGEST = {"prophetnet": 510}
 """Whose table of positions has two rows fewer than it says."""
 DATA = Path(__file__).parent / "data" / "any_model.jsonl"
+KINDS: Mapping[str, tuple[str, float]] = {
+    "adapter": ("with an adapter", 0.0),
+    "dense": ("without: dense", TREE_BAND),
+    "mixture": ("without: mixtures", TREE_MIXTURE_BAND),
+    "mixers": ("without: other mixers of tokens than softmax", MIXER_BAND),
+}
+"""What is known of a type -> words, the band of its formula (0: by setup)."""
 DEPTHS = DATA.with_name("any_model_depths.jsonl")
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy" / "any-model.md"
 _INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
@@ -178,10 +185,21 @@ def _first(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"first": {"errors": [round(error, 3) for error in errors], "band": first.memory_band_fraction}}
 
 
+def _kind(model: Mapping[str, Any]) -> str:
+    """Which of `KINDS` a model is."""
+    if not model["from_tree"]:
+        return "adapter"
+    layers = model["layer_kinds"]
+    if any(one["attention"] and one["attention"]["kind"] == "linear" for one in layers):
+        return "mixers"
+    return "mixture" if any(one["mlp"] and one["mlp"]["kind"] == "moe" for one in layers) else "dense"
+
+
 def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     """What a plan.json says of a type."""
     fits = plan["kind"] == "plan"
-    line: dict[str, Any] = {"fits": fits, "params": plan["workload"]["model"]["num_params"]}
+    model = plan["workload"]["model"]
+    line: dict[str, Any] = {"fits": fits, "params": model["num_params"], "kind": _kind(model)}
     if not fits:
         tried = plan["nearest"]["dry_run"]
         return line | ({"nearest_bytes": tried["peak_device_bytes"]} if tried and not tried["failure"] else {})
@@ -304,7 +322,8 @@ def _why(line: Mapping[str, Any]) -> str:
 def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]) -> str:
     """docs/accuracy/any-model.md."""
     passing, strangers = [one for one in lines if passes(one)], {*causal_types()} - {*model_types()}
-    cut = [one for one in passing if one["layers"]]
+    cut = [one for one in passing if one["layers"] and not one.get("shortened")]
+    short = [one for one in passing if one.get("shortened")]
     own = [one for one in passing if one["type"] in strangers]
     slow = [one for one in lines if one["cpu_s"] > LIMIT_S]
     return _PAGE.format(
@@ -318,6 +337,7 @@ def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]
         own=len(own),
         strangers=len(strangers),
         cut=len(cut),
+        short=len(short),
         limit_s=LIMIT_S,
         slow=len(slow),
         median_s=statistics.median(one["cpu_s"] for one in lines),
@@ -326,7 +346,7 @@ def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]
         failing="\n".join(
             f"| {one['type']} | {one.get('failed', 'the card')} | {_why(one)} |" for one in lines if not passes(one)
         ),
-        formula="\n".join(_formula_rows(passing, strangers)),
+        formula="\n".join(_formula_rows(passing)),
         first=_first_row(own),
         depths="\n".join(_depth_rows(depths)),
     )
@@ -346,6 +366,7 @@ dry run and launch files came out.
 | **pass** | **{passing}** |
 | of them without an adapter, read off their module trees | {own} of {strangers} |
 | of them with fewer layers, because the default sizes do not fit the card | {cut} |
+| of them with four layers to save this machine's time (token mixers in plain PyTorch) | {short} |
 | took more than {limit_s:.0f} CPU seconds | {slow} |
 
 CPU seconds of a type, the libraries loaded and what stands beside the plan left out: median {median_s:.1f}, worst
@@ -357,13 +378,13 @@ CPU seconds of a type, the libraries loaded and what stands beside the plan left
 |---|---|---|
 {failing}
 
-## Formula against the dry run of the chosen setup, allocated peak
+## The dry run of the chosen setup against the formula, allocated peak
 
 The formula chooses what is run first; the plan then stands on the dry run (±2 %). The bands are those of a plan without
 one (`--no-dry-run`).
 
-| | types | median | 95th | worst | outside the band |
-|---|--:|--:|--:|--:|---|
+| | types | median | 90th | worst | band | outside |
+|---|--:|--:|--:|--:|--:|---|
 {formula}
 
 ## The first answer, by the sizes of config.json alone
@@ -392,18 +413,15 @@ def _spread(errors: Sequence[float], share: float) -> str:
     return f"{statistics.median(map(abs, ordered)):.2%} | {high:.1%} | {ordered[-1]:+.1%}"
 
 
-def _formula_rows(lines: Sequence[Mapping[str, Any]], strangers: Set[str]) -> Iterator[str]:
-    wide = [one for one in lines if one["type"] in strangers]
-    parts = {
-        "with an adapter": [one for one in lines if one["type"] not in strangers],
-        "without, dense": [one for one in wide if one["formula_band"] < TREE_MIXTURE_BAND],
-        "without, mixtures": [one for one in wide if one["formula_band"] >= TREE_MIXTURE_BAND],
-    }
-    for name, part in parts.items():
-        if part:
-            out = [one["type"] for one in part if abs(one["formula_error"]) > one["formula_band"]]
-            errors = _spread([one["formula_error"] for one in part], 0.95)
-            yield f"| {name} | {len(part)} | {errors} | {len(out)}: {', '.join(out)} |"
+def _formula_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """By kind: how much more or less than the formula's the dry run's peak is, which is what a band means."""
+    for kind, (words, band) in KINDS.items():
+        part = [one for one in lines if one["kind"] == kind]
+        errors = [1 / (1 + one["formula_error"]) - 1 for one in part]
+        bands = [band or one["formula_band"] for one in part]
+        out = [one["type"] for one, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
+        shown = f"±{band:.0%}" if band else "±4 to ±10 %"
+        yield f"| {words} | {len(part)} | {_spread(errors, 0.9)} | {shown} | {len(out)}: {', '.join(out)} |"
 
 
 def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -197,8 +197,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type in REMOTE_TYPES:
         return (
-            f"transformers has no {model.model_type}: the code that the model brings along would have to be trusted "
-            "(trust_remote_code), which no file here asks for"
+            f"no transformers before 5.23 has {model.model_type}: its own code would have to be "
+            "trusted (trust_remote_code), which no file here asks for"
         )
     return attention_refusal(model, setup.attention) or class_refusal(model, setup) or stored_refusal(setup, model)
 

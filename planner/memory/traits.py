@@ -68,7 +68,7 @@ OF_TYPES: Mapping[str, frozenset[str]] = {
     # eager attention holds the biased scores and their masked sum at once
     "alibi_sum": frozenset({"bloom"}),
     # push every token through every expert, weighted by zero where it was not routed
-    "dense_experts": frozenset({"llama4"}),
+    "dense_experts": frozenset({"llama4", "llama4_text"}),
 }
 """Trait -> the types that have it."""
 CASTS_PROBABILITIES = frozenset({"gpt2"})

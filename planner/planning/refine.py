@@ -169,9 +169,9 @@ def _unproven(plan: Plan | NoPlan) -> Candidate | None:
     nearest, if it is over by less than the formula errs."""
     if isinstance(plan, Plan):
         return plan.chosen
-    formula = plan.nearest.formula
-    near = formula.peak_device_bytes * (1 - formula.memory_band_fraction) <= plan.workload.budget_bytes
-    return plan.nearest if plan.workload.model.from_tree and near else None
+    formula, model, budget = plan.nearest.formula, plan.workload.model, plan.workload.budget_bytes
+    near = formula.peak_device_bytes * (1 - formula.memory_band_fraction) <= budget
+    return plan.nearest if model.from_tree and near and exact_bytes(model, plan.nearest.setup) < budget else None
 
 
 def _refusals(failed: Mapping[TrainSetup, ProbeFailure]) -> Iterator[Answer]:

@@ -1,11 +1,24 @@
 """The formula's memory band is wider where it was seen to err more."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.spread_formula_vs_dryrun import formula, rows_of
-from planner.evidence.bands import SMALL_MODEL_BAND, SPREAD_BAND, SPREAD_BANDS, USUAL_BAND, WIDE_BAND, memory_band
+from planner.evidence.bands import (
+    MIXER_BAND,
+    SMALL_MODEL_BAND,
+    SPREAD_BAND,
+    SPREAD_BANDS,
+    TREE_BAND,
+    USUAL_BAND,
+    WIDE_BAND,
+    memory_band,
+)
+from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.predict import predict
 from planner.setup import TrainSetup
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/data/spread_dry_runs.jsonl"
@@ -26,6 +39,31 @@ def test_band_widens_where_the_comparison_does() -> None:
     assert memory_band(llama, plain.with_(lora_dropout=0.1)) == WIDE_BAND
     assert memory_band(llama, TrainSetup(method="qlora", quantization="int8")) == WIDE_BAND
     assert USUAL_BAND < SMALL_MODEL_BAND < WIDE_BAND
+
+
+def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
+    llama = catalogue.load("meta-llama/Llama-3.1-8B")
+    assert llama is not None
+    layer = llama.layer_kinds[0]
+    assert layer.attention is not None
+    scan = replace(layer, attention=replace(layer.attention, kind="linear"))
+    stranger = replace(llama, from_tree=True)
+    assert memory_band(stranger, TrainSetup()) == TREE_BAND
+    assert memory_band(replace(stranger, layer_kinds=(scan,)), TrainSetup()) == MIXER_BAND
+
+
+def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:
+    """Every expert sees every token, under either name of the type: without checkpointing the formula of llama4_text
+    was 48 % below its dry run (benchmarks/any_model.py, November 2026), now 0.4 %."""
+    text = {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 16, "hidden_size": 1024,
+            "intermediate_size": 2048, "intermediate_size_mlp": 4096, "num_attention_heads": 8, "vocab_size": 32000,
+            "num_key_value_heads": 8, "head_dim": 128, "interleave_moe_layer_step": 1}  # fmt: skip
+    setup, gpu = TrainSetup(seq_len_tokens=512, micro_batch_seqs=4), find_gpu("h100-sxm")
+    peaks = [
+        predict(spec_from_config(config, model_id="m", source="s"), gpu, setup).peak_allocated_bytes
+        for config in (text, {"model_type": "llama4", "text_config": text})
+    ]
+    assert peaks[0] == peaks[1]
 
 
 def test_several_gpus_widen_the_band_by_what_followed_their_engine() -> None:

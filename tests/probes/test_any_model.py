@@ -4,6 +4,7 @@ writes it, is read, and its inventory holds what its module tree holds.
 End to end, with plan, dry run and launch files: `python -m benchmarks.any_model` (docs/accuracy/any-model.md).
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("peft")
 
 import torch
 
-from benchmarks.any_model import causal_types, planned, written
+from benchmarks.any_model import DATA, DEPTHS, PAGE, causal_types, page, passes, planned, written
 from planner.models.adapters import model_types, spec_from_config
 from planner.models.config_file import CONFIG_NAME, read_config
 from probes.stack.build import bare_model
@@ -53,6 +54,15 @@ def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> 
         specs.append(spec_from_config(raw, model_id="m", source="s"))
     assert [spec.num_params for spec in specs] == [held] * len(specs)
     assert all(spec.layer_order for spec in specs)
+
+
+def test_the_page_says_what_was_counted() -> None:
+    """Every type of the installed transformers, once; page and changelog claim what the lines count."""
+    lines, depths = ([json.loads(line) for line in file.read_text().splitlines()] for file in (DATA, DEPTHS))
+    assert sorted(line["type"] for line in lines) == causal_types()
+    assert PAGE.read_text() == page(lines, depths)
+    passing = sum(map(passes, lines))
+    assert f"{passing} of the {len(lines)} causal types" in (PAGE.parents[2] / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.slow
