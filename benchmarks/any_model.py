@@ -209,8 +209,8 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "rung": formula["rung"]}
     line["written"] = [one["target"] for one in plan["launch"] if one["files"] and one["target"] != "accelerate"]
     if tried is None or tried["failure"]:
-        why = plan["notes"] if tried is None else tried["failure"]
-        return line | {"failed": "dry run", "why": str(why)[:300]}
+        why = str(plan["notes"]) if tried is None else tried["failure"]["message"]
+        return line | {"failed": "dry run", "why": why[:300]}
     errors = {name: formula[name] / tried[name] - 1 for name in ("peak_allocated_bytes", "tokens_per_s")}
     line |= {"peak_bytes": tried["peak_device_bytes"], "formula_error": round(errors["peak_allocated_bytes"], 4)}
     line |= {"formula_speed_error": round(errors["tokens_per_s"], 4)}
