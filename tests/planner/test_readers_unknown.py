@@ -395,6 +395,9 @@ WITHOUT = [
     "ATTN = 'flash_attention_2'\ntry:\n    from flash_attn import x\nexcept ModuleNotFoundError:\n    ATTN = 'eager'\n",
     "try:\n    import flash_attn\n    HAS = True\nexcept Exception:\n    HAS = False\n"
     "ATTN = 'flash_attention_2' if HAS else 'sdpa'\n",
+    "def kind():\n    try:\n        import flash_attn\n        return 'flash_attention_2'\n    except Exception as e:\n"
+    "        print(e)\n    return 'sdpa'\nATTN = kind()\n",
+    "ATTN = 'sdpa'\ntry:\n    import flash_attn\n    ATTN = 'flash_attention_2'\nexcept ImportError:\n    pass\n",
 ]
 
 

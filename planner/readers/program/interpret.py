@@ -215,13 +215,13 @@ class Reader(Functions):
     def attempt(self, node: ast.Try, scope: Scope) -> None:
         """What a `try` does; where that is an import with another way without it, which holds is not known."""
         imports = [one for one in node.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-        without = next((one.body for one in node.handlers if one.type is None or _catches_import(one.type)), [])
+        without = next((one.body for one in node.handlers if one.type is None or _catches_import(one.type)), None)
         absent = None
-        if imports and changes(without):
+        if imports and without is not None and changes([*node.body, *without]):
             place = self.place(node, scope)
             package = ast.unparse(imports[0]).split()[1].partition(".")[0]
             absent = self.decided(ast.Name(f"{package} is installed"), place)
-        taken = without if absent is False else [*node.body, *node.orelse]
+        taken = without or [] if absent is False else [*node.body, *node.orelse]
         self.block([*taken, *node.finalbody], scope)
 
     def match(self, node: ast.Match, scope: Scope) -> None:
