@@ -26,6 +26,7 @@ DAMAGED = (
     RecursionError, ImportError,
 )  # fmt: skip
 """What the unpickler, and a document of another form, raise."""
+MAX_STACKS = 20_000
 NUM_HOLDERS = 6
 _LIBRARIES = ("site-packages", "dist-packages", "torch/", "??", "python3", "lib/")
 """Parts of a path that is no program of the user's."""
@@ -110,7 +111,7 @@ def _bounded_memory(file_bytes: int) -> Iterator[None]:
 
 def _snapshot(document: Mapping[str, Any]) -> Snapshot:
     reserved = allocated = seen = 0
-    held: Counter[tuple[str, str]] = Counter()
+    stacks: Counter[tuple[tuple[Any, ...], ...]] = Counter()
     for segment in document["segments"]:
         reserved += int(segment["total_size"])
         for block in segment["blocks"]:
@@ -121,16 +122,22 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
                 continue
             size = int(block["size"])
             allocated += size
-            frames = _frames(block.get("frames") or [])
-            phase = phase_of(frames)
-            held[_place(frames), phase.name if phase else ""] += size
+            calls = block.get("frames") or []
+            stacks[tuple((one["filename"], one["line"], one["name"]) for one in calls[:MAX_FRAMES])] += size
+    held: Counter[tuple[str, str]] = Counter()
+    for stack, size in stacks.most_common(MAX_STACKS):
+        frames = tuple(
+            Frame(file=str(file), line=int(line), function=str(name)) for file, line, name in reversed(stack)
+        )
+        phase = phase_of(frames)
+        held[_place(frames), phase.name if phase else ""] += size
     frames, tried = _failed(document.get("device_traces") or [])
     message = Message(
         where="device",
         frames=frames,
         tried_bytes=tried,
         allocated_bytes=allocated,
-        unallocated_bytes=reserved - allocated,
+        unallocated_bytes=max(0, reserved - allocated),
     )
     most = held.most_common(NUM_HOLDERS)
     holders = tuple(Holder(place=place, phase=phase, size_bytes=size) for (place, phase), size in most)
