@@ -155,7 +155,9 @@ def _download(endpoint: str, name: str, revision: str | None) -> HubAnswer:
         return HubAnswer(reason=_status(error.code, token is not None))
     except URLError as error:
         return HubAnswer(reason=f"the hub cannot be reached: {error.reason}")
-    except (OSError, HTTPException, ValueError) as error:
+    except ValueError:
+        return HubAnswer(reason="the hub cannot be reached: HF_ENDPOINT is not an http address")
+    except (OSError, HTTPException) as error:
         return HubAnswer(reason=f"the hub cannot be reached: {type(error).__name__}")
     try:
         config = parse_config(content, f"{name} on the hub: {CONFIG_NAME}")

@@ -189,7 +189,11 @@ def test_a_store_that_is_a_link_in_a_circle_is_said(
 
 
 @pytest.mark.parametrize("endpoint", ["http://[::1", "http://", "[", "file:///etc", "http://a b", "http://x:99999"])
-def test_an_endpoint_that_is_no_address_is_said(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_no_address_is_said(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert run(["no-such/model", "--gpu", "rtx-4090", "--no-dry-run"]) in (2, 3)
+    words = "HF_ENDPOINT is not an http address" in capsys.readouterr().err
+    assert words or endpoint not in ("http://[::1", "[", "file:///etc")
