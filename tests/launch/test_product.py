@@ -3,7 +3,7 @@
 Each case is typed once; then the name must be understood, `run.sh install` must install what the card and the file need
 (proven installable: tests/planner/test_install_lines.py), the data must be made, and one step of a tiny model of the
 same type must train from the emitted file, of which only weights, precision, quantization and GPU kernels are swapped.
-Axolotl and LLaMA-Factory read and train their cases in their own venvs (tools/validators/).
+LLaMA-Factory reads and trains its cases in its own venv (tools/validators/product.py).
 """
 
 import io

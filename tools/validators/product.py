@@ -1,4 +1,4 @@
-"""One tool's cases of the product (tests/launch/product.py), inside the tool's venv: product.py axolotl|llamafactory
+"""One tool's cases of the product (tests/launch/product.py), inside the tool's venv: product.py llamafactory
 
 `plan` is typed, `launch/prepare_data.py` makes the data, and the tool itself loads them and trains one step of a tiny
 model of the same type from the emitted file, of which weights, precision, quantization and GPU kernels are swapped.
@@ -40,26 +40,7 @@ def llamafactory(file: Path) -> None:
     run_exp(yaml.safe_load(file.read_text()))
 
 
-def axolotl(file: Path) -> None:
-    """`axolotl train FILE` in this process."""
-    import transformers.training_args as arguments
-
-    arguments.is_torch_bf16_gpu_available = lambda: True
-    from axolotl.cli.args import TrainerCliArgs
-    from axolotl.cli.train import do_train
-    from axolotl.utils.config import normalize_config, prepare_plugins, validate_config
-    from axolotl.utils.dict import DictDefault
-
-    config = DictDefault(yaml.safe_load(file.read_text()))
-    prepare_plugins(config)
-    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
-    config = validate_config(config, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
-    normalize_config(config)
-    do_train(config, TrainerCliArgs())
-
-
 TOOLS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "axolotl": ("axolotl/axolotl.yaml", axolotl),
     "llamafactory": ("llamafactory/llamafactory.yaml", llamafactory),
 }
 
@@ -78,7 +59,7 @@ def train(case: Case, place: Path, out: Path) -> str:
     name, run = TOOLS[case.target]
     for path in (launch / "prepare_data.py", launch / name):
         path.write_text(on_cpu(path.read_text("utf-8"), model), "utf-8")
-    form = "tokens" if case.target == "axolotl" else "text" if case.data in data_formats.TEXTS else "chats"
+    form = "text" if case.data in data_formats.TEXTS else "chats"
     made = [sys.executable, "launch/prepare_data.py", form]
     subprocess.run(made, cwd=out, env=environment, check=True, stdout=subprocess.DEVNULL)
     os.chdir(out)
@@ -93,7 +74,7 @@ def train(case: Case, place: Path, out: Path) -> str:
 def main(tool: str) -> int:
     found: Counter[str] = Counter()
     failures = []
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as where:
         place = Path(where)
         for name, write in data_formats.FORMATS.items():
