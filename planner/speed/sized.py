@@ -321,7 +321,7 @@ class ProgramSpeed:
             num_modules=program.num_modules,
             scale=scale,
         )
-        return found, [sized.counted(program.steps[optimizer], scale)]
+        return found, [self._step(optimizer, sized, scale)]
 
     def _courses(self, seqs: int) -> tuple[Course, Course, Timeline]:
         """Of a first and of a later micro-batch."""
@@ -337,9 +337,25 @@ class ProgramSpeed:
         found = self._ends.get(key)
         if found is None:
             timeline = self._courses(seqs)[2]
-            step = self._sized(seqs).counted(self._program.steps[optimizer], timeline.scale)
+            step = self._step(optimizer, self._sized(seqs), timeline.scale)
             found = self._ends[key] = timeline.end(self._loop, [step])
         return found
+
+    def _step(self, optimizer: str, sized: Sized, scale: float) -> Course:
+        """Of clipping, optimizer and release; the formula's for an optimizer that was not there when the program was
+        made."""
+        counts = self._program.steps.get(optimizer)
+        if counts is not None:
+            return sized.counted(counts, scale)
+        device, host = self._formulas_step_s(optimizer)
+        return Course(scale * host, float("-inf"), device, device)
+
+    def _formulas_step_s(self, optimizer: str) -> tuple[float, float]:
+        """Seconds of the device and of the host of an optimizer's step by the formula, pages apart."""
+        family = self.formula.family
+        trained = family.trained_params, family.trained_bytes
+        device, host = self.formula.speed.optimizer_s(optimizer, *trained, family.trained_tensors)
+        return device - self._paging_s(optimizer), host
 
     def _loop_of(self, seqs: int, accumulation: int) -> Loop:
         return replace(self._loop, accumulation=accumulation, tokens=seqs * self._one * accumulation)
@@ -377,8 +393,10 @@ class ProgramSpeed:
         parts: dict[str, float] = defaultdict(float, {name: accumulation * one for name, one in micro.items()})
         for call, count in program.added:
             parts["optimizer"] += (accumulation - 1) * count * device_s(sized.price(call // _NUM))
-        for call, count in program.steps[optimizer]:
+        for call, count in program.steps.get(optimizer, ()):
             parts["optimizer"] += count * device_s(sized.price(call // _NUM))
+        if optimizer not in program.steps:
+            parts["optimizer"] += self._formulas_step_s(optimizer)[0]
         run = timed(
             partial(self.timeline, optimizer, seqs), parts, self._loop_of(seqs, accumulation), num_calls, Host()
         )

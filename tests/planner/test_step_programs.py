@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.hardware.gpus import find_gpu
+from planner.memory.profile_store import structure_key
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -132,6 +133,20 @@ def test_paged_optimizer_moves_its_states() -> None:
     formula = throughput_profile(MODEL, H200, paged, conditions=CURRENT).step_time(paged)
     assert answer.parts_s["paging"] == pytest.approx(formula.parts_s["paging"])
     assert answer.without_paging().step_time_s < answer.step_time_s
+
+
+def test_an_optimizer_that_a_program_does_not_know_is_the_formulas() -> None:
+    speed = speed_profile(MODEL, H200, FULL)
+    assert isinstance(speed, ProgramSpeed)
+    programs = programs_of(MODEL)
+    assert programs is not None
+    program = programs.get(structure_key(MODEL, H200, FULL))
+    assert program is not None
+    without = ProgramSpeed(MODEL, H200, FULL, programs, program._replace(steps={}))
+    whole = without.step_time(FULL)
+    assert without.at(8, 1)[0] == pytest.approx(whole.step_time_s)
+    assert whole.step_time_s == pytest.approx(speed.at(8, 1)[0], rel=0.03)
+    assert whole.parts_s["optimizer"] > 0
 
 
 def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
