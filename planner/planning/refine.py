@@ -145,7 +145,10 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
                 noted.found(f"what fits by its size does not run: {next(iter(failed.values())).message[:300]}"),
             )
         nearest = _with_run(plan.nearest, runs)
-        return replace(plan, nearest=nearest, notes=notes, tree=(*plan.tree, *_answers(first, None, runs)))
+        missing = max(1, nearest.memory_evidence.peak_device_bytes - plan.workload.budget_bytes)
+        return replace(
+            plan, nearest=nearest, missing_bytes=missing, notes=notes, tree=(*plan.tree, *_answers(first, None, runs))
+        )
     if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
         plan = _confirmed(plan, runs)
     chosen = _with_run(plan.chosen, runs)

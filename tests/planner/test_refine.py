@@ -186,6 +186,10 @@ def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_noth
     plan = refine(plan_with, smaller)
     assert isinstance(plan, Plan)
     assert log[0].method == "qlora"
+    plan = refine(plan_with, running(workload, lambda setup: False, log))
+    assert isinstance(plan, NoPlan)
+    assert isinstance(plan.nearest.dry_run, Prediction)
+    assert plan.missing_bytes == plan.nearest.dry_run.peak_device_bytes - workload.budget_bytes
 
 
 def test_what_stands_beside_a_stranger_is_of_another_family() -> None:
