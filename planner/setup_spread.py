@@ -50,6 +50,8 @@ def _check_degrees(setup: SetupValues) -> None:
     if not isinstance(setup.reshard_after_forward, bool):
         raise SetupError(f"reshard_after_forward must be true or false, got {setup.reshard_after_forward!r}")
     if setup.num_gpus == 1:
+        if setup.parallel in SHARDED and setup.offload != "none":  # a rank of one: what it shards lies in the host
+            return
         if setup.parallel != "none":
             raise SetupError(f"parallel {setup.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
         raise SetupError("tensor, context, expert, pipeline and shard degrees, and offloading, need more than one GPU")
@@ -127,7 +129,7 @@ def _check_sharing(setup: SetupValues) -> None:
         raise SetupError(f"kernels {setup.kernels!r} do not take matrices and norms that tensor parallelism cuts")
     if setup.parallel in ("dp", "device-map") and split > 1:
         raise SetupError(f"parallel {setup.parallel!r} does not combine with tensor or pipeline parallelism")
-    if (setup.parallel == "none") != (setup.num_gpus == split):
+    if (setup.parallel == "none") != (setup.num_gpus == split) and setup.offload == "none":
         raise SetupError(
             f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
             hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),

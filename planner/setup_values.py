@@ -303,6 +303,11 @@ class SetupValues:
         return self.num_gpus // self.split_degree
 
     @property
+    def alone(self) -> bool:
+        """Whether one GPU holds everything: no other GPU, nothing in the host's memory that an engine brings."""
+        return self.num_gpus == 1 and self.parallel == "none"
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """The values of SPLIT_DEGREES, in their order."""
         return self.tensor_degree, self.context_degree, self.expert_degree, self.pipeline_degree

@@ -162,6 +162,11 @@ class Workload:
         return seqs_per_sample(self.fixed)
 
     @property
+    def offloads(self) -> bool:
+        """Whether it was asked for that something lies in the host's memory."""
+        return set(self.fixed.get("offload", ("none",))) != {"none"}
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the job."""
         return self.cluster.num_gpus if self.cluster is not None else 1

@@ -60,7 +60,8 @@ def quantization_words(setup: TrainSetup) -> str:
 
 def batch_words(setup: TrainSetup) -> str:
     """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
-    gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
+    gpus = f" on {setup.num_gpus} GPUs" if setup.num_gpus > 1 else ""
+    gpus += "" if setup.alone else f" ({spread_words(setup)})"
     images = f" with {setup.images.words}" if setup.images is not None else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
@@ -84,7 +85,7 @@ def rollout_words(setup: TrainSetup) -> str:
 
 def spread_words(setup: TrainSetup) -> str:
     """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
-    if setup.num_gpus == 1:
+    if setup.alone:
         return "one GPU"
     from planner.decision.spreads import spread_name  # one GPU never needs it
 
@@ -131,7 +132,7 @@ def setup_words(setup: TrainSetup) -> str:
 def short_setup_words(setup: TrainSetup) -> str:
     """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
-    gpus = f"{spread_words(setup)}" if setup.num_gpus > 1 else ""
+    gpus = "" if setup.alone else spread_words(setup)
     return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
 
 
@@ -140,7 +141,7 @@ def trial_words(setup: TrainSetup) -> str:
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps} of {setup.seq_len_tokens:,}"
     return joined(
         (
-            spread_words(setup) if setup.num_gpus > 1 else "",
+            "" if setup.alone else spread_words(setup),
             method_words(setup, short=True),
             setup.quantization if setup.quantized else "",
             setup.precision,

@@ -291,11 +291,11 @@ def data_sentence(workload: Workload) -> str:
 
 
 def spread_sentence(candidate: Candidate) -> str:
-    """What several GPUs share and send, empty on one GPU."""
+    """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything."""
     setup, formula = candidate.setup, candidate.formula
-    if setup.num_gpus == 1:
+    if setup.alone:
         return ""
-    words = f"{setup.num_gpus} GPUs: {spread_words(setup)}"
+    words = f"{setup.num_gpus} GPUs: {spread_words(setup)}" if setup.num_gpus > 1 else spread_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
     parts = [

@@ -193,7 +193,7 @@ def candidate_of(
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
     """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
-    if setup.num_gpus == 1:
+    if setup.alone:
         return ""
     from planner.engines import why_not
 

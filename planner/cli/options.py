@@ -266,7 +266,9 @@ def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
         UsageError: an unknown value, or a flag that needs more than one GPU.
     """
     rows = [row for row in SPREAD if asked.get(row.key) not in (None, [])]
-    if rows and num_gpus == 1:
+    offloads = asked.get("offload") not in (None, [], "none", ["none"])
+    if num_gpus == 1 and (wrong := [row for row in rows if not offloads or row.of not in ("offload", "parallel")]):
+        rows = wrong
         raise UsageError(f"--{rows[0].word} needs more than one GPU", hint="give --gpus 2 or more")
     found = {row.of: row.wished(asked[row.key]) for row in rows}
     if set(found.get("parallel", ())) & {"dp", "device-map"} and found.keys() & set(SPLIT_DEGREES):
@@ -283,7 +285,7 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
     FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
     know no other.
     """
-    if num_gpus == 1:
+    if num_gpus == 1 and "offload" not in spread:
         return {}
     values = {name: allowed[0] for name, allowed in spread.items()}
     if "parallel" not in values:
@@ -292,5 +294,5 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
         only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
         fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * within > 1
         offloaded = values.get("offload") == "optimizer"
-        values["parallel"] = "none" if split == num_gpus else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
+        values["parallel"] = "none" if split == num_gpus > 1 else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
     return {"num_gpus": num_gpus, **values}

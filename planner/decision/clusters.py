@@ -12,7 +12,7 @@ from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate
 from planner.decision.facts import Facts, add_spreads, best_spread
 from planner.decision.node import Node
-from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads
+from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads, spreads_of_one
 from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
 from planner.planning.space import dimension_values
@@ -84,7 +84,7 @@ def best_points(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node: of the whole space on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
-    return _best(workload, dimension_values(workload), [ONE_GPU])
+    return _best(workload, dimension_values(workload), spreads_of_one(workload))
 
 
 def _best(

@@ -157,7 +157,7 @@ class Limits:
         if stopped(self.corrections, setup):
             return CANNOT_RUN
         rest = self.corrections.get(ANY_SETUP)
-        if setup.num_gpus > 1:
+        if not setup.alone:
             rest = self.corrections.get(spread_correction_key(setup), rest)
         return self.corrections.get(correction_key(setup), rest)
 

@@ -38,9 +38,10 @@ def refusal(
 
 
 def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[Remedy]:
-    """Smallest change first: options the user fixed, a shorter sequence, more GPUs or a larger host where there are
-    several, another GPU of the table, a smaller model."""
+    """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
+    where there are several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
+    yield from _offloaded(workload, nearest)
     yield from _smaller_batch(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
@@ -67,6 +68,24 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
                 return
+
+
+def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """What fits with the least of it in the memory of one GPU's host."""
+    if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.vendor == "Apple":
+        return
+    from planner.engines.host import host_bytes_per_node  # seldom needed
+
+    found = []
+    for offload in ("optimizer", "parameters"):
+        wish = replace(workload, fixed={**workload.fixed, "offload": (offload,)})
+        for node, point in best_points(wish).items():
+            if point is not None:
+                found.append((host_bytes_per_node(workload.model, point.setup, 1), offload, node, point))
+    for need, offload, node, point in sorted(found, key=lambda one: one[0])[:1]:
+        saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+        words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
+        yield Remedy(action=f"--offload {offload}: {words}", saves_bytes=saved, fits=True)
 
 
 def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:

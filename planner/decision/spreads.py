@@ -106,7 +106,7 @@ def fields_name(fields: Mapping[str, Any]) -> str:
 
 def spread_order(setup: TrainSetup) -> int:
     """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
-    if setup.num_gpus == 1:
+    if setup.alone:
         return 0
     rank = engine_of(setup).simplicity
     rank += 4 * sum(one > 1 for one in setup.degrees) + 8 * (setup.offload != "none")
@@ -114,16 +114,22 @@ def spread_order(setup: TrainSetup) -> int:
 
 
 def spreads(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Spread, ...]:
-    """The spreads of these stages that this workload can walk; () on one GPU.
+    """The spreads of these stages that this workload can walk.
 
     Which of them the engines run with which method is `planner.engines.why_not`'s to say, setup by setup.
     """
     return tuple(one for one in all_spreads(workload) if one.stage in stages and not one.reason)
 
 
+def spreads_of_one(workload: Workload) -> tuple[Spread, ...]:
+    """What one GPU can do: hold everything, or, where that was asked for, put some of it into the host's memory."""
+    return spreads(workload, ("offload",)) if workload.offloads else (ONE_GPU,)
+
+
 def all_spreads(workload: Workload) -> tuple[Spread, ...]:
-    """Every spread of the workload's GPUs that the user's wishes allow, those left out with their reason."""
-    if workload.num_gpus == 1:
+    """Every spread of the workload's GPUs that the user's wishes allow, those left out with their reason; of one GPU
+    what was asked of the host's memory."""
+    if workload.num_gpus == 1 and not workload.offloads:
         return ()
     found: dict[SpreadKey, Spread] = {}
     for stage, fields in _candidates(workload):
@@ -143,6 +149,9 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     """(stage, fields) of everything that is thought of, in the order of STAGES."""
     num, per_node = workload.num_gpus, _per_node(workload)
     whole: dict[str, Any] = {"num_gpus": num}
+    if num == 1:
+        yield from _offloads(whole)
+        return
     yield "replicate", {**whole, "parallel": "ddp"}
     yield "shard", {**whole, "parallel": "zero1"}
     yield "shard", {**whole, "parallel": "zero2"}
@@ -164,6 +173,14 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
     for degree in _deals(workload):
         for group in (0, *groups):
             yield "split", {**whole, "expert_degree": degree, "parallel": "fsdp2", "shard_degree": group}
+    yield from _offloads(whole)
+    for parallel in ("device-map", "dp"):
+        if parallel in _fixed(workload, "parallel"):
+            yield "other", {**whole, "parallel": parallel}
+
+
+def _offloads(whole: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What lies in the host's memory between its uses; on one GPU too (an engine's rank of one)."""
     for parallel, offload in (
         ("zero2", "optimizer"),
         ("zero1", "optimizer"),
@@ -172,9 +189,6 @@ def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
         ("zero3", "parameters"),
     ):
         yield "offload", {**whole, "parallel": parallel, "offload": offload}
-    for parallel in ("device-map", "dp"):
-        if parallel in _fixed(workload, "parallel"):
-            yield "other", {**whole, "parallel": parallel}
 
 
 def _cuts(workload: Workload) -> Iterator[tuple[int, str]]:

@@ -75,7 +75,7 @@ def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
-    own = _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
+    own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _spread_band(setup))
     return max(own, ENGINE_BANDS.get(setup.stack, 0.0))
 
 
@@ -159,7 +159,7 @@ class Cell:
 def metric_of(setup: TrainSetup) -> str:
     """ "one", "one, eager" or "several" GPUs: bands of these are never shared. Eager attention's tokens x tokens scores
     are a risk of their own."""
-    if setup.num_gpus > 1:
+    if not setup.alone:
         return "several"
     return "one, eager" if setup.attention == "eager" else "one"
 

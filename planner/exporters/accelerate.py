@@ -2,7 +2,14 @@
 
 from planner.exporters import deepspeed
 from planner.exporters.common import family_refusal
-from planner.exporters.several_gpus import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
+from planner.exporters.several_gpus import (
+    PER_NODE,
+    accelerate_flags,
+    launched,
+    processes,
+    sharding_refusal,
+    split_refusal,
+)
 from planner.exporters.text import Line, Section, comments, header, section, yaml_text
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
@@ -12,11 +19,6 @@ TARGET = "accelerate"
 NAME = "accelerate.yaml"
 FILE = f"{TARGET}/{NAME}"
 VALIDATED_WITH = {"accelerate": "1.15.0"}
-
-
-def needed(setup: TrainSetup) -> bool:
-    """Whether a launch needs a config of its own: more than one process."""
-    return processes(setup) > 1
 
 
 def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFile]:
@@ -65,7 +67,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 def distributed_type(setup: TrainSetup) -> str:
     """Accelerate's name for the way a setup spreads."""
-    if not needed(setup):
+    if not launched(setup):
         return "NO"
     if setup.sharded_at_loading:
         return "MULTI_GPU"  # transformers shards while it loads; Accelerate must not do it again

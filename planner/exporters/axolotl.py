@@ -89,7 +89,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     setup = request.setup
     command = f"axolotl train launch/{FILE}"
     job = f"{command} --launcher torchrun -- {several_gpus.torchrun_flags(request)}"
-    if several_gpus.processes(setup) == 1:
+    if not several_gpus.launched(setup):
         command += " --launcher python"
     elif request.num_nodes > 1:
         command = job

@@ -64,7 +64,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     files = []
     if setup.parallel == "dp":
         command = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(setup.num_gpus)))} {command}"
-    if accelerate.needed(setup):
+    if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
         files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
@@ -96,7 +96,7 @@ def _spread_notes(request: ExportRequest) -> list[str]:
     notes = []
     if request.num_nodes > 1:
         notes.append(several_gpus.PER_NODE)
-    if accelerate.needed(setup) and _needs_no_config(setup):
+    if several_gpus.launched(setup) and _needs_no_config(setup):
         notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
     if setup.parallel == "dp":
         notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")

@@ -156,7 +156,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
     env = common.environment(request.gpu)
-    if setup.num_gpus > 1:
+    if not setup.alone:
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
     meeting = {"NNODES": str(request.num_nodes)}
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}

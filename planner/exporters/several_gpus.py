@@ -16,6 +16,11 @@ def processes(setup: TrainSetup) -> int:
     return 1 if setup.parallel in ("dp", "device-map") else setup.num_gpus
 
 
+def launched(setup: TrainSetup) -> bool:
+    """Whether a launcher starts it: more than one process, or one whose engine keeps something on the host."""
+    return processes(setup) > 1 or not (setup.alone or setup.parallel in ("dp", "device-map"))
+
+
 def split_refusal(setup: TrainSetup, tool: str) -> str:
     """Why a tool that only copies or shards a whole model cannot run this setup, "" when it can."""
     if setup.pipeline_degree > 1:

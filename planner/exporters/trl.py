@@ -131,7 +131,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.aim.rolls_out:
         files.append(shipped(rollouts.REWARDS, "trl_rewards.py.txt"))
-    if accelerate.needed(setup):
+    if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
         job, command = (_launched(request, command, file, rendezvous=one) for one in (True, False))
         files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))

@@ -43,7 +43,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the Unsloth script cannot run this setup, "" when it can."""
-    if setup.num_gpus > 1:
+    if not setup.alone:
         return "the Unsloth script is written for one GPU"
     if setup.precision == "bf16-pure" and setup.method != "full":
         return "Unsloth trains adapters under autocast (bf16-autocast works)"

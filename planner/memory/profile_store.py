@@ -90,7 +90,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 def profiled_kind(setup: TrainSetup) -> bool:
     """Whether profiles are made of such setups: supervised training of text on one GPU with LoRA or whole weights."""
-    plain = setup.num_gpus == 1 and setup.objective == "sft" and setup.images is None and not setup.compile
+    plain = setup.alone and setup.objective == "sft" and setup.images is None and not setup.compile
     whole = not setup.trained_layers and not setup.modules_to_save and not setup.frozen_encoder
     return plain and whole and setup.adapter == "lora"
 

@@ -64,7 +64,7 @@ class DataParallel:
     def micro(self, micro: Micro, seqs: int) -> Exposed:
         """Exposed communication of one micro-batch of `seqs` sequences whose compute takes `micro`."""
         parallel = self._setup.parallel
-        if self._setup.copies == 1:
+        if self._setup.copies == 1 and not self._host_rate:
             return Exposed(0.0, 0.0)
         if parallel == "dp":
             return Exposed(self._one_process(seqs), self._one_process(seqs))

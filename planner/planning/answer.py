@@ -23,7 +23,7 @@ from planner.decision.facts import Facts, add_spreads, best_spread, merged, near
 from planner.decision.job import job_notes
 from planner.decision.node import Node
 from planner.decision.policy import fewer_matrices, further
-from planner.decision.spreads import FIELDS, ONE_GPU, Spread, all_spreads
+from planner.decision.spreads import FIELDS, Spread, all_spreads, spreads_of_one
 from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
@@ -178,12 +178,13 @@ def _walk(
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
     if workload.num_gpus == 1:
-        add_spreads(workload, values, facts, [ONE_GPU], corrections)
-        _walk_further(workload, values, facts, [ONE_GPU], corrections)
+        chosen = spreads_of_one(workload)
+        add_spreads(workload, values, facts, chosen, corrections)
+        _walk_further(workload, values, facts, chosen, corrections)
         if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
-            add_spreads(workload, fewer, facts, [ONE_GPU], corrections)
-            _walk_further(workload, fewer, facts, [ONE_GPU], corrections)
-        return choose_node(facts.nodes(), workload)
+            add_spreads(workload, fewer, facts, chosen, corrections)
+            _walk_further(workload, fewer, facts, chosen, corrections)
+        return choose_node(facts.nodes(), workload, from_host=workload.offloads)
     walk_stages(workload, values, facts, _FIRST, corrections)
     if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
         walk_stages(workload, fewer, facts, _FIRST, corrections)

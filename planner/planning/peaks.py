@@ -230,7 +230,7 @@ class Family:
         """Per optimizer, the peak at every (micro-batch, accumulation) without the CUDA context, by the step profile
         where there is one."""
         whole = self._setup.trusted_with(loss=loss)
-        step = profiled_step(self._rank.part.model, self._rank.gpu, whole) if whole.num_gpus == 1 else None
+        step = profiled_step(self._rank.part.model, self._rank.gpu, whole) if whole.alone else None
         return self._by_closed_forms(loss, optimizers) if step is None else self._profiled(step, loss, optimizers)
 
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:

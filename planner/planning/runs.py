@@ -205,7 +205,7 @@ def _expressed(
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     """The optimizers that the engines run with each loss; losses without any are left out."""
-    if setup.num_gpus == 1:
+    if setup.alone:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
     found = {}
     for loss in values["loss"]:

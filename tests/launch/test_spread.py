@@ -147,6 +147,21 @@ def test_fsdp2_steps_like_one_process_and_holds_half(
 
 
 @pytest.mark.slow
+def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_them(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    """FSDP2 of one rank with CPU offload, which `--offload parameters` plans for one GPU."""
+    files = emitted("hf", FULL.with_(num_gpus=1, parallel="fsdp2", offload="parameters"))
+    write_launch(place, files)
+    run = spread(launch, place, files.command, shard=True)
+    (held,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
+    assert held["sharded"] == said(run)["trained_parameters"] == held["here"]
+    reference, folder = alone("hf", FULL)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
+
+
+@pytest.mark.slow
 def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:

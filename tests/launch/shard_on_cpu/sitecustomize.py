@@ -14,7 +14,10 @@ if "LOCAL_RANK" in os.environ:
     import torch
     from accelerate import accelerator, state
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
     from torch.distributed.tensor import DTensor
+
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)  # pinned memory asks for an accelerator
 
     prepare_model = accelerator.fsdp2_prepare_model
 

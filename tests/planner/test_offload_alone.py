@@ -1,0 +1,106 @@
+"""One GPU whose host holds what does not fit: an engine's rank of one."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.engines.host import host_bytes_per_node
+from planner.errors import SetupError
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction
+from planner.predict import predict
+from planner.setup import TrainSetup
+from planner.units import GIB
+
+FULL = TrainSetup(
+    method="full", lora_rank=0, precision="bf16-autocast", checkpointing=1, loss="chunked", micro_batch_seqs=4,
+    accumulation_steps=4,
+)  # fmt: skip
+WAYS = (("fsdp2", "parameters"), ("zero3", "parameters"), ("zero3", "optimizer"), ("zero2", "optimizer"))
+
+
+def model(name: str) -> ModelSpec:
+    found = catalogue.load(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("parallel", "offload"), WAYS)
+def test_a_rank_of_one_holds_what_two_hold_together(parallel: str, offload: str) -> None:
+    """The states on the host are all of them; on the card are fewer bytes than without, and PCIe costs time."""
+    llama, card = model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    one = FULL.with_(parallel=parallel, offload=offload)
+    two = FULL.with_(parallel=parallel, offload=offload, num_gpus=2)
+    assert host_bytes_per_node(llama, one, 1) == pytest.approx(host_bytes_per_node(llama, two, 1), rel=0.001)
+    alone, found = predict(llama, card, FULL), predict(llama, card, one)
+    assert found.peak_allocated_bytes < alone.peak_allocated_bytes - 20 * GIB
+    assert found.time_parts_s["offload"] > 0
+    assert found.tokens_per_s < alone.tokens_per_s
+    more_often = predict(llama, card, one.with_(micro_batch_seqs=1, accumulation_steps=16))
+    assert more_often.time_parts_s["offload"] > found.time_parts_s["offload"]  # weights pass once a micro-batch
+
+
+@pytest.mark.parametrize(("parallel", "offload"), [*product(("none", "ddp", "dp"), ("optimizer", "parameters"))])
+def test_an_engine_is_needed_for_it(parallel: str, offload: str) -> None:
+    with pytest.raises(SetupError):
+        FULL.with_(parallel=parallel, offload=offload)
+
+
+def test_one_gpu_shards_nothing_else() -> None:
+    for fields in ({"parallel": "fsdp2"}, {"parallel": "zero3"}, {"tensor_degree": 2}, {"shard_degree": 2}):
+        with pytest.raises(SetupError, match="more than one GPU"):
+            FULL.with_(**fields)
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+def test_formula_and_dry_run_agree(checkpointing: int) -> None:
+    """FSDP2 of one rank, run in a fake process group."""
+    pytest.importorskip("torch")
+    from probes.dryrun.api import dry_run
+
+    qwen, card = model("Qwen/Qwen2.5-0.5B"), find_gpu("rtx-3060")
+    setup = FULL.with_(parallel="fsdp2", offload="parameters", micro_batch_seqs=2, checkpointing=checkpointing)
+    found = dry_run(qwen, card, setup)
+    assert isinstance(found, Prediction)
+    assert predict(qwen, card, setup).peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.03)
+
+
+def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "meta-llama/Llama-3.1-8B",
+        "--gpu",
+        "rtx-4090",
+        "--method",
+        "full",
+        "--no-dry-run",
+        "--no-history",
+        "--json",
+    ]
+    assert run(words) == 1
+    actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
+    (remedy,) = [one for one in actions if one.startswith("--offload")]
+    assert remedy.startswith("--offload parameters: full fine-tuning fits at ")
+    assert run([*words, "--offload", "parameters", "--out", str(tmp_path / "out")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    setup = document["chosen"]["setup"]
+    assert (setup["num_gpus"], setup["offload"]) == (1, "parameters")
+    speed = f"{document['chosen']['formula']['tokens_per_s']:,.0f} tokens/s"
+    assert speed in remedy
+    launch = tmp_path / "out" / "launch"
+    accelerate = (launch / "trl" / "accelerate.yaml").read_text()
+    assert "num_processes: 1" in accelerate
+    assert "fsdp_offload_params: true" in accelerate
+    assert "--accelerate_config" in (launch / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("words", [["--parallel", "ddp"], ["--parallel", "zero3"], ["--tensor-degree", "2"]])
+def test_what_one_gpu_cannot_do_is_still_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gpt2", "--gpu", "t4", "--no-dry-run", *words]) == 2
+    assert "needs more than one GPU" in capsys.readouterr().err
