@@ -23,14 +23,20 @@ from planner.workload import Workload
 def refusal(
     workload: Workload, facts: Facts, answers: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
 ) -> NoPlan:
-    """The answer where nothing fits."""
+    """The answer where nothing fits: by how much, and what would help, as the level says that refused (a walked point's
+    peak is the formula's as dry runs corrected it)."""
     smallest = [known.smallest for known in facts.nodes().values() if known.smallest is not None]
-    nearest = candidate(workload, min(smallest, key=lambda point: point.peak_device_bytes).setup)
+    point = min(smallest, key=lambda point: point.peak_device_bytes)
+    nearest = candidate(workload, point.setup)
+    more = max(0, point.peak_device_bytes - nearest.formula.peak_device_bytes)  # than the formula says
+    careful = workload
+    if more and workload.headroom_bytes + more < workload.memory_bytes:
+        careful = replace(workload, headroom_bytes=workload.headroom_bytes + more)
     return NoPlan(
         workload=workload,
         nearest=nearest,
-        missing_bytes=max(1, nearest.formula.peak_device_bytes - workload.budget_bytes),
-        remedies=tuple(_remedies(workload, facts, nearest)),
+        missing_bytes=max(1, nearest.formula.peak_device_bytes + more - workload.budget_bytes),
+        remedies=tuple(_remedies(careful, facts, nearest)),
         tree=answers,
         space=space,
         notes=notes,

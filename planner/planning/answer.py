@@ -30,7 +30,9 @@ from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
+from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
+from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.notes import found, risk, usual
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
@@ -477,12 +479,25 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     if not chosen.setup.packing:
         long = f"{workload.seq_len_tokens} tokens long (the worst batch)"
         notes.append(usual(f"every sequence is taken to be {long}; shorter ones need less memory"))
+    notes += _adapted_notes(workload.model, chosen.setup)
     notes += job_notes(workload, chosen)
     masters = engine_of(chosen.setup).keeps_fp32_masters
     if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
         words = "bf16 weights take the updates without an fp32 copy: small ones round to nothing"
         notes.append(risk(f"{words}; --precision bf16-mixed keeps one"))
     return (*notes, *cluster_notes(workload.cluster))
+
+
+def _adapted_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
+    """What of a mixture has adapters, one sentence: "all linear" is what peft makes of it."""
+    if setup.method == "full" or not model.expert_stacks or not setup.kind.adapts_matrices:
+        return []
+    roles = {one.role for _, _, linears in lora_linears(model, setup.lora_targets) for one in linears}
+    stacked = adapts_expert_stacks(model, setup.lora_targets)
+    words = "attention" if roles & ATTENTION_ROLES else "no attention"
+    words += ", every expert (gate and up share a stack, at twice the rank)" if stacked else ", no expert"
+    words += ", the router" if "router" in roles else ", no router"
+    return [usual(f"of this mixture peft adapts {words}")]
 
 
 def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:

@@ -320,3 +320,15 @@ def test_contradictions_on_several_gpus_are_named_too() -> None:
 def test_more_trained_layers_than_the_model_has_are_refused(layers: int) -> None:
     with pytest.raises(UsageError, match="has 28 layers"):
         wish(fixed={"trained_layers": (layers,)})
+
+
+def test_what_would_help_is_said_by_the_level_that_refused() -> None:
+    """A dry run that shows a tenth more: missing bytes and the length that fits follow it, not the formula."""
+    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=17, fixed={"method": ("lora",)})
+    plain, corrected = (plan_workload(asked, learned) for learned in (None, {ANY_SETUP: 1.1}))
+    assert isinstance(plain, NoPlan)
+    assert isinstance(corrected, NoPlan)
+    peak = corrected.nearest.formula.peak_device_bytes
+    assert corrected.missing_bytes == pytest.approx(1.1 * peak - asked.budget_bytes, rel=0.01)
+    assert any(one.action.startswith("--seq-len") for one in plain.remedies)
+    assert not any(one.action.startswith("--seq-len") for one in corrected.remedies)
