@@ -97,6 +97,11 @@ class Wish:
             absent_packages=self.absent_packages,
         )
 
+    def probed(self, absent_packages: tuple[str, ...]) -> "Wish":
+        """The wish where probes follow on this machine: without what it lacks, and without torch.compile, which no
+        probe runs, unless it is asked for."""
+        return replace(self, absent_packages=absent_packages, fixed={"compile": (False,), **self.fixed})
+
     def _length(self, model: ModelSpec) -> int:
         """Tokens per sequence where nobody says: the usual length, or room for text beside the pictures."""
         default = DEFAULT_SEQ_LEN if model.front_end is None else TEXT_TOKENS

@@ -53,7 +53,8 @@ def workload_for(
         wish = replace(wish, packing=_packed_by(targets))
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
     asked = wish_for(spec, wish, data)
-    asked = replace(asked, targets=tuple(targets), absent_packages=absent_packages() if here else ())
+    asked = replace(asked, targets=tuple(targets))
+    asked = asked.probed(absent_packages()) if here else asked
     return asked.workload(spec, card, wish.cluster(card))
 
 

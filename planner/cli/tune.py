@@ -128,7 +128,7 @@ def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Worklo
     """
     card = options.said(find_gpu(gpu))
     wish = wish.on_links_of(gpu, card)
-    wanted = replace(wish.wish(), goal=goal, absent_packages=absent_packages())
+    wanted = replace(wish.wish(), goal=goal).probed(absent_packages())
     asked = wanted.workload(spec, card, wish.cluster(card))
     on_this_machine(asked)
     return asked

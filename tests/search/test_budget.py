@@ -42,9 +42,9 @@ CHILDREN = {
 @cache
 def made_plan() -> Plan:
     plan = plan_workload(
-        Wish(fixed=FIXED, seq_len=64, global_batch=1).workload(
-            catalogue.load("HuggingFaceTB/SmolLM2-135M"), find_gpu("rtx-4090")
-        )
+        Wish(fixed=FIXED, seq_len=64, global_batch=1)
+        .probed(("axolotl",))
+        .workload(catalogue.load("HuggingFaceTB/SmolLM2-135M"), find_gpu("rtx-4090"))
     )
     assert isinstance(plan, Plan)
     return plan

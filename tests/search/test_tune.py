@@ -30,9 +30,9 @@ from search.trials import TrialRecord
 @cache
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
-    wish = Wish(fixed={"method": ("lora", "qlora"), "lora_rank": (16,)}, seq_len=1024, global_batch=16).workload(
-        model, find_gpu("rtx-4090")
-    )
+    fixed = {"method": ("lora", "qlora"), "lora_rank": (16,)}
+    asked = Wish(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
+    wish = asked.workload(model, find_gpu("rtx-4090"))
     plan = plan_workload(wish)
     assert isinstance(plan, Plan)
     return plan
