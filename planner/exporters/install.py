@@ -90,7 +90,8 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         if on and name not in tested and name not in brings:
             packages.append(f"{name}=={older[name]}" if name in older else requirement(name))
     calls = [[*packages, *FLASH_BUILDS] if flash and vendor == "NVIDIA" else packages]
-    if builds := torch_builds(request.gpu):
+    if builds := torch_builds(request.gpu):  # whatever version is there: a pin would bring PyPI's in its place
+        calls[0] = [word for word in calls[0] if not word.startswith("torch==")]
         calls.insert(0, ["torch", "--index-url", f"{TORCH_INDEX}{builds}"])
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package
     built = [FLASH] * flash + [CONV] * (hybrid and runs.packing and launch.target == "trl" and CONV not in brings)

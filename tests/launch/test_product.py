@@ -99,10 +99,10 @@ def test_a_first_evening(case: Case, place: Path, monkeypatch: pytest.MonkeyPatc
 
 def why_not(case: Case, gpu: GpuSpec, num: int) -> str:
     """What a case is refused with, "" where it may be planned."""
-    if case.kind == "whisper":
-        return "has no column audio"
     if case.target == "sentence-transformers" and num > 1:
         return "is planned on one GPU"
+    if case.kind == "whisper":
+        return "has no column audio"
     if case.target == "sentence-transformers" and case.data not in PAIRED:
         return "trains on anchor and positive"
     if case.target == "unsloth" and (num > 1 or gpu.vendor == "Apple"):
@@ -114,6 +114,8 @@ def why_not(case: Case, gpu: GpuSpec, num: int) -> str:
         return several[case.target]
     if case.target == "torchtitan" and not re.match("meta-llama/Llama-3.1-|Qwen/Qwen3-", SPOKEN[case.typed]):
         return "torchtitan 0.2.2 has"
+    if case.target == "torchtitan" and gpu.compute_capability == (7, 5):  # no bf16
+        return "torchtitan 0.2.2 trains whole models"
     return "attention sinks" if (case.target, case.kind) == ("llamafactory", "gpt_oss") else ""
 
 

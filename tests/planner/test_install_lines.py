@@ -34,7 +34,7 @@ from tests.planner.launch_sweep import setups
 
 SYSTEMS = {"NVIDIA": "x86_64-manylinux_2_28", "AMD": "x86_64-manylinux_2_28", "Apple": "aarch64-apple-darwin"}
 CARDS = ("rtx-3060", "mi300x", "apple-m3-max")
-MODELS = ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-Next-80B-A3B-Instruct")
+MODELS = ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct")
 RESOLVED = Path(__file__).with_name("resolved_installs.txt")
 SOURCE_ONLY = ("flash-attn", "causal-conv1d")
 EMBEDDING = TrainSetup(objective="embedding", micro_batch_seqs=8)
