@@ -166,7 +166,7 @@ def test_what_could_not_be_probed_is_open_again_once_it_can(tmp_path: Path) -> N
 def test_a_home_that_cannot_be_written_costs_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was learned for later plans is not kept; what was measured is the answer all the same."""
     nowhere = Path("/dev/null/home/corrections.json")
-    tuned = tuned_plan(tmp_path, corrections=nowhere, budget=Budget(max_probes=1))
+    tuned = tuned_plan(tmp_path, corrections=nowhere, budget=Budget(max_probes=3))
     assert isinstance(tuned.chosen.probe, Measurement)
     assert "could not be kept" in capsys.readouterr().err
 
