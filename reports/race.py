@@ -19,7 +19,7 @@ from reports.page import Page, Sheet
 from reports.plain import clean, joined
 from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
-from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band, speed_rung
+from reports.text import RUNG_WORDS, failure_words, fit_word, memory_band, rate, speed_band
 
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
