@@ -148,4 +148,4 @@ def test_text_that_is_no_evidence_is_refused(text: str) -> None:
 
 def test_a_prediction_is_no_outcome_of_a_probe() -> None:
     with pytest.raises(BadOutcome, match="got a prediction"):
-        outcome_from_dict(evidence_to_dict(replace(formula(), rung=Rung.DRY_RUN)))
+        outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), rung=Rung.DRY_RUN)))))
