@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.interchange import SCHEMA_VERSION, to_jsonable
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_rung
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
 from planner.units import gib
