@@ -25,6 +25,8 @@ from probes.gpu.failures import classify_exception
 from probes.gpu.request import Limits
 from tests.fake_nvml import Card, nvml_module
 
+pytestmark = pytest.mark.processes
+
 STAGED = """
 import sys, time
 from benchmarks.contact.staged import wait_for_turn
