@@ -24,6 +24,8 @@ from probes.gpu import executors
 from probes.gpu.evaluate import Prober
 from search.stopping import Budget
 
+pytestmark = pytest.mark.processes
+
 SLACK_S, LONG_S = 10.0, 600.0
 FIXED = {"method": ("full",), "precision": ("bf16-mixed",), "optimizer": ("adamw",), "attention": ("sdpa",)}
 CHILDREN = {
