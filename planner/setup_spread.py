@@ -129,7 +129,7 @@ def _check_sharing(setup: SetupValues) -> None:
         raise SetupError(f"kernels {setup.kernels!r} do not take matrices and norms that tensor parallelism cuts")
     if setup.parallel in ("dp", "device-map") and split > 1:
         raise SetupError(f"parallel {setup.parallel!r} does not combine with tensor or pipeline parallelism")
-    if (setup.parallel == "none") != (setup.num_gpus == split) and setup.offload == "none":
+    if setup.num_gpus > 1 and (setup.parallel == "none") != (setup.num_gpus == split):
         raise SetupError(
             f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
             hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),

@@ -123,8 +123,8 @@ class Desk:
 
     def _private(self, text: str) -> str:
         """Without the home folder's name and secrets."""
-        home = str(Path.home())
-        return str(without_secrets_in(text)).replace(home, "~") if len(home) > 1 else str(without_secrets_in(text))
+        home, said = str(Path.home()), str(without_secrets_in(text))
+        return said.replace(home, "~") if len(home) > 1 else said
 
 
 def refusal(words: str) -> Exception:

@@ -267,9 +267,9 @@ def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
     """
     rows = [row for row in SPREAD if asked.get(row.key) not in (None, [])]
     offloads = asked.get("offload") not in (None, [], "none", ["none"])
-    if num_gpus == 1 and (wrong := [row for row in rows if not offloads or row.of not in ("offload", "parallel")]):
-        rows = wrong
-        raise UsageError(f"--{rows[0].word} needs more than one GPU", hint="give --gpus 2 or more")
+    several = [row for row in rows if not offloads or row.of not in ("offload", "parallel")]
+    if num_gpus == 1 and several:
+        raise UsageError(f"--{several[0].word} needs more than one GPU", hint="give --gpus 2 or more")
     found = {row.of: row.wished(asked[row.key]) for row in rows}
     if set(found.get("parallel", ())) & {"dp", "device-map"} and found.keys() & set(SPLIT_DEGREES):
         raise UsageError(

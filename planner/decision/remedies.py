@@ -88,7 +88,8 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         for node, point in best_points(wish).items():
             if point is not None:
                 found.append((host_bytes_per_node(workload.model, point.setup, 1), offload, node, point))
-    for need, offload, node, point in sorted(found, key=lambda one: one[0])[:1]:
+    if found:
+        need, offload, node, point = min(found, key=lambda one: one[0])
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
         words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
         yield Remedy(action=f"--offload {offload}: {words}", saves_bytes=saved, fits=True)

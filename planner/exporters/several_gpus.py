@@ -18,7 +18,7 @@ def processes(setup: TrainSetup) -> int:
 
 def launched(setup: TrainSetup) -> bool:
     """Whether a launcher starts it: more than one process, or one whose engine keeps something on the host."""
-    return processes(setup) > 1 or not (setup.alone or setup.parallel in ("dp", "device-map"))
+    return not setup.alone and setup.parallel not in ("dp", "device-map")
 
 
 def split_refusal(setup: TrainSetup, tool: str) -> str:

@@ -32,6 +32,10 @@ _LIBRARIES = ("site-packages", "dist-packages", "torch/", "??", "python3", "lib/
 """Parts of a path that is no program of the user's."""
 
 
+Calls = tuple[tuple[Any, Any, Any], ...]
+"""(file, line, function) of each call as a snapshot has them: the innermost first."""
+
+
 class _DataOnly(pickle.Unpickler):
     """Knows no class: numbers, texts, lists and dictionaries alone."""
 
@@ -111,7 +115,7 @@ def _bounded_memory(file_bytes: int) -> Iterator[None]:
 
 def _snapshot(document: Mapping[str, Any]) -> Snapshot:
     reserved = allocated = seen = 0
-    stacks: Counter[tuple[tuple[Any, ...], ...]] = Counter()
+    stacks: Counter[Calls] = Counter()
     for segment in document["segments"]:
         reserved += int(segment["total_size"])
         for block in segment["blocks"]:
@@ -122,13 +126,10 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
                 continue
             size = int(block["size"])
             allocated += size
-            calls = block.get("frames") or []
-            stacks[tuple((one["filename"], one["line"], one["name"]) for one in calls[:MAX_FRAMES])] += size
+            stacks[_calls(block)] += size
     held: Counter[tuple[str, str]] = Counter()
     for stack, size in stacks.most_common(MAX_STACKS):
-        frames = tuple(
-            Frame(file=str(file), line=int(line), function=str(name)) for file, line, name in reversed(stack)
-        )
+        frames = _frames(stack)
         phase = phase_of(frames)
         held[_place(frames), phase.name if phase else ""] += size
     frames, tried = _failed(document.get("device_traces") or [])
@@ -149,20 +150,18 @@ def _failed(traces: Iterable[Any]) -> tuple[tuple[Frame, ...], int | None]:
     for events in traces:
         for event in reversed(events):
             if event["action"] == "oom":
-                return _frames(event.get("frames") or []), int(event["size"])
+                return _frames(_calls(event)), int(event["size"])
     return (), None
 
 
-def _frames(values: Iterable[Mapping[str, Any]]) -> tuple[Frame, ...]:
-    """A snapshot's calls, the innermost last as in a traceback."""
-    return tuple(reversed(list(_known(values))))
+def _calls(record: Mapping[str, Any]) -> Calls:
+    """The calls of a block or an event, as a key: many blocks share them."""
+    return tuple((one["filename"], one["line"], one["name"]) for one in (record.get("frames") or [])[:MAX_FRAMES])
 
 
-def _known(values: Iterable[Mapping[str, Any]]) -> Iterator[Frame]:
-    for number, one in enumerate(values):
-        if number == MAX_FRAMES:
-            return
-        yield Frame(file=str(one["filename"]), line=int(one["line"]), function=str(one["name"]))
+def _frames(calls: Calls) -> tuple[Frame, ...]:
+    """The same as a traceback has them: the innermost last."""
+    return tuple(Frame(file=str(file), line=int(line), function=str(name)) for file, line, name in reversed(calls))
 
 
 def _place(frames: Iterable[Frame]) -> str:

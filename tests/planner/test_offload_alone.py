@@ -51,6 +51,11 @@ def test_an_engine_is_needed_for_it(parallel: str, offload: str) -> None:
         FULL.with_(parallel=parallel, offload=offload)
 
 
+def test_several_gpus_without_copies_have_nothing_to_shard() -> None:
+    with pytest.raises(SetupError, match="does not suit 1 data-parallel copies"):
+        FULL.with_(num_gpus=2, tensor_degree=2, parallel="fsdp2", offload="parameters")
+
+
 def test_one_gpu_shards_nothing_else() -> None:
     for fields in ({"parallel": "fsdp2"}, {"parallel": "zero3"}, {"tensor_degree": 2}, {"shard_degree": 2}):
         with pytest.raises(SetupError, match="more than one GPU"):
