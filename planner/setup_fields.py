@@ -339,5 +339,15 @@ def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
             f"a generation of {rolls.generation_batch_seqs} completions is not cut into micro-batches of "
             f"{setup.micro_batch_seqs}"
         )
-    if rolls.colocated and setup.quantization == "int8":
-        raise SetupError("vLLM has no 8-bit quantization in flight", hint="use another --generator")
+    if setup.num_gpus > 1 and (not rolls.by_vllm or setup.parallel == "zero3"):
+        # trl 1.16 generation/vllm_generation.py, _iter_named_params: adapters are merged into a whole gathered model
+        raise SetupError(
+            f"how generation by {rolls.generator} gathers what GPUs share under {setup.parallel} is not modelled",
+            hint="use --generator vllm-sleep under ddp, fsdp2, zero1 or zero2",
+        )
+    if rolls.by_vllm and setup.quantization != "none":
+        # github.com/huggingface/trl/issues/4973, open in trl 1.16; of 8 bits its VLLMGeneration says so itself
+        raise SetupError(
+            "TRL hands vLLM the weights of a quantized base in another shape than vLLM holds them, and stops",
+            hint="use --method lora, or --generator transformers",
+        )

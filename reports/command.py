@@ -36,8 +36,10 @@ def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str
     words += ["--seq-len", str(wish.seq_len_tokens)]
     words += ["--global-batch", str(wish.global_batch_seqs)]
     for name, values in wish.fixed.items():
-        for value in values:
+        for value in values if name != "rollout" else ():
             words += _flag(name, value)
+    if rollouts := wish.fixed.get("rollout"):
+        words += _rollout_words(rollouts)
     if wish.memory_bytes != wish.gpu.memory_bytes:
         words += ["--memory-gib", _shortest(wish.memory_bytes / GIB, _bytes)]
     if headroom_gib is not None:
@@ -102,6 +104,17 @@ def cluster_flags(wish: Workload) -> list[str]:
     return [*words, "--interconnect", "+".join(links)] if links else words
 
 
+def _rollout_words(rollouts: Sequence[Rollout]) -> list[str]:
+    """The options that leave just these rollouts: what all of them share beyond the defaults."""
+    words = []
+    for one in fields(Rollout):
+        first, *others = dict.fromkeys(getattr(rollout, one.name) for rollout in rollouts)
+        named = one.name == "generator" and len(rollouts) == 1
+        if not others and (first != one.default or named):
+            words += _flag(one.name, first)
+    return words
+
+
 def _flag(name: str, value: object) -> list[str]:
     """The option that fixes a field of the setup to a value."""
     if name == "checkpointing" and isinstance(value, int):
@@ -110,11 +123,6 @@ def _flag(name: str, value: object) -> list[str]:
         return ["--checkpointing" if value else "--no-checkpointing"]
     if isinstance(value, Images):
         return ["--images-per-sample", str(value.num), "--image-size", f"{value.width}x{value.height}"]
-    if isinstance(value, Rollout):
-        given = [
-            (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default
-        ]
-        return [word for inner, its in given for word in _flag(inner, its)]
     if name == "lora_rank" and value == 0:
         return []  # of a kind of adapter that has none: nobody could ask for another
     option = _OPTIONS.get(name, name.replace("_", "-"))

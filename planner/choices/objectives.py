@@ -306,7 +306,6 @@ _ROWS = (
         rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
         rolls_out=True,
-        alone="how generation gathers what several GPUs share is not modelled",
         trainer="GRPOTrainer",
         columns="prompt, and what its reward functions ask for",
         data=("prompt",),

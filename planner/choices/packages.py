@@ -10,9 +10,11 @@ from planner.setup import TrainSetup
 
 FLASH = "flash-attn"
 DELTA, CONV = "flash-linear-attention", "causal-conv1d"
-TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0"}
+VLLM = "vllm"
+TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0", VLLM: "0.30.0"}
 """The version that is installed: of Liger that whose own code was run here (tools/liger_parts.py,
-benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds)."""
+benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds;
+vLLM: the newest that pip resolves beside transformers 5.23, and that trl 1.16 takes)."""
 DELTA_TYPES = frozenset({
     "bailing_hybrid", "glm5_next", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_next", "qwen4_exp",
@@ -27,7 +29,7 @@ PACKAGED: Mapping[str, Mapping[object, str]] = {
 """Field of a setup -> its values that need a package -> the package."""
 PROGRAMS = ("axolotl",)
 """Launch targets that a plan takes unasked and that come as programs of their own, with what they bring along."""
-_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn"} | {name: name for name in PROGRAMS}
+_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn", VLLM: VLLM} | {name: name for name in PROGRAMS}
 
 
 PACKAGE_PRICES = {"flash-attention-2": 0.03}
@@ -45,7 +47,8 @@ def packages_of(setup: TrainSetup) -> list[str]:
     """Those that the choices of a setup need."""
     if setup.stack in PROGRAMS:
         return [setup.stack]
-    needs = (packages.get(getattr(setup, name)) for name, packages in PACKAGED.items())
+    needs = [packages.get(getattr(setup, name)) for name, packages in PACKAGED.items()]
+    needs += [VLLM] * (setup.aim.rolls_out and setup.rolls.by_vllm)
     return [name for name in dict.fromkeys(needs) if name]
 
 

@@ -13,7 +13,7 @@ from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
-from planner.choices.rollouts import Rollout
+from planner.choices.rollouts import GENERATORS, Rollout, open_rollouts
 from planner.choices.spreads import SPLIT_DEGREES
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.setup_flags import MAX_GPUS, ROLLOUT, SPREAD, given, takes_flags
@@ -122,6 +122,13 @@ class Memory:
 class RolloutOptions:
     """How an objective that generates its completions (GRPO) does so; None: as TRL by itself."""
 
+    def _said(self, objective: str | None) -> dict[str, Any]:
+        said = {row.of: value for row, value in given(self, ROLLOUT).items()}
+        if said and (objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out):
+            name = next(iter(said)).replace("_", " ")
+            raise UsageError(f"{name} is for objectives that generate", hint="give --objective grpo")
+        return said
+
     def rollout(self, objective: str | None, seq_len: int | None) -> Rollout | None:
         """The rollout that was asked for, None where nothing was.
 
@@ -129,13 +136,22 @@ class RolloutOptions:
             UsageError: of an objective that generates nothing.
             SetupError: a value that makes no sense.
         """
-        said = {row.of: value for row, value in given(self, ROLLOUT).items()}
-        if not said:
-            return None
-        if objective is None or objective not in OBJECTIVES or not OBJECTIVES[objective].rolls_out:
-            name = next(iter(said)).replace("_", " ")
-            raise UsageError(f"{name} is for objectives that generate", hint="give --objective grpo")
-        return Rollout.read(said, seq_len or DEFAULT_SEQ_LEN)
+        said = self._said(objective)
+        return Rollout.read(said, seq_len or DEFAULT_SEQ_LEN) if said else None
+
+    def rollouts(self, objective: str | None, seq_len: int | None, *, packages: bool) -> tuple[Rollout, ...]:
+        """Every rollout that what was asked for leaves a plan, () where nothing was; raises as `rollout` does.
+
+        Args:
+            packages: whether vLLM may be one.
+        """
+        said = self._said(objective)
+        if not packages and objective is not None and objective in OBJECTIVES and OBJECTIVES[objective].rolls_out:
+            said = {"generator": GENERATORS[0], **said}
+        found = open_rollouts(Rollout.read(said, seq_len or DEFAULT_SEQ_LEN), said) if said else ()
+        if not packages and any(one.by_vllm for one in found):
+            raise UsageError("--no-extra-packages contradicts --generator vllm", hint="leave one of the two out")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,8 +238,8 @@ ROLLOUT = (
     Flag(of="num_generations", help="GRPO: completions of a prompt. Default 8"),
     Flag(of="completion_tokens", name="completion_len", help="GRPO: tokens of a completion, of --seq-len. Default 512"),
     Flag(of="generation_batch_seqs", name="generation_batch", help="GRPO: completions made at once. Default: planned"),
-    Flag(of="generator", help="GRPO: " + ", ".join(GENERATORS) + ". Default transformers"),
-    Flag(of="vllm_fraction", help="GRPO: share of the card that vLLM takes. Default 0.3"),
+    Flag(of="generator", help="GRPO: " + ", ".join(GENERATORS) + ". Default: planned"),
+    Flag(of="vllm_fraction", help="GRPO: share of the card that vLLM takes. Default: planned"),
     Flag(of="reference", help="GRPO: hold to a reference (beta above 0)"),
 )
 """Of a rollout (`planner.choices.rollouts`)."""

@@ -118,8 +118,8 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, Jo
             raise UsageError(f"--rank {self.rank} is below --min-rank {self.min_rank}", hint="leave one of the two out")
         num_gpus = self.gpus or 1
         aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
-        if rollout := self.rollout(self.objective, self.seq_len):
-            aim["rollout"] = (rollout,)
+        if rollouts := self.rollouts(self.objective, self.seq_len, packages=not self.no_extra_packages):
+            aim["rollout"] = rollouts
         if images := self.images():
             aim["images"] = (images,)
         aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}

@@ -5,6 +5,7 @@ from functools import lru_cache
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.rollouts import GENERATORS
 from planner.choices.stacks import DEFAULT
 from planner.decision.spreads import spread_order
 from planner.setup import TrainSetup
@@ -35,6 +36,7 @@ def simplicity(setup: TrainSetup) -> int:
         + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
         + setup.selective_checkpointing
         + _place(setup, "attention")
+        + (GENERATORS.index(setup.rolls.generator) if setup.aim.rolls_out else 0)
     )
 
 

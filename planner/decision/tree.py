@@ -27,6 +27,7 @@ from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.planning.refine import never_runs
+from planner.planning.rollouts import vllm_needs, vllm_refusal
 from planner.planning.walk import Point
 from planner.predict import attention_kernels, device_peak_bytes
 from planner.setup import TrainSetup
@@ -326,6 +327,35 @@ def _program_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer
     return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
 
 
+def _generator_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer:
+    """Who generates the completions, and what of the card a vLLM takes for it."""
+    roll = best.shared.rolls
+    others = facts.best_of(lambda one: one.rolls.by_vllm != roll.by_vllm)
+    if roll.colocated:
+        start, whole = vllm_needs(workload, roll)
+        share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
+        reason = (
+            f"of its {gib(share)} weights and a forward take {gib(start)}, keys and values of all its completions at "
+            f"full length {gib(whole - start)}"
+        )
+        if share < whole:
+            reason += ": some wait for others, which is not counted"
+        if others is not None:
+            ratio = others.tokens_per_s / best.tokens_per_s
+            reason += f"; by transformers it would run at {ratio:.2f} times the speed (--generator transformers)"
+    elif roll.by_vllm:
+        reason = "asked for: it needs cards of its own"
+    elif refused := vllm_refusal(workload):
+        reason = refused
+    elif best.shared.quantized:
+        reason = "TRL cannot hand a quantized base's weights to vLLM"
+    elif others is not None:
+        reason = f"vLLM beside it would run at {others.tokens_per_s / best.tokens_per_s:.2f} times the speed"
+    else:
+        reason = "no vLLM fits beside the model" if "rollout" not in workload.fixed else "asked for"
+    return Answer(question="Who generates the completions?", choice=roll.generator, reason=reason)
+
+
 def _kernels_answer(workload: Workload, best: Point) -> Answer:
     """What computes norms, rotary embedding and gated activation: what it buys, or why eager kernels stay."""
     first = planned_kernels(workload.targets, best.setup.objective)[0]
@@ -356,6 +386,8 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
     answers.append(_program_answer(workload, best, facts))
+    if family.aim.rolls_out:
+        answers.append(_generator_answer(workload, best, facts))
     if family.num_gpus == 1 and family.aim.supervised and family.images is None and family.stack in ON_THE_TRAINER:
         answers.append(_compile_answer(workload, best.setup))
     if facts.smallest_unchecked is not None:

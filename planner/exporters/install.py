@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
-from planner.choices.packages import CONV, DELTA, DELTA_TYPES, FLASH, requirement
+from planner.choices.packages import CONV, DELTA, DELTA_TYPES, FLASH, VLLM, requirement
 from planner.exporters.types import ExportRequest, Launch
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -83,6 +83,7 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         LIGER: "liger" in (runs.loss, runs.kernels),
         "deepspeed": runs.zero,
         DELTA: hybrid,
+        VLLM: runs.aim.rolls_out and runs.rolls.by_vllm,
     }
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]
     older = OLDER.get(launch.target, {})

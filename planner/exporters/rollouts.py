@@ -14,10 +14,11 @@ def refusal(setup: TrainSetup) -> str:
     if not setup.aim.rolls_out:
         return ""
     roll, batch = setup.rolls, setup.generation_seqs
-    if batch % roll.num_generations or batch % setup.micro_batch_seqs:
+    at_once = setup.micro_batch_seqs * setup.data_degree
+    if batch % roll.num_generations or batch % at_once:
         return (
             f"a generation of {batch} completions is not whole groups of {roll.num_generations} in micro-batches of "
-            f"{setup.micro_batch_seqs}"
+            f"{at_once}"
         )
     return ""
 

@@ -198,6 +198,7 @@ class Loop:
         index = _slowest(stages)
         seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
         seconds += self.between_s(micro_batch_seqs, steps)
+        seconds += self.ranks[index].profile.generation_s(micro_batch_seqs * steps)
         return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
 
     def between_s(self, micro_batch_seqs: int, steps: int) -> float:
@@ -240,11 +241,15 @@ class SpreadProfile:
         _add(parts, {"optimizer": (steps - 1) * loop.ranks[index].add_s})
         _add(parts, loop.after(setup.optimizer))
         _add(parts, {"trainer": loop.between_s(setup.micro_batch_seqs, steps)})
-        total = sum(parts.values())
         profile = loop.ranks[index].profile
+        if generation := profile.generation_s(setup.micro_batch_seqs * steps):
+            parts["generation"] = generation
+        total = sum(parts.values())
         flops = profile.flops(setup.micro_batch_seqs, steps)
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
-        unmeasured = 0.0 if setup.aim.supervised else (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)) / total
+        unmeasured = 0.0
+        if not setup.aim.supervised:
+            unmeasured = (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0) + generation) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,

@@ -277,7 +277,7 @@ def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
 def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
     """Why most combinations cannot exist, as the end of a sentence; "" where one can (then it is something else)."""
     names = ("method", "quantization", "precision", "attention")
-    kind = {name: values[name][0] for name in ("objective", "adapter") if name in values}
+    kind = {name: values[name][0] for name in ("objective", "adapter", "rollout") if name in values}
     kind |= {"loss": values["loss"][0]} if "objective" in kind else {}
     reasons: Counter[str] = Counter()
     for combination in product(*(values[name] for name in names)):

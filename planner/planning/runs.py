@@ -245,6 +245,6 @@ def _memory_kind(workload: Workload) -> tuple[Any, ...]:
     """What of a card decides how much memory a setup takes there."""
     gpu = workload.gpu
     linked = workload.num_gpus > 1 and gpu.nvlink_bytes_per_s > 0
-    shared = gpu.memory_bytes if "rollout" in workload.fixed else 0  # of which vLLM takes its share
+    shared = gpu.memory_bytes if workload.aim.rolls_out else 0  # of which vLLM takes its share
     apple = gpu.vendor == "Apple"
     return attention_generation(gpu), cublas_workspace_bytes(gpu), apple, linked, shared

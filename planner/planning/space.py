@@ -18,13 +18,13 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.packages import PACKAGED
 from planner.choices.precisions import PRECISIONS, precision_of
-from planner.choices.rollouts import GENERATORS, Rollout
 from planner.choices.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.choices.stacks import DEFAULT as DEFAULT_STACK
 from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import missing_kernels, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
 from planner.planning.expressed import branches_as_run
+from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS
 from planner.workload import Workload
@@ -203,30 +203,6 @@ def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bo
             hint=f"leave --loss out, or use --loss {objective.losses[0]}",
         )
     return found
-
-
-def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
-    """The rollouts of a plan: all completions of a step at once, as TRL has it, or half of them, a quarter, and so on
-    in whole groups of a prompt's completions, where what was asked for leaves that open.
-
-    Raises:
-        UsageError: an optimizer step does not hold whole groups.
-    """
-    asked = workload.fixed.get("rollout", (Rollout.usual(workload.seq_len_tokens),))[0]
-    step, group = workload.global_batch_seqs, asked.num_generations
-    if step % group or step % asked.at_once(step):
-        made = f" and whole generations of {asked.generation_batch_seqs}" if asked.generation_batch_seqs else ""
-        raise UsageError(
-            f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
-            hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
-        )
-    found = [asked]
-    part = step // 2
-    while asked.generator == GENERATORS[0] and not asked.generation_batch_seqs and part >= group:
-        if step % part == 0 and part % group == 0:
-            found.append(replace(asked, generation_batch_seqs=part))
-        part //= 2
-    return tuple(found)
 
 
 def planned_values(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:

@@ -207,7 +207,7 @@ def rollout_fields(settings: Settings, fields: Mapping[str, Any]) -> dict[str, A
     Source: trl 1.16 trainer/grpo_config.py.
     """
     completion = settings.integer("max_completion_length", COMPLETION_TOKENS, at_least=1)
-    micro, steps = fields["micro_batch_seqs"], fields["accumulation_steps"]
+    micro, steps = fields["micro_batch_seqs"] * settings.outside.num_gpus, fields["accumulation_steps"]
     batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
     if settings.integer("num_iterations", 1) > 1:
         settings.approximate("each generation trains several times (num_iterations): its speed is counted as if once")

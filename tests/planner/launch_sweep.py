@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from planner.choices.objectives import OBJECTIVES, SHARED_BY
+from planner.choices.objectives import OBJECTIVES, SHARED_BY, Objective
 from planner.errors import SetupError
 from planner.exporters import DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
@@ -99,12 +99,17 @@ def spread_setups() -> list[TrainSetup]:
 
 def objective_spreads() -> list[TrainSetup]:
     """Every objective that several GPUs train, under every engine that does, by full fine-tuning and by LoRA."""
-    names = [name for name, row in OBJECTIVES.items() if not row.supervised and not row.alone]
+    rows = [row for row in OBJECTIVES.values() if not row.supervised and not row.alone]
+
+    def made(row: Objective) -> dict[str, Any]:
+        return {"rollout": {"generator": "vllm-sleep"}} if row.rolls_out else {}
+
     methods = ({"method": "full", "precision": "bf16-pure", "attention": "flash-attention-2"}, {"method": "lora"})
     job = {"micro_batch_seqs": 2, "num_gpus": 4}
     return [
-        setup_from_dict({"objective": name, "parallel": parallel, **job, **method})
-        for name, parallel, method in product(names, SHARED_BY, methods)
+        setup_from_dict({"objective": row.name, "parallel": parallel, **job, **method, **made(row)})
+        for row, parallel, method in product(rows, SHARED_BY, methods)
+        if not (row.rolls_out and parallel == "zero3")
     ]
 
 

@@ -1,15 +1,18 @@
 """Training objectives: one table from which setups, plans, files and readings follow."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.choices.objectives import DEFAULT, OBJECTIVES
-from planner.choices.rollouts import Rollout
+from planner.choices.packages import packages_of
+from planner.choices.rollouts import COLOCATED, Rollout, open_rollouts
 from planner.errors import NotPlanned, SetupError, UsageError
 from planner.exporters import TARGETS, ExportRequest
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.interchange import setup_from_dict, setup_to_dict
@@ -18,6 +21,7 @@ from planner.memory.weights import weight_bytes
 from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
+from planner.planning.space import PREFERENCE_FRACTION
 from planner.predict import predict
 from planner.readers import Surroundings
 from planner.readers.read import read_text
@@ -58,10 +62,12 @@ def test_a_loss_that_no_trainer_has_cannot_be_built(objective: str) -> None:
         setup_of(objective, loss="liger")
 
 
-@pytest.mark.parametrize("objective", ["embedding", "grpo"])
-def test_an_objective_for_one_gpu_says_why(objective: str) -> None:
-    with pytest.raises(SetupError, match=f"objective '{objective}' is planned on one GPU: "):
-        setup_of(objective, num_gpus=2, parallel="ddp")
+def test_what_is_for_one_gpu_says_why() -> None:
+    with pytest.raises(SetupError, match="objective 'embedding' is planned on one GPU: "):
+        setup_of("embedding", num_gpus=2, parallel="ddp")
+    for generator, parallel in (("transformers", "ddp"), ("vllm", "zero3")):
+        with pytest.raises(SetupError, match=f"how generation by {generator} gathers"):
+            setup_of("grpo", num_gpus=2, parallel=parallel, rollout={"generator": generator})
 
 
 @pytest.mark.parametrize("spread", [{"parallel": "dp"}, {"parallel": "fsdp2", "tensor_degree": 2}])
@@ -188,7 +194,10 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
     if method == "qlora":
         setup = setup.with_(adapter_dtype="bf16")
     if OBJECTIVES[objective].rolls_out:
-        setup = setup.with_(micro_batch_seqs=4, rollout=ROLLOUT)
+        setup = setup.with_(
+            micro_batch_seqs=4,
+            rollout=ROLLOUT if method == "full" else replace(ROLLOUT, generator="transformers", vllm_fraction=0.3),
+        )
     found = read_text(text_of(setup), f"{objective}.yaml")
     assert not found.unknown_keys
     assert asked_length(found, objective).with_(seq_len_tokens=512) == setup.with_(adapter_dtype="auto")
@@ -399,6 +408,44 @@ def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
         plan_workload(Wish(fixed=fixed, seq_len=2048, global_batch=12).workload(asked.model, CARD))
 
 
+@pytest.mark.parametrize(
+    ("card", "num_gpus", "fixed", "taken"),
+    [
+        ("h100-sxm", 1, {}, {"vllm", "vllm-sleep"}),
+        ("h100-sxm", 4, {}, {"vllm", "vllm-sleep"}),
+        ("h100-sxm", 1, {"method": ("qlora",)}, {"transformers"}),
+        ("rtx-4090", 1, {}, {"transformers"}),  # two copies of an 8B's weights are more than it has
+        ("mi300x", 1, {}, {"transformers"}),
+    ],
+)
+def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
+    card: str, num_gpus: int, fixed: dict[str, Any], taken: set[str]
+) -> None:
+    """Its share of the card holds a second copy of the weights; no other generator that may be had is faster by more
+    than a preference."""
+    gpu = find_gpu(card)
+    cluster = make_cluster(gpu, num_gpus) if num_gpus > 1 else None
+    asked = Wish(fixed={"objective": ("grpo",), **fixed}).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
+    found = plan_workload(asked)
+    assert isinstance(found, Plan)
+    setup = found.chosen.setup
+    assert setup.rolls.generator in taken
+    if setup.rolls.by_vllm:
+        assert setup.rolls.vllm_fraction * gpu.memory_bytes > 2 * asked.model.num_params
+        assert packages_of(setup)[-1] == "vllm"
+    answer = next(one for one in found.tree if one.question == "Who generates the completions?")
+    assert answer.choice == setup.rolls.generator
+    for name in taken & set(COLOCATED):
+        alone = replace(asked, fixed={**asked.fixed, "rollout": open_rollouts(Rollout(generator=name), ["generator"])})
+        assert plan_workload(alone).subject.tokens_per_s <= found.chosen.tokens_per_s / (1 - PREFERENCE_FRACTION)
+
+
+def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
+    fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm", vllm_fraction=0.1),)}
+    with pytest.raises(UsageError, match=r"10% of the card has 7\.92 GiB, its weights"):
+        plan_workload(Wish(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
+
+
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
     model = load("meta-llama/Llama-3.2-1B")
     own, vllm = (
@@ -415,7 +462,11 @@ def test_flags_of_generation_need_an_objective_that_generates() -> None:
     from planner.cli.wish_options import WishOptions
 
     asked = WishOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
-    assert asked == (Rollout(num_generations=4, generator="vllm"),)
+    assert {(one.num_generations, one.generator) for one in asked} == {(4, "vllm")}
+    plain = WishOptions(objective="grpo", no_extra_packages=True).fixed()["rollout"]
+    assert [one.generator for one in plain] == ["transformers"]
+    with pytest.raises(UsageError, match="contradicts --generator"):
+        WishOptions(objective="grpo", no_extra_packages=True, generator="vllm").fixed()
     with pytest.raises(UsageError, match="objectives that generate"):
         WishOptions(generator="vllm").fixed()
     with pytest.raises(SetupError, match="no room for a prompt"):

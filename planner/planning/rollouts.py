@@ -1,0 +1,100 @@
+"""Who generates the completions of a step, and how much of the card a vLLM beside the model takes: what a plan compares
+where nobody said."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.choices.packages import VLLM
+from planner.choices.rollouts import COLOCATED, GENERATORS, Rollout, open_rollouts
+from planner.errors import UsageError
+from planner.memory.rollout import cache_bytes
+from planner.memory.transient import mlp_width
+from planner.setup import TrainSetup
+from planner.units import gib
+from planner.workload import Workload
+
+VLLM_FROM = (7, 5)
+"""Source: vLLM 0.21, docs/getting_started/installation/gpu.cuda.inc.md."""
+PROFILED_TOKENS = 4096
+"""Of vLLM's profiling forward. Source: trl 1.16 generation/vllm_generation.py, `max_num_batched_tokens`."""
+
+
+def vllm_needs(workload: Workload, rollout: Rollout) -> tuple[int, int]:
+    """Bytes that a GPU's vLLM needs to start, and to have all of its completions of a generation under way at once: its
+    16-bit weights and its profiling forward, and their keys and values at full length.
+
+    Source: vLLM v1 `gpu_worker.determine_available_memory`: what of the share weights and that forward leave is cache.
+    Not counted: CUDA graphs, which lie beyond the share.
+    """
+    model = workload.model
+    wide = max(4 * model.hidden_size + 3 * mlp_width(layer) for layer in model.layer_kinds)
+    seqs = -(-rollout.at_once(workload.global_batch_seqs) // workload.num_gpus)
+    forward = 2 * PROFILED_TOKENS * wide + 4 * 3 * seqs * model.vocab_size
+    start = 2 * model.num_params + forward
+    return start, start + cache_bytes(model, TrainSetup(), seqs, workload.seq_len_tokens)
+
+
+def vllm_refusal(workload: Workload) -> str:
+    """Why no plan takes vLLM unasked, "" where one may."""
+    gpu, model = workload.gpu, workload.model
+    if gpu.vendor != "NVIDIA" or (gpu.compute_capability or (0, 0)) < VLLM_FROM or not gpu.bf16:
+        return "pip's vLLM runs bf16 weights on NVIDIA's cards from Ampere on"
+    if model.from_tree or model.is_encoder_decoder or workload.images is not None:
+        return "whether vLLM runs this model is not known here"
+    if VLLM in workload.absent_packages:
+        return "vllm is not installed here"
+    return ""
+
+
+def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
+    """The rollouts of a plan: of every generator that was not ruled out, transformers' with all completions of a step
+    at once, as TRL has it, or half of them, a quarter, and so on in whole groups of a prompt's completions; a vLLM on
+    the same card with the least share that holds all of them.
+
+    Raises:
+        UsageError: an optimizer step does not hold whole groups, or a share that was asked for not vLLM's weights.
+    """
+    asked = workload.fixed.get("rollout") or open_rollouts(Rollout.usual(workload.seq_len_tokens))
+    step, group = workload.global_batch_seqs, asked[0].num_generations
+    if step % group or step % asked[0].at_once(step):
+        made = f" and whole generations of {asked[0].generation_batch_seqs}" if asked[0].generation_batch_seqs else ""
+        raise UsageError(
+            f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
+            hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
+        )
+    found = tuple(one for name in GENERATORS for one in _of_generator(workload, name, asked))
+    if not found:
+        need = gib(vllm_needs(workload, asked[0])[1])
+        raise UsageError(
+            f"vLLM's weights, and keys and values of {asked[0].at_once(step)} completions at once, take {need}: no "
+            "share of the card holds them",
+            hint="give a smaller --generation-batch, or --generator transformers",
+        )
+    return found
+
+
+def _of_generator(workload: Workload, name: str, asked: tuple[Rollout, ...]) -> Iterator[Rollout]:
+    """What is planned of one generator among what was asked for."""
+    step, own = workload.global_batch_seqs, [one for one in asked if one.generator == name]
+    if not own or (len({one.generator for one in asked}) > 1 and name in COLOCATED and vllm_refusal(workload)):
+        return
+    first, part = own[0], step // 2
+    if name not in COLOCATED:
+        yield first
+        while name == GENERATORS[0] and not first.generation_batch_seqs and part >= first.num_generations:
+            if step % part == 0 and part % first.num_generations == 0:
+                yield replace(first, generation_batch_seqs=part)
+            part //= 2
+        return
+    card = workload.gpu.memory_bytes
+    start, whole = vllm_needs(workload, first)
+    if len(own) > 1:  # shares in rising order: more than the least that holds everything would buy nothing
+        yield from [one for one in own if one.vllm_fraction * card >= whole][:1]
+    elif first.vllm_fraction * card < start:
+        raise UsageError(
+            f"a vLLM on {first.vllm_fraction:.0%} of the card has {gib(int(first.vllm_fraction * card))}, its weights "
+            f"and one forward take {gib(start)}",
+            hint="give a larger --vllm-fraction, or leave it out: the plan then finds one",
+        )
+    else:
+        yield first
