@@ -22,12 +22,24 @@ LARGEST = 2**63
 """No byte count, token count or rate is above it."""
 
 
-def open_regular(path: Path, *, hint: str = "", follow: bool = True) -> BinaryIO:
+WITHIN = "FINETUNE_PLANNER_WITHIN"
+"""Variable of a process for whose files somebody else gives the names (`plan mcp`): a JSON list of the folders in which
+they may lie. A config that such a client sends names others in turn."""
+
+
+def open_regular(path: Path, *, hint: str = "", follow: bool = True, own: bool = False) -> BinaryIO:
     """An open regular file; a pipe is not waited for, a device not opened for reading.
+
+    Args:
+        own: no input and no config names it: it may lie outside the folders of WITHIN.
 
     Raises:
         ConfigError: missing, not readable, a directory, a device or a pipe; a link where `follow` is False.
     """
+    if not own and (given := os.environ.get(WITHIN)):
+        place = os.path.realpath(path)
+        if not any(Path(place).is_relative_to(folder) for folder in json.loads(given)):
+            raise ConfigError(f"cannot read {path}: outside the folders that may be read", hint=hint)
     # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:

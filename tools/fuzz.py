@@ -1,8 +1,9 @@
 """Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte; then honest wishes.
 
-    python tools/fuzz.py                    the whole corpus (7,500 inputs and 500 wishes, seeds 0 to 7,999)
-    python tools/fuzz.py --from 7500        the wishes: plans of any model on any card, options that contradict or not
-    python tools/fuzz.py --first 200        a part (the default tests run one: tests/cli/test_fuzz.py)
+    python tools/fuzz.py                    the whole corpus (7,500 inputs, 500 wishes, 2,000 for each later door)
+    python tools/fuzz.py --from 7500 --first 500    the wishes: plans of any model on any card, options that contradict
+    python tools/fuzz.py --from 8000        an agent's calls; then failed runs, races, plans whose files are run
+    python tools/fuzz.py --spread --first 40        a part of all kinds, as the default tests take one
     python tools/fuzz.py --seed 4711        one input, its files kept, everything shown
 
 Input number n is made by `random.Random(n)` alone: a failure is repeated by its number. Each runs in a forked child of
@@ -37,7 +38,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 NUM_HOSTILE = 7_500
-NUM_INPUTS = NUM_HOSTILE + 500
+NUM_DOOR = 2_000
+"""For each of the doors that came later (`fuzz_doors`): their inputs follow the wishes."""
+FIRST_DOOR = NUM_HOSTILE + 500
+NUM_INPUTS = FIRST_DOOR + 4 * NUM_DOOR
+STRIDE = 6_007
+"""Prime to the number of inputs: `--spread` goes through all of them in steps of it."""
 LIMIT_S = 10
 """CPU seconds; of the wall, thirty times as many: a busy machine is no hang."""
 MAX_BYTES = 1 << 30
@@ -779,8 +785,8 @@ def wish_case(folder: Path, dice: random.Random) -> Case:
     cards = ("t4", "rtx-3060", "v100-32gb", "rtx-3090", GPU, "l40s", "a100-80gb", "h100-sxm", "h200", "mi300x")
     words = [dice.choice(sorted(catalogue.names())), "--gpu", dice.choice(cards), "--no-dry-run", "--out", "out"]
     several = dice.choice((1, 1, 1, 2, 4, 8))
-    asked = {"gpus": several, "seq-len": dice.choice((128, 512, 2048, 8192, 32768))}
-    for chance, option, values in (
+    asked: dict[str, Any] = {"gpus": several, "seq-len": dice.choice((128, 512, 2048, 8192, 32768))}
+    wishes: tuple[tuple[float, str, tuple[Any, ...]], ...] = (
         (0.4, "global-batch", (1, 2, 3, 8, 32, 100, 512)), (0.4, "method", ("full", "lora", "qlora")),
         (0.4, "objective", tuple(OBJECTIVES)), (0.2, "optimizer", tuple(OPTIMIZERS)), (0.2, "adapter", tuple(ADAPTERS)),
         (0.2, "target", ("hf", "trl", "axolotl", "llamafactory", "unsloth", "torchtitan")),
@@ -788,7 +794,8 @@ def wish_case(folder: Path, dice: random.Random) -> Case:
         (0.1, "loss", ("full", "chunked", "liger")), (0.1, "quantization", ("nf4", "nf4-double", "int8")),
         (0.3 * (several > 1), dice.choice(("tensor", "context", "expert", "pipeline")) + "-degree", (2,)),
         (0.1, "prefer", ("speed",)),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for chance, option, values in wishes:
         if dice.random() < chance:
             asked[option] = dice.choice(values)
     words += [word for option, value in asked.items() for word in (f"--{option}", str(value))]
@@ -828,6 +835,10 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
 def case_of(number: int, folder: Path) -> Case:
     """Input `number`; its files lie in `folder`."""
     dice = random.Random(number)
+    if number >= FIRST_DOOR:
+        from fuzz_doors import DOORS
+
+        return DOORS[(number - FIRST_DOOR) // NUM_DOOR](folder, dice)
     if number >= NUM_HOSTILE:
         return wish_case(folder, dice)
     (maker,) = dice.choices([maker for maker, _ in MAKERS], [weight for _, weight in MAKERS])
@@ -866,7 +877,7 @@ class Outcome:
 @cache
 def preload() -> None:
     """What most children would import, once: six tenths of an input's time."""
-    for package in ("planner", "reports", "search"):
+    for package in ("planner", "reports", "search", "mcp"):
         found = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
         for name in (*(one.name for one in found), "probes.store", "probes.campaign", "probes.phantom.runner"):
             with contextlib.suppress(ImportError):  # an extra that is not installed
@@ -878,6 +889,10 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{number}-"))
     seeds()
     preload()
+    if number >= FIRST_DOOR + 3 * NUM_DOOR:
+        from fuzz_doors import planned
+
+        planned()
     start = time.monotonic()
     own_bytes = _resident_bytes()  # a fork starts with what this process holds
     child = os.fork()
@@ -977,6 +992,8 @@ def main() -> int:
     parser.add_argument("--from", dest="start", type=int, default=0, help="the first input's number")
     parser.add_argument("--seed", type=int, default=None, help="one input: show everything, keep its files")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
+    parser.add_argument("--cpu-seconds", type=float, default=None, help="stop after so many CPU seconds of the inputs")
+    parser.add_argument("--spread", action="store_true", help="in an order in which any part is of all kinds")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.seed is not None:
@@ -989,11 +1006,15 @@ def main() -> int:
     kinds: Counter[str] = Counter()
     answers: Counter[int] = Counter()
     slowest, largest = 0.0, 0
-    cpu_s, started, number = 0.0, time.monotonic(), options.start
-    for number in range(options.start, options.start + options.first):
-        if options.seconds is not None and time.monotonic() - started > options.seconds:
-            print(f"stopped before input {number}: go on with --from {number}")
+    cpu_s, started = 0.0, time.monotonic()
+    end = min(options.start + options.first, NUM_INPUTS)
+    for place in range(options.start, end):
+        over = options.seconds is not None and time.monotonic() - started > options.seconds
+        if over or (options.cpu_seconds is not None and cpu_s > options.cpu_seconds):
+            more = " --spread" if options.spread else ""
+            print(f"left out: {end - place:,} of {end - options.start:,} inputs; go on with{more} --from {place}")
             break
+        number = place * STRIDE % NUM_INPUTS if options.spread else place
         outcome = run_one(number)
         kinds[outcome.kind] += 1
         answers[outcome.status] += 1
@@ -1016,4 +1037,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import fuzz  # the doors' module imports this one by its name: one list of seeds
+
+    sys.exit(fuzz.main())

@@ -266,12 +266,13 @@ def _fault_problems(line: Line, rehearsal: bool) -> Iterator[str]:
 
 def _launched_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     """A launch file's run is measured as it was seen, and the formula says its memory (LAUNCHED_FRACTIONS)."""
+    from planner.codec import decode
     from planner.hardware.gpus import find_gpu
     from planner.interchange import asked_setup
     from planner.models.resolve import resolve_model
     from planner.predict import predict
     from probes.gpu.request import ProbeRequest
-    from probes.launched.run import LaunchedFile, measurement
+    from probes.launched.run import LaunchedFile, Seen, measurement
 
     said = dict(line["setup"])
     model, card = resolve_model(said.pop("model")), find_gpu(said.pop("gpu"))
@@ -279,7 +280,7 @@ def _launched_problems(line: Line, rehearsal: bool) -> Iterator[str]:
     file = LaunchedFile(target="trl", command="python", files={}, model_name=model.model_id, dataset_names=())
     request = ProbeRequest(model_id=model.model_id, config=model.config, setup=setup, device="cuda:0")
     seen = {"loaded_bytes": 0, "cuda": "", "python": "", "libraries": {}, "peak_resident_bytes": 0, **line["seen"]}
-    found = measurement(file, request, seen, line["used_before_bytes"])
+    found = measurement(file, request, decode(Seen, seen, newer=True), line["used_before_bytes"])
     answers = {name: getattr(found, name) for name in line["result"]}
     if answers != line["result"]:
         yield f"the run is {answers}, it was {line['result']}"

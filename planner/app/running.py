@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from planner.app import machine
 from planner.app.progress import ProgressLine
+from planner.app.time_left import TimeIsUp, until
 from planner.children import python_argv
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.errors import EnvironmentProblem, UsageError
 from planner.exporters.prepare import NAME as PREPARE
 from planner.exporters.types import PLACEHOLDER_DATASET
+from planner.inputs import read_text
 from planner.models.hub import weights_in_cache
 from planner.models.resolve import resolve_model
-from planner.outcome import Candidate, Rung
+from planner.outcome import Candidate, FailureKind, ProbeFailure, Rung
 from planner.outputs import write_whole
 from planner.plan import NoPlan, Plan
 from planner.planning.expressed import as_run
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 RUN_BY_A_TRAINER = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
 """Targets whose files train with transformers' Trainer in one process: those that can be watched."""
 WEIGHTS = ("*.safetensors", "*.bin")
+GRACE_S = 2.0
+"""In which a run that reached its limit says what it printed last."""
+MAX_FILE_BYTES = 16 << 20
+"""Of a launch file."""
 STAND_IN = "model-with-random-weights"
 """Stands for a local folder's model that has no weights."""
 
@@ -45,6 +52,7 @@ class HowToRun:
     """How a file is run.
 
     Attributes:
+        limit_s: after which nothing of it runs any more, what it waits for and what is made for it included.
         device: None: this machine's first GPU.
         store: file of measurements; None: the user's.
     """
@@ -122,7 +130,13 @@ def run_file(
         depths=(0,),
         rung=Rung.RUN,
     )
-    outcome = prober.finish(setup, prober.submit(setup))
+    outcome: Outcome
+    try:
+        with until(time.monotonic() + how.limit_s + GRACE_S):
+            outcome = prober.finish(setup, prober.submit(setup))
+    except TimeIsUp:
+        message = f"what it needs was not made within {how.limit_s:g} s, or the device was not free"
+        outcome = ProbeFailure(rung=Rung.RUN, kind=FailureKind.TIMEOUT, message=message)
     line.close()
     return outcome, card, device
 
@@ -155,7 +169,9 @@ def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: 
     """A plan's launch file as it lies in its folder now, with what it names and this machine lacks."""
     from probes.launched.run import LaunchedFile
 
-    texts = {str(path.relative_to(folder)): path.read_text("utf-8") for path in _files(folder / "launch")}
+    texts = {
+        str(path.relative_to(folder)): read_text(path, max_bytes=MAX_FILE_BYTES) for path in _files(folder / "launch")
+    }
     own = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
     form = next((found[1] for text in own if (found := _MADE.search(text))), "")
     made = folder / "launch" / "data"

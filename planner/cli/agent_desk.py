@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.children import child_environment, python_argv
+from platformdirs import user_cache_path, user_data_path
+
+from planner.app.machine import STORE_VARIABLE
+from planner.children import ROOT, child_environment, python_argv
+from planner.inputs import WITHIN, reason
+from planner.install import DISTRIBUTION
+from planner.models import hub
 from planner.redaction import without_secrets_in
+from planner.throughput.calibration import VARIABLE as CALIBRATION_VARIABLE
 
 MAX_ANSWER_BYTES = 2_000
 MAX_KEPT = 64
@@ -37,14 +44,14 @@ class Desk:
         self._kept: OrderedDict[str, Any] = OrderedDict()
         self._numbers = itertools.count(1)
 
-    def ask(self, *words: str) -> dict[str, Any]:
-        """The command's JSON, cut, with a handle to the whole.
+    def ask(self, *words: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The command's JSON, cut, with a handle to the whole; `files`: name -> text of those that lie where it runs.
 
         Raises:
             ToolError: the command refused, with its own words and hint.
         """
         level = self._level if words[0] in WITH_DRY_RUN else []
-        text, code = self._run([words[0], "--json", *level, *words[1:]])
+        text, code = self._run([words[0], "--json", *level, *words[1:]], files or {})
         try:
             document = json.loads(text)
         except ValueError:
@@ -57,7 +64,7 @@ class Desk:
 
     def say(self, *words: str) -> str:
         """A command's text."""
-        return self._run(list(words))[0].strip()
+        return self._run(list(words), {})[0].strip()
 
     def details(self, handle: str, path: str = "") -> dict[str, Any]:
         """A part of a kept answer by its dotted path (`chosen.formula`, `alternatives.0`), cut likewise.
@@ -101,25 +108,46 @@ class Desk:
         here = text.startswith((".", "/", "~")) or (os.sep in text and (self.roots[0] / text).exists())
         return self.path(text) if here else text
 
-    def _run(self, words: list[str]) -> tuple[str, int]:
-        code = "from planner.cli import main; main()"
+    def _run(self, words: list[str], files: Mapping[str, str]) -> tuple[str, int]:
         with tempfile.TemporaryDirectory() as empty:
-            try:
-                done = subprocess.run(
-                    [*python_argv("-c", code), *words],
-                    cwd=empty,
-                    env=child_environment(),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=self.limit_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                raise refusal(f"no answer within {self.limit_s:.0f} s (plan mcp --limit)") from None
-        if done.returncode not in ANSWERED:
-            raise refusal(self._private(done.stderr.strip()[-1500:]))
-        return self._private(done.stdout), done.returncode
+            for name, text in files.items():
+                try:
+                    Path(empty, name).write_text(text, encoding="utf-8")
+                except (OSError, ValueError) as error:  # ValueError: half of a character
+                    raise refusal(f"{name[:80]!r} cannot be a file with this text: {reason(error)}") from None
+            code, said, errors = self._finished(words, empty)
+        if code not in ANSWERED:
+            raise refusal(self._private(errors.strip()[-1500:]))
+        return self._private(said), code
+
+    def _finished(self, words: list[str], empty: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a command in this folder."""
+        try:
+            done = subprocess.run(
+                [*python_argv("-c", "from planner.cli import main; main()"), *words],
+                cwd=empty,
+                env=child_environment() | self._within(words[0], empty),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=self.limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise refusal(f"no answer within {self.limit_s:.0f} s (plan mcp --limit)") from None
+        return done.returncode, done.stdout, done.stderr
+
+    def _within(self, command: str, empty: str) -> dict[str, str]:
+        """The variable that keeps a command to the roots, its own folder, and what this program keeps for itself.
+
+        A traced program (`--allow-trace`) reads what it likes.
+        """
+        if command == "trace":
+            return {}
+        own = [ROOT, hub.cache_directory(), user_cache_path(DISTRIBUTION), user_data_path(DISTRIBUTION)]
+        named = (os.environ.get(name) for name in (STORE_VARIABLE, CALIBRATION_VARIABLE))
+        places = [*self.roots, Path(empty), *own, *(Path(one) for one in named if one)]
+        return {WITHIN: json.dumps([os.path.realpath(place) for place in places])}
 
     def _private(self, text: str) -> str:
         """Without the home folder's name and secrets."""

@@ -1,7 +1,5 @@
 """The tools of `plan mcp`: each is one command, its schema its signature."""
 
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -86,10 +84,7 @@ class Tools:
         more = words_of(gpu=gpu, model=None if model is None else self._desk.name(model))
         if path is not None:
             return self._desk.ask("check", self._desk.path(path), *more)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / Path(file_name).name
-            file.write_text(text or "", encoding="utf-8")
-            return self._desk.ask("check", str(file), *more)
+        return self._desk.ask("check", f"./{file_name}", *more, files={file_name: text or ""})
 
     def which_gpu(
         self, model: Model, seq_len: Tokens = None, method: Method = None, num_gpus: Count = None, fitting: bool = True
@@ -116,10 +111,7 @@ class Tools:
     ) -> dict[str, Any]:
         """Why a run ran out of memory, and the smallest change."""
         more = words_of(gpu=gpu, config=None if config is None else self._desk.path(config))
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log.txt"
-            log.write_text(text, encoding="utf-8")
-            return self._desk.ask("oom", str(log), *more)
+        return self._desk.ask("oom", "log.txt", *more, files={"log.txt": text})
 
     def explain(self, word: Annotated[str, Field(description="a word of a plan: chunked loss, LoRA, ...")]) -> str:
         """What a word of a plan means."""

@@ -1,5 +1,6 @@
 """`plan confirm`: hold a written plan to its promise: our own step at full depth, with --run the launch file."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ import typer
 from planner.app import machine
 from planner.app.progress import ProgressLine, say
 from planner.app.running import HowToRun, installed_targets, run_target
+from planner.app.time_left import START_S
 from planner.cli import options
 from planner.cli.output import tell
 from planner.cli.probe import Limit, MeasureSeconds, exit_code, outcome_lines
@@ -79,15 +81,19 @@ def run_files(directory: Path, targets: list[str], how: HowToRun, *, as_json: bo
     return max(map(_code, found.values()))
 
 
-def confirmed_plan(plan: Plan, folder: Path, device: str | None, store: Path | None) -> Plan:
+def confirmed_plan(plan: Plan, folder: Path, device: str | None, store: Path | None, *, ends_at: float) -> Plan:
     """A plan that was just written, after a run of the first of its launch files whose tool is here; as it is where
-    none can be run, and why on stderr."""
+    none can be run, and why on stderr. Nothing runs after `ends_at` of `time.monotonic`."""
     document = read_plan_json(folder)
     names = installed_targets(folder, entry_of(document).extras)
     if not names:
         say("no launch file was run: none of their tools is installed here (bash launch/run.sh install TARGET)")
         return plan
-    how = HowToRun(num_steps=NUM_STEPS, limit_s=LIMIT_S, device=device, store=store)
+    left_s = min(LIMIT_S, ends_at - time.monotonic())
+    if left_s < START_S:
+        say(f"launch/{names[0]} was not run: the budget is over (plan confirm {folder} --run {names[0]})")
+        return plan
+    how = HowToRun(num_steps=NUM_STEPS, limit_s=left_s, device=device, store=store)
     try:
         confirmation, after = run_target(folder, document, names[0], how)
     except (EnvironmentProblem, UsageError) as error:

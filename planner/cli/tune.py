@@ -30,13 +30,17 @@ from reports.command import wish_words
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
+RUN_FRACTION = 1 / 3
+"""Of the budget, kept from the search for the launch file's run (--confirm-run); what the search leaves is the run's
+too. Judgement."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """What is searched for, how, and how long."""
 
     goal: Annotated[str, typer.Option(help="What is best: tokens, cost or memory.")] = "tokens"
-    budget: Annotated[str, typer.Option(help="End the search after this long, a probe too: 5m, 90s, 1.5h.")] = "5m"
+    budget: Annotated[str, typer.Option(help="End after this long, a probe or a run too: 5m, 90s, 1.5h.")] = "5m"
     max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES
     sampler: Annotated[str, typer.Option(help="residual (ours), tpe, gp, random or grid.")] = "residual"
     storage: Annotated[
@@ -90,6 +94,10 @@ def tune(
     if confirm_run and out is None:
         raise UsageError("--confirm-run runs a launch file", hint="add --out DIR")
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
+    ends_at = tuning.ends_at
+    if confirm_run and tuning.budget is not None and tuning.budget.seconds is not None:
+        search_s = (1 - RUN_FRACTION) * tuning.budget.seconds
+        tuning = replace(tuning, budget=replace(tuning.budget, seconds=search_s))
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
     asked = with_known_context(_workload(options.said(lookup.model(model)), gpu, wish, how.goal), store)
@@ -99,7 +107,7 @@ def tune(
         plan = tune_plan(plan, tuning)
     launches, problem = _written(plan, out, how.goal) if out is not None else ((), None)
     if confirm_run and out is not None and isinstance(plan, Plan) and problem is None:
-        plan = confirmed_plan(plan, out, device, store)
+        plan = confirmed_plan(plan, out, device, store, ends_at=ends_at)
     if as_json:
         print_json(plan_to_dict(plan))
     else:

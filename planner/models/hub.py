@@ -190,7 +190,7 @@ def _token() -> str | None:
         path = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").expanduser()
         value = ""
         if path.is_file():
-            with open_regular(path) as file:
+            with open_regular(path, own=True) as file:
                 value = file.read(1000).decode("utf-8").strip()
     except (OSError, ValueError, RuntimeError, ConfigError):
         return None

@@ -119,7 +119,8 @@ def read_rows(
     """
     for file in files_of(path):
         if loader_of(file) == "parquet":
-            yield from _parquet_rows(file)
+            with opened(file) as plain:
+                yield from _parquet_rows(file.name, plain)
             continue
         with opened(file) as plain:
             packed = file.suffix.lower() == ".gz"
@@ -238,18 +239,18 @@ def _text_rows(handle: BinaryIO, name: str, parsed: Callable[[str, str], Any]) -
     yield {"text": b"".join(paragraph).decode("utf-8-sig").strip()}
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(name: str, file: BinaryIO) -> Iterator[Row]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
-        rows = ParquetFile(file)
-        if rows.metadata.num_rows > max(FEW_ROWS, file.stat().st_size):
-            raise DataError(f"{file.name} has {rows.metadata.num_rows:,} rows in {file.stat().st_size:,} bytes", EMPTY)
+        rows, size = ParquetFile(file), os.fstat(file.fileno()).st_size
+        if rows.metadata.num_rows > max(FEW_ROWS, size):
+            raise DataError(f"{name} has {rows.metadata.num_rows:,} rows in {size:,} bytes", EMPTY)
         for batch in rows.iter_batches(batch_size=64):
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise DataError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error
+        raise DataError(f"{name} is not a Parquet file that can be read: {str(error)[:120]}") from error
 
 
 _READERS = {"json": _json_rows, "csv": _csv_rows, "text": _text_rows}

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.children import child_environment, python_argv
-from planner.codec import Outcome
-from planner.errors import EnvironmentProblem
+from planner.codec import Outcome, decode
+from planner.errors import ConfigError, EnvironmentProblem
+from planner.inputs import parse_object, read_text
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.outputs import write_whole
 from planner.records import dataclass
@@ -46,6 +47,7 @@ POLL_S = 0.2
 HELD_OUT_ROWS = 64
 """More rows than are trained on: some are held out."""
 DISK_MARGIN = 1.05
+MAX_SEEN_BYTES = 1 << 20
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -87,11 +89,44 @@ class LaunchedFile:
     data_here: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one process of a run wrote of itself (`watch`); the program can write there what it likes."""
+
+    device: str
+    step_s: tuple[float, ...]
+    between_s: tuple[float, ...]
+    peak_resident_bytes: int
+    loaded_bytes: int
+    python: str
+    cuda: str
+    libraries: Mapping[str, str]
+    gpu: str = ""
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    num_alloc_retries: int = 0
+    used_bytes: int | None = None
+    processes: tuple[tuple[int, int], ...] = ()
+
+
+def read_seen(path: Path) -> Seen:
+    """What a process wrote.
+
+    Raises:
+        ConfigError: not that.
+    """
+    found = decode(Seen, parse_object(read_text(path, max_bytes=MAX_SEEN_BYTES), path.name), path.name)
+    if min((found.peak_resident_bytes, found.loaded_bytes, *found.step_s), default=0) < 0 or 0.0 in found.step_s:
+        raise ConfigError(f"{path.name}: a step of no time, or memory below zero")
+    return found
+
+
 class FileExecutor(Executor):
     """Runs one launch file for every request: `probes.gpu.evaluate.Prober` stores what came of it as it stores a probe.
 
     Args:
         model_bytes: of the weights that may have to be written.
+        limit_s: when the commands end, counted from the start of the first; what is made before them is not ended.
     """
 
     def __init__(
@@ -129,7 +164,8 @@ class FileExecutor(Executor):
 
         with _work_folder(self._work_dir) as folder, turns((request.device,), lambda begins: None):
             self._prepare(request, folder, say)
-            return _Watched(self._file, request, folder, self._num_steps, self._limit_s, say).outcome()
+            ends_at = started + self._limit_s
+            return _Watched(self._file, request, folder, self._num_steps, ends_at, say).outcome()
 
     def _prepare(self, request: ProbeRequest, folder: Path, say: Callable[[str], None]) -> None:
         """Lays out the run's folder.
@@ -209,11 +245,11 @@ class _Watched:
         request: ProbeRequest,
         folder: Path,
         num_steps: int,
-        limit_s: float,
+        ends_at: float,
         say: Callable[[str], None],
     ) -> None:
         self._file, self._request, self._folder = file, request, folder
-        self._num_steps, self._limit_s, self._say = num_steps, limit_s, say
+        self._num_steps, self._ends_at, self._say = num_steps, ends_at, say
         self._seen = folder / "seen"
         self._seen.mkdir()
 
@@ -230,20 +266,27 @@ class _Watched:
         if code == 0:
             self._say(f"starting {shlex.join(without_secrets_in_words(words))}")
             code = self._wait(words, variables, log)
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._seen.glob("seen-*.json"))]
+        found, damaged = list[Seen](), ""
+        for path in sorted(self._seen.glob("seen-*.json")):
+            try:
+                found.append(read_seen(path))
+            except ConfigError as error:
+                damaged = f"what it showed of itself cannot be read: {error.message}"
         tail = without_secrets(read_tail(log))
+        if not found and damaged:
+            return _failure(FailureKind.CRASHED, damaged, tail)
         if not found:
             if code is None:
-                return _failure(FailureKind.TIMEOUT, f"no {self._num_steps} steps within {self._limit_s:g} s", tail)
+                return _failure(FailureKind.TIMEOUT, f"no {self._num_steps} steps within the limit", tail)
             kind, message = classify_exit(code, tail, oom_killed=oom_kill_count() > kills_before)
             if missing := _MISSING.findall(tail):  # says nothing about the setup
                 kind, message = FailureKind.MACHINE, f"the program lacks a package: {missing[-1]}"
             if code == 0:
                 kind, message = FailureKind.UNSUPPORTED, "it ended without a step of transformers' Trainer"
             return _failure(kind, message, tail)
-        best = max(found, key=lambda seen: len(seen["step_s"]))
-        if len(best["step_s"]) <= WARM_UP_STEPS:
-            return _failure(FailureKind.CRASHED, f"it ended after {len(best['step_s'])} optimizer steps", tail)
+        best = max(found, key=lambda seen: len(seen.step_s))
+        if len(best.step_s) <= WARM_UP_STEPS:
+            return _failure(FailureKind.CRASHED, f"it ended after {len(best.step_s)} optimizer steps", tail)
         return measurement(self._file, self._request, best, before.used_bytes if before is not None else None)
 
     def _wait(self, words: list[str], variables: Mapping[str, str], log: Path) -> int | None:
@@ -259,13 +302,13 @@ class _Watched:
                     f"{words[0]} cannot be started: {error.strerror or error}",
                     hint=f"bash launch/run.sh install {self._file.target}",
                 ) from error
-        deadline = time.monotonic() + self._limit_s
         try:
-            while time.monotonic() < deadline:
+            while time.monotonic() < self._ends_at:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return child.wait(POLL_S)
-                with contextlib.suppress(OSError):
-                    self._say(f"step {(self._seen / PROGRESS).read_text()} of {self._num_steps}")
+                with contextlib.suppress(ConfigError, ValueError):
+                    step = int(read_text(self._seen / PROGRESS, max_bytes=20))
+                    self._say(f"step {step} of {self._num_steps}")
             return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -294,27 +337,25 @@ class _Watched:
         return {**found, "CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
 
 
-def measurement(
-    file: LaunchedFile, request: ProbeRequest, seen: Mapping[str, Any], used_before: int | None
-) -> Measurement:
+def measurement(file: LaunchedFile, request: ProbeRequest, seen: Seen, used_before: int | None) -> Measurement:
     """What a run took, from what it showed; `used_before`: the device's bytes in use before it."""
     setup = request.setup
-    on_cpu = seen["device"] == "cpu"
-    reserved = seen.get("peak_reserved_bytes", seen["peak_resident_bytes"])
-    added = seen["used_bytes"] - used_before if used_before is not None and "used_bytes" in seen else None
-    between = sorted(seen["between_s"][WARM_UP_STEPS - 1 :])
-    here = read_environment(request.device, request.gpu_key, cuda=seen["cuda"])
+    on_cpu, allocated, reserved = seen.device == "cpu", seen.peak_allocated_bytes, seen.peak_reserved_bytes
+    reserved = seen.peak_resident_bytes if reserved is None else reserved
+    added = seen.used_bytes - used_before if used_before is not None and seen.used_bytes is not None else None
+    between = sorted(seen.between_s[WARM_UP_STEPS - 1 :])
+    here = read_environment(request.device, request.gpu_key, cuda=seen.cuda)
     return Measurement(
         rung=Rung.RUN,
-        peak_allocated_bytes=seen.get("peak_allocated_bytes", seen["peak_resident_bytes"]),
+        peak_allocated_bytes=seen.peak_resident_bytes if allocated is None else allocated,
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved if added is None else added,
-        phase_peaks_bytes={"load": seen["loaded_bytes"]} if seen["loaded_bytes"] else {},
-        step_times_s=tuple(seen["step_s"][WARM_UP_STEPS:]),
+        phase_peaks_bytes={"load": seen.loaded_bytes} if seen.loaded_bytes else {},
+        step_times_s=seen.step_s[WARM_UP_STEPS:],
         tokens_per_step=setup.tokens_per_step,
         layers_measured=(),
-        environment=replace(here, python=seen["python"], libraries=seen["libraries"]),
-        flags=("allocator-retries",) if seen.get("num_alloc_retries") else (),
+        environment=replace(here, python=seen.python, libraries=seen.libraries),
+        flags=("allocator-retries",) if seen.num_alloc_retries else (),
         notes=tuple(_notes(file, seen, on_cpu=on_cpu)),
         device_peak_is_nvml=added is not None,
         between_steps_s=between[len(between) // 2] if between else 0.0,
@@ -322,9 +363,9 @@ def measurement(
     )
 
 
-def _notes(file: LaunchedFile, seen: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+def _notes(file: LaunchedFile, seen: Seen, *, on_cpu: bool) -> Iterator[str]:
     yield (
-        f"{shlex.join(split_command(file.command)[0])}: {len(seen['step_s'])} optimizer steps of its own trainer, "
+        f"{shlex.join(split_command(file.command)[0])}: {len(seen.step_s)} optimizer steps of its own trainer, "
         f"the first {WARM_UP_STEPS} not counted"
     )
     if not file.model_here:
@@ -333,7 +374,7 @@ def _notes(file: LaunchedFile, seen: Mapping[str, Any], *, on_cpu: bool) -> Iter
         yield "texts that fill every sequence stood in for the data set"
     if on_cpu:
         yield "a rehearsal on the CPU: memory is the process's own, speed this CPU's"
-    mine = [size for pid, size in seen.get("processes", ()) if size]
+    mine = [size for _, size in seen.processes if size]
     if len(mine) > 1:
         yield f"{len(mine)} processes held memory of the device: {', '.join(gib(size) for size in mine)}"
 

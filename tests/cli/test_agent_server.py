@@ -114,6 +114,37 @@ def test_nothing_outside_the_roots_is_read_and_nothing_inside_is_executed(desk: 
     assert "outside the folders" in refused.content[0].text
 
 
+OUTSIDE = {
+    "a.yaml": ("model_name_or_path: {there}\nmax_length: 64\n", "outside the folders"),
+    "b.yaml": ("model_name_or_path: gpt2\nmax_length: 64\ndeepspeed: {outside}/ds.json\n", "ds.json"),
+    "t.py": (
+        "import json\nfrom trl import SFTConfig, SFTTrainer\n"
+        "n = json.load(open('{outside}/args.json'))['max_length']\n"
+        "SFTTrainer('gpt2', args=SFTConfig(max_length=n)).train()\n",
+        "",
+    ),
+}
+"""File -> a text of it that names a file elsewhere, and what is said of that file."""
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_nothing_that_a_sent_text_names_outside_the_roots_is_read(
+    desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the folder beside which a relative path leads out
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 77}
+    (outside / "config.json").write_text(json.dumps(config))
+    (outside / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 77}')
+    (outside / "args.json").write_text('{"max_length": 77}')
+    text, said = OUTSIDE[name]
+    text = text.format(outside="../outside", there=outside)
+    (result,) = ask(desk, ("check", {"gpu": "t4", "text": text, "file_name": name}))
+    assert "77" not in result.content[0].text.replace(str(tmp_path), ""), result.content[0].text
+    assert said in result.content[0].text
+
+
 def test_answers_hold_no_home_and_no_token(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     token = "hf_" + "a1" * 12
     monkeypatch.setenv("HF_TOKEN", token)

@@ -1,8 +1,10 @@
 """`plan confirm DIR --run TARGET`: the launch file's own run in the store, in plan.json and in the reports."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,21 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
     monkeypatch.setattr(confirm, "run_target", remembered)
     return install
+
+
+def test_a_run_ends_with_its_limit_whatever_it_waits_for(
+    folder: Path, on_a_gpu: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights that are written for ever, a device that is never free: nothing that the limit of a command would end."""
+    on_a_gpu()
+    monkeypatch.setattr(FileExecutor, "_run", lambda self, request: time.sleep(600))
+    monkeypatch.setattr(running, "GRACE_S", 0.1)
+    begun, how = time.monotonic(), running.HowToRun(num_steps=5, limit_s=0.2, store=tmp_path / "s.jsonl")
+    confirmation, _ = running.run_target(folder, read_plan_json(folder), "trl", how)
+    assert time.monotonic() - begun < 10
+    assert isinstance(confirmation.outcome, ProbeFailure)
+    assert confirmation.outcome.kind is FailureKind.TIMEOUT
+    assert not (tmp_path / "s.jsonl").exists()
 
 
 def plan_of(folder: Path) -> Any:
@@ -209,13 +226,15 @@ def test_tune_ends_with_the_run_of_the_first_file_whose_tool_is_here(
 
     on_a_gpu(speed=1.02)
     plan = plan_of(folder)
-    after = confirmed_plan(plan, folder, None, tmp_path / "s.jsonl")
+    after = confirmed_plan(plan, folder, None, tmp_path / "s.jsonl", ends_at=inf)
     assert "the plan held" in capsys.readouterr().err
     assert after.chosen.run.program == "trl"
+    over = confirmed_plan(plan, folder, None, tmp_path / "s.jsonl", ends_at=time.monotonic() + 1.0)
+    assert (over is plan, "the budget is over" in capsys.readouterr().err) == (True, True)
     assert plan_of(folder).chosen.run == after.chosen.run
     (folder / "launch" / "trl").rename(folder / "elsewhere")
     document = read_plan_json(folder)
     document["launch"] = []
     (folder / "plan.json").write_text(json.dumps(document))
-    assert confirmed_plan(plan, folder, None, tmp_path / "s.jsonl") is plan
+    assert confirmed_plan(plan, folder, None, tmp_path / "s.jsonl", ends_at=inf) is plan
     assert "no launch file was run" in capsys.readouterr().err

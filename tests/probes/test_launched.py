@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from planner.children import ROOT
+from planner.codec import decode
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
@@ -102,13 +103,22 @@ def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> Non
             "out of memory",
         ),
         ("print('done')", FailureKind.UNSUPPORTED, "without a step of transformers' Trainer"),
-        ("import time; time.sleep(600)", FailureKind.TIMEOUT, "no 5 steps within 2 s"),
+        ("import time; time.sleep(600)", FailureKind.TIMEOUT, "no 5 steps within the limit"),
     ],
 )
 def test_a_run_that_fails_or_hangs_is_an_outcome(program: str, kind: FailureKind, words: str, tmp_path: Path) -> None:
     found = outcome(tmp_path, file(program), limit_s=2.0 if kind is FailureKind.TIMEOUT else 60.0)
     assert isinstance(found, ProbeFailure)
     assert (found.kind, words in found.message) == (kind, True), found.message
+
+
+@pytest.mark.parametrize(
+    "wrote", ["{", '{"step_s": ["x", 1, 2, 3]}', json.dumps({**SEEN, "step_s": [0.0] * 9}), "\\xff"]
+)
+def test_what_a_run_wrote_of_itself_and_is_not_that_is_its_crash(wrote: str, tmp_path: Path) -> None:
+    found = outcome(tmp_path, file(f"open('seen/seen-1.json', 'w', encoding='latin-1').write({wrote!r})"))
+    assert isinstance(found, ProbeFailure)
+    assert (found.kind, "cannot be read" in found.message) == (FailureKind.CRASHED, True), found.message
 
 
 def test_the_data_are_made_by_the_folders_own_program_before_the_run(tmp_path: Path) -> None:
@@ -221,7 +231,7 @@ def test_what_a_gpu_showed_is_written_from_cudas_own_statistics(
     seen = watch.memory_seen()
     assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
     assert seen["used_bytes"] == 9 * GIB + 600 * MIB
-    told = {**SEEN, **seen}
+    told = decode(launched.Seen, {**SEEN, **seen})
     found = launched.measurement(file(), request("cuda:0"), told, 600 * MIB)
     assert (found.peak_device_bytes, found.device_peak_is_nvml, found.flags) == (9 * GIB, True, ("allocator-retries",))
 
