@@ -5,10 +5,12 @@ What is left out goes the same way through the code as what is kept; `make whole
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TypeVar
 
 WHOLE = bool(os.environ.get("TESTS_WHOLE"))
 Case = TypeVar("Case")
+Other = TypeVar("Other")
 
 
 def some(cases: Sequence[Case], step: int) -> Sequence[Case]:
@@ -23,3 +25,11 @@ def these(chosen: Iterable[Case], cases: Sequence[Case]) -> Sequence[Case]:
     kept = list(chosen)
     assert all(case in cases for case in kept), kept
     return [case for case in cases if case in kept]
+
+
+def paired(ones: Iterable[Case], others: Iterable[Other], num: int) -> Sequence[tuple[Case, Other]]:
+    """Of a product, diagonals: each value of the longer side meets `num` of the shorter, all of which are met."""
+    left, right = [*ones], [*others]
+    shorter = min(len(left), len(right))
+    every = [*product(range(len(left)), range(len(right)))]
+    return [(left[i], right[j]) for i, j in every if WHOLE or (i + j) % shorter < num]

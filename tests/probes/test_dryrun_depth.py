@@ -22,6 +22,7 @@ from probes.dryrun.fastmeta import SHORTCUTS, Remembered
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config, period_of, truncated_config
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
+from tests.whole import these
 
 AMPERE = (8, 0)
 DEEP = 5
@@ -71,13 +72,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bloom int8, biases replaced": ("bloom", {"n_layer": DEEP}, {"method": "qlora", "quantization": "int8"}),
     "gpt-neo local and global": ("gpt_neo", {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}, {}),
 }
+SOME = (
+    "llama every third layer", "qwen2 full", "gemma2 int8, dropout", "gemma3 five to one", "gpt2",
+    "deepseek dense first", "mixtral", "starcoder2 qlora, the first layer's input in 16 bits",
+    "gpt-neo local and global",
+)  # fmt: skip
+"""Each pattern of layers, method, quantization and optimizer once."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "changes", "fields"), CASES.values(), ids=CASES.keys())
-def test_dry_run_repeated_depth_equals_full_depth(
-    model_type: str, changes: dict[str, Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", these(SOME, [*CASES]))
+def test_dry_run_repeated_depth_equals_full_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, changes, fields = CASES[name]
     said: list[str] = []
     monkeypatch.setattr(engine.log, "debug", lambda text, *values: said.append(text % values))
     config = small_config(model_type, **changes)

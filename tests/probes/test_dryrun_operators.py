@@ -11,6 +11,7 @@ from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.run import run_speed
 from probes.dryrun import DryRunReport, dry_run_report
+from tests.whole import some
 
 MODEL, GPU = "Qwen/Qwen3-0.6B", find_gpu("h200")
 SETUPS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def counted(program: Program, places: Any) -> Counter[tuple[Any, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", some([*SETUPS], 2))
 def test_the_full_depth_issues_what_was_repeated(name: str) -> None:
     short, whole = report(SETUPS[name]), report(SETUPS[name], full_depth=True)
     assert short.depth < short.num_layers == whole.depth

@@ -12,6 +12,7 @@ from probes.dryrun.startup import collection_paused
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config, truncated_config
 from tests.probes.dryrun_small import peaks, small_config
+from tests.whole import paired
 
 NO_FLASH = (7, 0)
 """A capability whose SDPA choice for bf16 and grouped queries is the math kernel, which a CPU can run."""
@@ -61,16 +62,14 @@ def _agree(model_type: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", SETUPS.values(), ids=SETUPS.keys())
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_dry_run_every_segment_equals_real_tensors(model_type: str, fields: dict[str, Any]) -> None:
-    _agree(model_type, fields)
+@pytest.mark.parametrize(("model_type", "name"), paired(FAMILIES, SETUPS, 3))
+def test_dry_run_every_segment_equals_real_tensors(model_type: str, name: str) -> None:
+    _agree(model_type, SETUPS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", DENSE_SETUPS.values(), ids=DENSE_SETUPS.keys())
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
-def test_dry_run_quantized_and_other_optimizers_equal_real_tensors(model_type: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model_type", "name"), paired(("llama", "gemma2", "gpt2"), DENSE_SETUPS, 2))
+def test_dry_run_quantized_and_other_optimizers_equal_real_tensors(model_type: str, name: str) -> None:
     """Left out because a CPU differs by design: foreach AdamW keeps its step counters in CPU tensors, int8 layers and
     paged states take another path there, 8-bit tables are not copied."""
-    _agree(model_type, fields)
+    _agree(model_type, DENSE_SETUPS[name])

@@ -20,7 +20,7 @@ from tests.probes.stage_rank import traced
 
 ROOT = Path(__file__).resolve().parents[2]
 AMPERE = (8, 0)
-DEEP = 18
+DEEP = 12
 PIPELINE: dict[str, Any] = {
     "method": "full",
     "lora_rank": 0,

@@ -16,7 +16,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport, dry_run_report, standins
 from tests.whole import WHOLE
 
-STEP = 1 if WHOLE else 2
+STEP = 1 if WHOLE else 3
 POINTS = [
     ("qwen/qwen2.5-0.5b", TrainSetup(seq_len_tokens=512, lora_dropout=0.05)),
     ("google/gemma-3-1b-it", TrainSetup(method="full", lora_rank=0, attention="eager", checkpointing=0)),

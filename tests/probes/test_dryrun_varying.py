@@ -23,7 +23,7 @@ from probes.stack.configs import load_config
 from tests.probes.dryrun_small import small_config
 
 GPU = find_gpu("a100-80gb")
-CONFIG = small_config("llama", num_hidden_layers=8)
+CONFIG = small_config("llama", num_hidden_layers=3)
 MODEL = spec_from_config(CONFIG, model_id="small", source="here")
 FIXED = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, lora_rank=4, accumulation_steps=3, expandable_segments=False)
 

@@ -37,6 +37,7 @@ from probes.stack import timm_towers
 from probes.stack.autocast import emulated_autocast
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
+from tests.whole import some
 
 TOLERANCE = 0.01
 """The worst of benchmarks/data/images.jsonl's Gemma 3n is 0.7 %."""
@@ -245,7 +246,7 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{}, {"checkpointing": 0}, {**METHODS["full"], "checkpointing": 0}], ids=["lora", "kept", "full, kept"]
+    "fields", some([{}, {"checkpointing": 0}, {**METHODS["full"], "checkpointing": 0}], 2), ids=str
 )
 def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
     """Per-layer embeddings, AltUp, LAuReL, keys and values of another layer, sparse activations."""
@@ -265,7 +266,7 @@ def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
 
 
 @WITH_TIMM
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", some(["full", "lora"], 2))
 def test_formula_and_dry_run_agree_on_pictures(method: str) -> None:
     config = raw()
     config["text_config"] = config["text_config"] | {"num_hidden_layers": 10, "num_kv_shared_layers": 5}

@@ -13,6 +13,7 @@ from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, lora_linears, num_lora_params, peft_target_modules
+from tests.whole import paired
 
 peft = pytest.importorskip("peft")
 
@@ -62,8 +63,7 @@ def without_numbers(names: set[str], model: ModelSpec) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", ["all-linear", "attention", ("lm_head", *SEVEN)], ids=["all", "attention", "named"])
-@pytest.mark.parametrize("entry", CHOSEN, ids=lambda entry: entry.model_id)
+@pytest.mark.parametrize(("entry", "targets"), paired(CHOSEN, ("all-linear", "attention", ("lm_head", *SEVEN)), 2))
 def test_targets_equal_peft(entry: catalogue.CatalogueEntry, targets: Targets) -> None:
     config = shallow(entry.config)
     spec = spec_from_config(config, model_id=entry.model_id, source="test")

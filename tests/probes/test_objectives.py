@@ -16,6 +16,7 @@ from planner.models.adapters import spec_from_config
 from planner.predict import predict
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
+from tests.whole import paired
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 0.02
@@ -48,22 +49,21 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
 
 
-@pytest.mark.parametrize("spread", [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}])
-@pytest.mark.parametrize(
-    ("objective", "changes"),
-    [
-        ("dpo", {"method": "full", "precision": "bf16-autocast"}),
-        ("dpo", {"method": "lora", "checkpointing": 0}),
-        ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
-        ("kto", {"method": "full", "precision": "bf16-mixed", "checkpointing": 0}),
-        ("kto", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
-        ("orpo", {"method": "lora"}),
-        ("reward", {"method": "lora"}),
-    ],
-)
-def test_formula_and_dry_run_agree_on_several_gpus(
-    objective: str, changes: dict[str, Any], spread: dict[str, Any]
-) -> None:
+SPREADS: list[dict[str, Any]] = [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}]
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {"method": "full", "precision": "bf16-autocast"}),
+    ("dpo", {"method": "lora", "checkpointing": 0}),
+    ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
+    ("kto", {"method": "full", "precision": "bf16-mixed", "checkpointing": 0}),
+    ("kto", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
+    ("orpo", {"method": "lora"}),
+    ("reward", {"method": "lora"}),
+]
+
+
+@pytest.mark.parametrize(("case", "spread"), paired(SHARED, SPREADS, 1))
+def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, Any]], spread: dict[str, Any]) -> None:
+    objective, changes = case
     config, card = config_of(8), find_gpu("a100-80gb")
     job = {"num_gpus": 4, "parallel": spread["parallel"], "reshard_after_forward": "keep" not in spread}
     setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **job, **changes})

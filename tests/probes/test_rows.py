@@ -14,6 +14,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport, dry_run_report, rows
 from probes.dryrun.rows import shorter, walks_through_tokens
 from probes.module_tree import spec_of_tree
+from tests.whole import paired
 
 H100 = find_gpu("h100-sxm")
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3}
@@ -24,12 +25,10 @@ HYBRID = {
 }  # fmt: skip
 """Attention with a mask among the recurrences: bytes that grow with the square of the row."""
 CHUNKED = {"model_type": "mamba2", **SIZES, "num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 4}
+SHORT = ({"micro_batch_seqs": 2}, {"checkpointing": 0, "method": "full", "lora_rank": 0, "precision": "fp32"})
 
 
-@pytest.mark.parametrize("config", [MAMBA, HYBRID], ids=lambda one: str(one["model_type"]))
-@pytest.mark.parametrize(
-    "fields", [{"micro_batch_seqs": 2}, {"checkpointing": 0, "method": "full", "lora_rank": 0, "precision": "fp32"}]
-)
+@pytest.mark.parametrize(("config", "fields"), paired((MAMBA, HYBRID), SHORT, 1))
 def test_short_rows_say_what_a_long_one_takes(
     config: dict[str, Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

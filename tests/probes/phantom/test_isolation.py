@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests.whole import some
+
 ROOT = Path(__file__).parents[3]
 USERS = [None, "nobody"] if os.geteuid() == 0 else [None]
 FOREIGN_GROUP = 54_321
@@ -224,7 +226,7 @@ def test_the_page_says_how_many_kinds_of_harm_there_are() -> None:
 @pytest.mark.parametrize(
     ("kind", "user"),
     [
-        *((kind, user) for kind in ("namespaces", "landlock") for user in USERS),
+        *((kind, user) for kind in ("namespaces", "landlock") for user in some(USERS[::-1], 2)),
         pytest.param("namespaces of root's", None, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root's alone")),
     ],
 )
@@ -418,7 +420,7 @@ def test_what_runs_too_long_or_fills_the_disk_is_stopped(plant: Callable[..., Ma
     machine.check()
 
 
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("user", some(USERS[::-1], 2))
 def test_no_python_imports_torch_without_the_phantom(plant: Callable[..., Machine], user: str | None) -> None:
     """However it is started. This torch is none, on which the phantom GPU cannot be: the process ends at once."""
     machine = plant(user)
@@ -466,7 +468,7 @@ Trainer(model, settings, train_dataset=rows, callbacks=[Look()]).train()
 """
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+@pytest.mark.parametrize("kind", some(["namespaces", "landlock"], 2))
 def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine], kind: str) -> None:
     """PyTorch's and safetensors' own writers, and a Trainer that overwrites a checkpoint and deletes the older."""
     machine = plant(None)
