@@ -2,7 +2,7 @@
 time left on stderr: a live bar where a person watches, nothing in a pipe or a log."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -112,13 +112,13 @@ class Sheet(ABC):
 T = TypeVar("T")
 
 
-def _told(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
+def _told(items: Iterable[T], words: str, console: Console, num: int) -> Iterator[T]:
     told = started = monotonic()
     for number, item in enumerate(items):
         if number and monotonic() - told > STILL_S:
             told = monotonic()
-            left = seconds((told - started) / number * (len(items) - number))
-            console.print(f"{words}: {number} of {len(items)}, {left} left", markup=False, highlight=False)
+            left = seconds((told - started) / number * (num - number))
+            console.print(f"{words}: {number} of {num}, {left} left", markup=False, highlight=False)
         yield item
 
 
@@ -128,17 +128,19 @@ QUIET_S = 0.5
 """Work that is done sooner shows no bar."""
 
 
-def steps(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
-    """The items one by one, with a bar and the time left while they are worked on.
+def steps(items: Iterable[T], words: str, console: Console, *, num: int | None = None) -> Iterator[T]:
+    """The items one by one, with a bar and the time left while they are worked on; `num` of them, where they do not
+    know it themselves.
 
     The bar appears only on a terminal and only after half a second; it disappears when done, also after an exception.
     Elsewhere a line is told every few seconds.
     """
-    if len(items) < 2:
+    num = len(items) if isinstance(items, Sized) else num or 0
+    if num < 2:
         yield from items
         return
     if not console.is_terminal:
-        yield from _told(items, words, console)
+        yield from _told(items, words, console, num)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -146,7 +148,7 @@ def steps(items: Sequence[T], words: str, console: Console) -> Iterator[T]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     shown = False
-    task = bar.add_task(words, total=len(items))
+    task = bar.add_task(words, total=num)
     try:
         for number, item in enumerate(items):
             if not shown and monotonic() - started > QUIET_S:

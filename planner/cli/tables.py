@@ -4,11 +4,13 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from planner.app.cores import on_cores
 from planner.app.targets import compare_targets as choices_of_targets
 from planner.choices.kernels import PLANNED_KERNELS
 from planner.cli import options
@@ -182,19 +184,23 @@ def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Wo
     names = catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
-    rows, wishes = [], []
-    for name in steps(names, "planning", console(stderr=True)):
-        spec = catalogue.load(name)
-        assert spec is not None
-        if spec.front_end is not None and not match:  # whose length is another thing: asked for by name
-            continue
-        wish = asked.workload(spec, card)
-        wishes.append(wish)
-        longest = longest_tokens(wish)
-        within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
-        rows.append(ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None))
+    answers = on_cores(partial(_row, asked, card, front_ends=bool(match)), names)
+    found = [one for one in steps(answers, "planning", console(stderr=True), num=len(names)) if one is not None]
+    rows = [row for row, _ in found]
     rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
-    return rows, max(wishes, key=lambda one: one.seq_len_tokens)
+    return rows, max((wish for _, wish in found), key=lambda one: (one.seq_len_tokens, one.model.model_id))
+
+
+def _row(asked: Wish, card: GpuSpec, name: str, *, front_ends: bool) -> tuple[ModelChoice, Workload] | None:
+    """A model's row and wish; None for one that hears or sees, whose length is another thing: asked for by name."""
+    spec = catalogue.load(name)
+    assert spec is not None
+    if spec.front_end is not None and not front_ends:
+        return None
+    wish = asked.workload(spec, card)
+    longest = longest_tokens(wish)
+    within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
+    return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None), wish
 
 
 @takes_options

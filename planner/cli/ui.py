@@ -1,14 +1,14 @@
 """`plan ui`: a page in which a person slides through the settings, served on this machine alone or written as files."""
 
 import json
-import os
 import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 from planner import __version__
+from planner.app.cores import on_cores
 from planner.app.progress import ProgressLine
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
@@ -364,11 +365,12 @@ def _write(shelf: Shelf, folder: Path) -> None:
     kept = f", {num - left} of them written before" if left < num else ""
     print(f"{num} pair{'s' * (num > 1)} of model and GPU{kept}", file=sys.stderr)
     line = ProgressLine(total=left)
-    for model, gpus in _written(shelf, folder, wanted):
-        for _ in gpus:
+    # a data set is counted once, by one process
+    for model_id, num_gpus in on_cores(partial(_write_grids, shelf, folder), wanted, alone=shelf.sized):
+        for _ in range(num_gpus):
             line.advance()
         if len(wanted) > 1:
-            line.say(f"written: {model.model_id}")
+            line.say(f"written: {model_id}")
     line.close()
     write_text(folder / "index.html", shelf.page(writes=False), inside=folder)
     print(f"wrote {folder / 'index.html'}", file=sys.stderr)
@@ -398,38 +400,9 @@ def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:
     return folder / "grid" / f"{grid_name(model.model_id, gpu.key)}.js"
 
 
-def _written(shelf: Shelf, folder: Path, wanted: list[Wanted]) -> Iterator[Wanted]:
-    """Each model once its figures are written: by forks of this process where there are cores and no data set, whose
-    counting is one process's."""
-    num = min(len(wanted), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    if num < 2 or shelf.sized:
-        for one in wanted:
-            _write_grids(shelf, folder, one)
-            yield one
-        return
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(num, get_context("fork"), _WORKER.extend, ((shelf, folder, wanted),)) as pool:
-        answers = {pool.submit(_write_nth, place): one for place, one in enumerate(wanted)}
-        try:
-            for answer in as_completed(answers):
-                answer.result()
-                yield answers[answer]
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-_WORKER: list[Any] = []
-"""In a fork: the shelf, the folder and what is wanted, which it has from its parent."""
-
-
-def _write_nth(place: int) -> None:
-    shelf, folder, wanted = _WORKER
-    _write_grids(shelf, folder, wanted[place])
-
-
-def _write_grids(shelf: Shelf, folder: Path, wanted: Wanted) -> None:
+def _write_grids(shelf: Shelf, folder: Path, wanted: Wanted) -> tuple[str, int]:
+    """The model whose figures were written, and of how many GPUs."""
     model, gpus = wanted
     for gpu in gpus:
         write_text(_grid_file(folder, model, gpu), grid_script(shelf.grid(model, gpu)), inside=folder)
+    return model.model_id, len(gpus)
