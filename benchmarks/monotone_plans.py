@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planner.cli.options import cluster_of
+from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, merged
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.planning.answer import choose
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.wish import Wish

@@ -2,15 +2,17 @@
 plan after it: what was measured is chosen, its rivals ranked, and what no probe could run told."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.decision.candidates import candidate
+from planner.decision.choosing import spaces
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.node import Node, node_of_setup
+from planner.decision.policy import fewer_matrices, full_quality, worst_quality
 from planner.decision.simplicity import lossiness, simplicity
-from planner.decision.spreads import spread_name
+from planner.decision.spreads import STAGES, Spread, spread_key, spread_name, spreads, spreads_of_one
 from planner.decision.tree import preferred_nodes
 from planner.interchange import setup_to_dict
 from planner.notes import found
@@ -88,24 +90,26 @@ def _nodes(plan: Plan) -> frozenset[Node]:
     return frozenset({mine, Node.LORA, *([Node.FOUR_BIT] if spare else [])})
 
 
-def _walked(plan: Plan) -> Iterable[Point]:
-    """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
-    wish = plan.workload
+def _walked(plan: Plan) -> Iterator[Point]:
+    """The spaces that the plan was chosen from, of one GPU or of every spread; states on the host only where the plan
+    or the user wants them."""
+    wish, values, taken = plan.workload, dimension_values(plan.workload), plan.chosen.setup
+    fewer = fewer_matrices(wish, values, ()) if taken.lora_targets == "attention" or taken.quantized else {}
     if wish.num_gpus == 1:
-        return walk(wish)
-    from planner.decision.spreads import STAGES, spreads
-
-    hosted = plan.chosen.setup.offload != "none" or "offload" in wish.fixed
-    found = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
-    return walk(wish, dimension_values(wish), found) if found else ()
+        chosen: tuple[Spread, ...] = spreads_of_one(wish)
+    else:
+        hosted = taken.offload != "none" or "offload" in wish.fixed
+        chosen = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
+    for given in (values, fewer) if chosen else ():
+        for space, own in spaces(wish, given):
+            if space.targets == wish.targets:  # a probe runs no other program than the one that was named
+                yield from walk(space, own, chosen)
 
 
 def _probed_and_told(
     points: Sequence[Point], unprobed: "Unprobed", budget_bytes: int
 ) -> tuple[list[Point], list[Point]]:
     """(what a probe can run, of every spread that none can the first that fits)."""
-    from planner.decision.spreads import spread_key
-
     probed: list[Point] = []
     told: dict[Any, Point] = {}
     reasons: dict[Any, str] = {}
@@ -122,8 +126,6 @@ def _probed_and_told(
 
 def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
     """The first points of every spread."""
-    from planner.decision.spreads import spread_key
-
     counts: Counter[Any] = Counter()
     for point in points:
         key = spread_key(point.shared)
@@ -227,6 +229,9 @@ def _preferred(wish: Workload, best: Candidate, candidates: Sequence[Candidate])
     found = {node_of_setup(one.setup) for one in timed}
     node = next((node for node in preferred_nodes(wish) if node in found), None)
     own = [one for one in timed if node_of_setup(one.setup) is node]
+    allowed = worst_quality((one.setup, one.tokens_per_s) for one in own)
+    own = [one for one in own if full_quality(one.setup) <= allowed]
+    own = [one for one in own if one.setup.lora_targets == "all-linear"] or own
     floor = (1 - PREFERENCE_FRACTION) * max(one.tokens_per_s for one in own)
     return min(
         (one for one in own if one.tokens_per_s >= floor),

@@ -8,6 +8,7 @@ from typing import Any
 from planner.choices.kernels import KERNELS
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
+from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts
 from planner.decision.policy import left_out
 from planner.errors import NotExpressed, SetupError, UsageError
@@ -15,7 +16,7 @@ from planner.hardware.kernels import missing_kernels
 from planner.notes import risk
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
-from planner.planning.answer import choose, plan_workload
+from planner.planning.answer import plan_workload
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.records import dataclass

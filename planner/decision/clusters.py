@@ -3,16 +3,17 @@
 The walk is a coarse one (DDP and FSDP2; few optimizers and losses): `plan MODEL --gpu GPU --gpus N` looks closer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate
+from planner.decision.choosing import choose, spaces
 from planner.decision.facts import Facts, add_spreads, best_spread
 from planner.decision.node import Node
-from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads, spreads_of_one
+from planner.decision.spreads import FIRST_STAGES, ONE_GPU, spreads
 from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
 from planner.planning.space import dimension_values
@@ -77,21 +78,23 @@ def best_of(workload: Workload) -> dict[Node, Point | None]:
         for one in spreads(workload, FIRST_STAGES)
         if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
     ]
-    return _best(workload, coarse_values(workload), chosen if workload.num_gpus > 1 else [ONE_GPU])
+    facts = Facts()
+    for wish, _ in spaces(workload, dimension_values(workload)):
+        add_spreads(wish, coarse_values(wish), facts, chosen if workload.num_gpus > 1 else [ONE_GPU])
+    return _best(facts)
 
 
 def best_points(workload: Workload) -> dict[Node, Point | None]:
-    """The best point of every node: of the whole space on one GPU, of the coarse walk on several."""
+    """The best point of every node: as a plan walks it on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
-    return _best(workload, dimension_values(workload), spreads_of_one(workload))
-
-
-def _best(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: Sequence[Spread]
-) -> dict[Node, Point | None]:
     facts = Facts()
-    add_spreads(workload, values, facts, chosen)
+    choose(workload, dimension_values(workload), facts)
+    return _best(facts)
+
+
+def _best(facts: Facts) -> dict[Node, Point | None]:
+    facts.nodes()  # settles what quality is taken over all spreads
     return {node: best_spread(facts.of_node(node)) for node in Node}
 
 

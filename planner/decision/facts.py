@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.choices.packages import PACKAGE_PRICES
 from planner.decision.node import Node, node_of_setup
-from planner.decision.policy import MASTERS_WORTH, equals, full_quality
+from planner.decision.policy import equals, full_quality, worst_quality
 from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
@@ -276,12 +276,9 @@ class Facts:
         """Of full fine-tuning, whether what has no fp32 master weights may be taken under any spread: where nothing
         else surely fits, or all else is slower by more than they are worth."""
         known = self.of_node(Node.FULL).values()
-        fastest = [0.0, 0.0]
-        for point in (point for facts in known for point in facts.sure):
-            quality = full_quality(point.shared)
-            fastest[quality] = max(fastest[quality], point.tokens_per_s)
+        worst = worst_quality((point.shared, point.tokens_per_s) for facts in known for point in facts.sure)
         for facts in known:
-            facts.worst_quality = int(fastest[0] < (1 - MASTERS_WORTH) * fastest[1] or not fastest[0])
+            facts.worst_quality = worst
             facts.preferred = {}
 
 

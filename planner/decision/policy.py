@@ -2,7 +2,7 @@
 quality and how much speed that is worth, what may be preferred for being simpler, what is left out and why.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,16 @@ def full_quality(setup: TrainSetup) -> int:
     if setup.method != "full" or PRECISIONS[setup.precision].weights == "fp32":
         return 0
     return 0 if engine_of(setup).keeps_fp32_masters else 1
+
+
+def worst_quality(fitting: Iterable[tuple[TrainSetup, float]]) -> int:
+    """The worst `full_quality` that is taken among setups with their tokens/s: without fp32 master weights only where
+    nothing else fits, or all else is slower by more than they are worth."""
+    fastest = [0.0, 0.0]
+    for setup, tokens_per_s in fitting:
+        quality = full_quality(setup)
+        fastest[quality] = max(fastest[quality], tokens_per_s)
+    return int(fastest[0] < (1 - MASTERS_WORTH) * fastest[1] or not fastest[0])
 
 
 def equals(first: TrainSetup, second: TrainSetup) -> bool:

@@ -1,13 +1,8 @@
-"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the spreads stage by stage, ask the tree, explain.
-
-One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
-parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
-offloading to the host only where nothing else surely fits, because its speed hangs on a slow link and its room on
-memory that the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits so.
-"""
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the spreads stage by stage (`decision.choosing`),
+ask the tree, explain."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -16,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.choices.kernels import KERNELS
 from planner.choices.packages import PROGRAMS, packages_of, requirement
-from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
-from planner.decision.candidates import Ranked, candidate, communication_share
-from planner.decision.facts import Facts, add_spreads, best_spread, merged, near_spreads, walk_stages
+from planner.decision.candidates import Ranked, candidate
+from planner.decision.choosing import choose
+from planner.decision.facts import Facts, merged
 from planner.decision.job import job_notes
 from planner.decision.node import Node
-from planner.decision.policy import fewer_matrices, further
-from planner.decision.spreads import FIELDS, Spread, all_spreads, spreads_of_one
-from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
+from planner.decision.spreads import FIELDS, all_spreads
+from planner.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.hardware.kernels import has_expert_stacks, missing_kernels, supported_attentions
@@ -49,9 +43,6 @@ if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 NUM_RANKED = 24
-COMMUNICATION_LIMIT = 0.25
-"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
-_FIRST = ("replicate", "shard", "other")
 
 
 class _Walked(NamedTuple):
@@ -159,96 +150,6 @@ def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], fact
         infeasible=sum(known.infeasible for known in nodes),
         impossible=max(0, _num_combinations(workload, values) * num_spreads - walked),
     )
-
-
-def choose(
-    workload: Workload,
-    values: Mapping[str, tuple[Any, ...]],
-    facts: Facts,
-    corrections: Mapping[CorrectionKey, float] | None = None,
-) -> tuple[Node | None, Point | None]:
-    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
-    node = _walk(workload, values, facts, corrections)
-    return node, best_spread(facts.of_node(node)) if node is not None else None
-
-
-def _walk(
-    workload: Workload,
-    values: Mapping[str, tuple[Any, ...]],
-    facts: Facts,
-    corrections: Mapping[CorrectionKey, float] | None,
-) -> Node | None:
-    """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
-    if workload.num_gpus == 1:
-        chosen = spreads_of_one(workload)
-        add_spreads(workload, values, facts, chosen, corrections)
-        _walk_further(workload, values, facts, chosen, corrections)
-        if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
-            add_spreads(workload, fewer, facts, chosen, corrections)
-            _walk_further(workload, fewer, facts, chosen, corrections)
-        return choose_node(facts.nodes(), workload, from_host=workload.offloads)
-    walk_stages(workload, values, facts, _FIRST, corrections)
-    if fewer := fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure):
-        walk_stages(workload, fewer, facts, _FIRST, corrections)
-    nodes = facts.nodes()
-    node = choose_node(nodes, workload)
-    slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
-    left_out = _better_left_out(workload, facts, node)
-    if node is None or slow:
-        walk_stages(workload, values, facts, ("split",), corrections)
-    elif left_out:
-        walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
-    split = node is None or slow
-    nodes = facts.nodes()
-    node = choose_node(nodes, workload)
-    if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
-        walk_stages(workload, values, facts, ("offload",) if split else ("split", "offload"), corrections)
-        nodes = facts.nodes()
-    if node is None:
-        # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-        return choose_node(nodes, workload, from_host=True)
-    _walk_further(workload, values, facts, near_spreads(facts, node), corrections)
-    return choose_node(facts.nodes(), workload)
-
-
-def _walk_further(
-    workload: Workload,
-    values: Mapping[str, tuple[Any, ...]],
-    facts: Facts,
-    chosen: Sequence[Spread],
-    corrections: Mapping[CorrectionKey, float] | None,
-) -> None:
-    """Adds what the policy leaves open beside the plain space, under these spreads."""
-    for wish in further(workload, values):
-        with suppress(UsageError):  # nothing of it has kernels here
-            add_spreads(wish, dimension_values(wish), facts, chosen, corrections)
-
-
-def _only(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], methods: tuple[str, ...]
-) -> dict[str, tuple[Any, ...]]:
-    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
-    meant for who asks for it."""
-    narrowed = {**values, "method": methods}
-    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
-        narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
-    return narrowed
-
-
-def _better_left_out(workload: Workload, facts: Facts, node: Node | None) -> tuple[str, ...]:
-    """Methods that the tree prefers to `node` and that do not fit so far."""
-    if node is None:
-        return ()
-    order = preferred_nodes(workload)
-    better = order[: order.index(node)]
-    nodes = facts.nodes()
-    missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
-    return tuple(dict.fromkeys(one.method for one in missing))
-
-
-def _communication_share(workload: Workload, facts: Facts, node: Node) -> float:
-    best = facts.nodes()[node].best()
-    return communication_share(candidate(workload, best.setup)) if best is not None else 0.0
 
 
 def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.monotone_plans import GIVEN_FRACTION, PAIRS, rising, slower
+from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts
 from planner.decision.node import node_of_setup
 from planner.decision.spreads import ONE_GPU
-from planner.planning.answer import choose
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from tests.planner.helpers import wish

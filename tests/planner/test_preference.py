@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
+from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, collect_into
 from planner.decision.node import node_of_setup
 from planner.decision.simplicity import simplicity
@@ -13,7 +14,7 @@ from planner.decision.tree import METHOD_BAND
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
-from planner.planning.answer import choose, plan_workload
+from planner.planning.answer import plan_workload
 from planner.planning.refine import correction_key
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values, planned_values

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
 from search_cases import measurement
@@ -85,6 +86,27 @@ def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
     tuned = tune_plan(plan, Tuning(dry_run=False, budget=Budget(max_probes=2)), evaluate=lambda setup: failure)
     assert tuned.chosen == plan.chosen
     assert "no probe showed a setup that fits" in tuned.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "fixed", "has"),
+    [
+        ("meta-llama/Llama-3.1-8B", 18.4, {}, {"lora_targets": "attention"}),
+        ("Qwen/Qwen2.5-0.5B", 80, {"compile": (True, False)}, {"compile": True}),
+        ("meta-llama/Llama-3.2-1B", 80, {"objective": ("grpo",)}, {"kernels": "liger"}),  # and vLLM generates
+    ],
+)
+def test_a_search_walks_every_space_that_a_plan_is_chosen_from(
+    model: str, memory_gib: float, fixed: dict[str, tuple[Any, ...]], has: dict[str, Any]
+) -> None:
+    asked = Wish(fixed=fixed, memory_gib=memory_gib).probed(("axolotl",))
+    wish = asked.workload(catalogue.load(model), find_gpu("h100-sxm"))
+    plan = plan_workload(wish)
+    assert isinstance(plan, Plan)
+    mine = plan.chosen.setup
+    assert {name: getattr(mine, name) for name in has} == has
+    own = mine.attention, mine.loss, mine.optimizer, mine.micro_batch_seqs
+    assert any(point[1:5] == own and point.setup == mine for point in search_space._walked(plan))
 
 
 def test_trial_lines_say_what_happened() -> None:
