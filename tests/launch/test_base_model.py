@@ -13,12 +13,13 @@ from planner.exporters.types import Launch
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, write_jsonl, write_launch
+from tests.whole import some
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["trl", "hf", "run.sh"])
+@pytest.mark.parametrize("target", some(["run.sh", "trl", "hf"], 2))
 def test_a_tokenizer_without_a_template_is_given_one(
     target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
 ) -> None:

@@ -201,7 +201,12 @@ def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
 QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "llama lora, accumulation": ("llama", {}, {"accumulation_steps": 4}, True),
     "gemma2 fp16, adafactor": ("gemma2", {}, {"precision": "fp16-autocast", "optimizer": "adafactor"}, True),
-    "deepseek lora": ("deepseek_v3", CASES["deepseek dense first"][1], {}, True),
+    "deepseek lora": (
+        "deepseek_v3",
+        {**CASES["deepseek dense first"][1], "num_hidden_layers": 3, "first_k_dense_replace": 1},
+        {},
+        True,
+    ),
     "gpt2, a loop that keeps its outputs": ("gpt2", {}, {"stack": "plain-loop", "accumulation_steps": 2}, False),
     "llama full, tied, accumulation": (
         "llama",

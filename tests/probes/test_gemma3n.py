@@ -221,7 +221,9 @@ class _Live(TorchDispatchMode):
 
 
 @WITH_TIMM
-@pytest.mark.parametrize(("precision", "trained"), [("bf16-pure", True), ("bf16-autocast", True), ("fp32", False)])
+@pytest.mark.parametrize(
+    ("precision", "trained"), some([("bf16-autocast", True), ("bf16-pure", True), ("fp32", False)], 2)
+)
 def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None:
     setup = TrainSetup(precision=precision, method="full", lora_rank=0)
     narrow = {"fp32": torch.float32, "bf16": torch.bfloat16}[setup.weight_dtype]
