@@ -67,7 +67,7 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
             break
         try:
             short = config_of_layers(config, chosen)
-            made = _built(short)
+            made = _pattern(short)
         except (ValueError, IndexError, KeyError):
             continue
         if made.outside == pattern.outside and made.signatures == tuple(signatures[layer] for layer in chosen):

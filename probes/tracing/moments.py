@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.stretches import Pattern, Stretch
 from probes.dryrun.analysis import group_of
 from probes.dryrun.trace import Trace
+from probes.dryrun.tracker import Origin
 
 TOLERANCE = 2e-5
 """Moments within so much of a phase's highest are not told apart."""
@@ -37,15 +38,14 @@ class FoundMoment:
         return sum(self.alive.values())
 
 
-class _Course:
-    """A stretch's events: number and class of each storage made (sign 1) or released (-1) by its own pattern."""
+class _Part(NamedTuple):
+    """A run of a pattern: how many events, the highest bytes within it relative to before it and after which event, and
+    the bytes after it, each [points]."""
 
-    def __init__(self, pattern: Pattern) -> None:
-        steps = [step for run in pattern.runs for step in run]
-        self.signs = np.array([-1.0 if size is None else 1.0 for _, size in steps])
-        self.places = np.array([place for place, _ in steps], dtype=np.int64)
-        self.classes = np.array([pattern.sizes[place] for place, _ in steps], dtype=np.int64)
-        self.ends = np.cumsum([len(run) for run in pattern.runs]).tolist()
+    num_events: int
+    highest: Any
+    event: Any
+    after: Any
 
 
 def moments_of(trace: Trace, forms: Any, values: Any) -> list[FoundMoment]:
@@ -68,78 +68,79 @@ class _Walk:
         self.trace, self.forms = trace, forms
         exact = forms @ values.T
         self.sizes = np.ceil(exact / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # [classes, points]
-        self.groups: list[Group] = []
-        self._courses: dict[int, tuple[_Course, Any, Any]] = {}
-        self._groups_of: dict[int, Any] = {}
+        self._parts_of: dict[int, tuple[list[_Part], Pattern]] = {}
+        self._keys_of: dict[int, tuple[list[tuple[int, int]], Pattern]] = {}
         self._numbers: dict[Group, int] = {}
 
-    def _course(self, pattern: Pattern) -> tuple[_Course, Any]:
-        """Its events and the bytes after each of them, [events, points]."""
-        found = self._courses.get(id(pattern))
+    def _parts(self, pattern: Pattern) -> list[_Part]:
+        found = self._parts_of.get(id(pattern))
         if found is None:
-            course = _Course(pattern)
-            totals = np.cumsum(course.signs[:, None] * self.sizes[course.classes], axis=0)
-            found = self._courses[id(pattern)] = course, totals, pattern
-        return found[0], found[1]
+            parts = []
+            for run in pattern.runs:
+                signs = np.array([-1.0 if size is None else 1.0 for _, size in run])
+                classes = [pattern.sizes[place] for place, _ in run]
+                totals = np.cumsum(signs[:, None] * self.sizes[classes], axis=0) if run else None
+                if totals is not None:
+                    parts.append(_Part(len(run), totals.max(axis=0), totals.argmax(axis=0), totals[-1]))
+                else:
+                    parts.append(_Part(0, None, None, None))
+            found = self._parts_of[id(pattern)] = parts, pattern
+        return found[0]
 
     def highest(self) -> dict[tuple[str, int], list[Place]]:
         """For each phase of each micro-batch the moments that are its highest at some point, and where its loss begins
         (LOSS_BEGINS)."""
-        total = np.zeros(self.sizes.shape[1])
-        best: dict[tuple[str, int], Any] = {}
-        where: dict[tuple[str, int], Any] = {}
-        begins: dict[tuple[str, int], list[Place]] = {}
-        for key, place, change in self._changes():
-            if change is None and key[0] == "loss":
-                begins.setdefault((LOSS_BEGINS, key[1]), [place])
-            if change is not None:
-                before, step = total, change
-                highs, rows = (before + step.max(axis=0), step.argmax(axis=0)) if step.ndim == 2 else (before + step, 0)
-                total = before + (step[-1] if step.ndim == 2 else step)
-            else:
-                highs, rows = total, 0
-            if key not in best:
-                best[key] = np.full(total.shape, -1.0)
-                where[key] = np.zeros((*total.shape, 2), dtype=np.int64)
-            risen = highs > best[key] * (1 + TOLERANCE)
-            best[key][risen] = highs[risen]
-            where[key][risen, 0] = place[0]
-            where[key][risen, 1] = (np.broadcast_to(rows, total.shape) + place[1])[risen]
-        found = {key: [tuple(one) for one in np.unique(each, axis=0).tolist()] for key, each in where.items()}
-        return found | begins
-
-    def _changes(self) -> Iterator[tuple[tuple[str, int], Place, Any]]:
-        """(phase and micro-batch, place of the first event, bytes after each event relative to before: [points] of one
-        event, [events, points] of several; None: a mark)."""
         alive: dict[int, int] = {}
+        total = np.zeros(self.sizes.shape[1])
+        found: dict[tuple[str, int], tuple[Any, Any]] = {}  # threshold and place of the highest so far, by point
+        begins: dict[tuple[str, int], list[Place]] = {}
+        sizes = [*self.sizes]
         key = ("load", 0)
+        limit, where = found[key] = np.zeros(total.shape), np.zeros((*total.shape, 2), dtype=np.int64)
+
+        def reach(highs: Any, index: int, events: Any) -> None:
+            risen = highs > limit
+            if risen.any():
+                limit[risen] = highs[risen] * (1 + TOLERANCE)
+                where[risen, 0] = index
+                where[risen, 1] = events[risen] if isinstance(events, np.ndarray) else events
+
+        def single(event: Event, index: int, number: int) -> None:
+            nonlocal total
+            if isinstance(event, Alloc):
+                alive[event.id] = event.size_bytes
+                total = total + sizes[event.size_bytes]
+                reach(total, index, number)
+            else:
+                assert isinstance(event, Free)
+                total = total - sizes[alive.pop(event.id)]
+
         for index, item in enumerate(self.trace.events):
             if isinstance(item, Stretch):
-                course, totals = self._course(item.pattern)
-                for place in item.pattern.left:
-                    alive[item.first + place] = item.pattern.sizes[place]
-                start, event = 0, 0
-                for end, hole in zip_longest(course.ends, item.holes):
-                    if end is not None and end > start:
-                        part = totals[start:end]
-                        yield key, (index, event), part - totals[start - 1] if start else part
-                        event, start = event + end - start, end
+                pattern, number = item.pattern, 0
+                for place in pattern.left:
+                    alive[item.first + place] = pattern.sizes[place]
+                for part, hole in zip_longest(self._parts(pattern), item.holes):
+                    if part is not None and part.num_events:
+                        reach(total + part.highest, index, part.event + number)
+                        total = total + part.after
+                        number += part.num_events
                     for one in hole or ():
-                        yield key, (index, event), self._single(one, alive)
-                        event += 1
+                        single(one, index, number)
+                        number += 1
             elif isinstance(item, Phase):
                 name = item.name.partition("/")[0]
                 key = (name, key[1] + (name == "forward" != key[0]))
-                yield key, (index, 0), None
+                if name == "loss":
+                    begins.setdefault((LOSS_BEGINS, key[1]), [(index, 0)])
+                if key not in found:
+                    found[key] = np.full(total.shape, -1.0), np.zeros((*total.shape, 2), dtype=np.int64)
+                limit, where = found[key]
+                reach(total, index, 0)
             else:
-                yield key, (index, 0), self._single(item, alive)
-
-    def _single(self, event: Event, alive: dict[int, int]) -> Any:
-        if isinstance(event, Alloc):
-            alive[event.id] = event.size_bytes
-            return self.sizes[event.size_bytes]
-        assert isinstance(event, Free)
-        return -self.sizes[alive.pop(event.id)]
+                single(item, index, 0)
+        places = {key: [tuple(one) for one in np.unique(each, axis=0).tolist()] for key, (_, each) in found.items()}
+        return places | begins
 
     # What is alive at some places
 
@@ -165,7 +166,7 @@ class _Walk:
         yield self._found(("step", 1), count)
 
     def _found(self, key: tuple[str, int], count: Any) -> FoundMoment:
-        alive = dict(zip(self.groups, count @ self.forms, strict=False))  # rows for more groups than there are
+        alive = dict(zip(self._numbers, count @ self.forms, strict=False))  # rows for more groups than there are
         alive = {one: form for one, form in alive.items() if form.any()}
         return FoundMoment(phase=key[0], micro_batch=key[1], alive=alive)
 
@@ -183,17 +184,26 @@ class _Walk:
             count[alive.pop(event.id)] -= 1
 
     def _make(self, number: int, stretch: Stretch | None, alive: dict[int, tuple[int, int]], count: Any) -> None:
-        origin, owner = self.trace.origins.get(number), self.trace.owners.get(number)
-        if origin is None:
+        origin = self.trace.origins.get(number)
+        if origin is not None:
+            key = self._key(origin, self.trace.owners.get(number))
+        else:
             assert stretch is not None
-            place = number - stretch.first
-            origin, owner = stretch.pattern.origins[place], stretch.pattern.owners.get(place)
+            key = self._keys(stretch.pattern)[number - stretch.first]
+        alive[number] = key
+        count[key] += 1
+
+    def _keys(self, pattern: Pattern) -> list[tuple[int, int]]:
+        """Group and class of each storage of a pattern."""
+        found = self._keys_of.get(id(pattern))
+        if found is None:
+            keys = [self._key(origin, pattern.owners.get(place)) for place, origin in enumerate(pattern.origins)]
+            found = self._keys_of[id(pattern)] = keys, pattern
+        return found[0]
+
+    def _key(self, origin: Origin, owner: tuple[str, str] | None) -> tuple[int, int]:
         group = group_of(origin, owner)
-        if group not in self._numbers:
-            self._numbers[group] = len(self.groups)
-            self.groups.append(group)
-        alive[number] = self._numbers[group], origin.size_bytes
-        count[alive[number]] += 1
+        return self._numbers.setdefault(group, len(self._numbers)), origin.size_bytes
 
 
 def _events(item: Event | Stretch) -> Iterator[Event]:

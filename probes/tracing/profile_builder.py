@@ -1,11 +1,13 @@
 """The step profiles of a model: which structures a plan asks for, and each from as few runs as it takes.
 
-Which layers are checkpointed and which loss follows are mostly apart: the loss's own part is the same behind them all.
-Where two runs show that, the rest is put together; so is what a base in 4 bits with quantized scales holds.
+Which layers are checkpointed and which loss in tiles follows are mostly apart: the loss's own part is the same behind
+them all. Where two runs show that, the rest is put together; so is what a base in 4 bits with quantized scales holds,
+and what another precision leaves as it is. All logits at once are always run: the holes behind them are their own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from probes.tracing.structures import FoundPiece, Pieces, Span, Structure, has_r
 
 CARDS = ("a100-80gb", "rtx-4090", "h100-sxm")
 """One of each generation whose kernels are profiled."""
-SAME = 2e-5
+SAME = 1e-4
 """Highest moments within so much of each other are taken for the same."""
 NEARLY = 1e-3
 """The same of a phase that is not the highest."""
@@ -65,6 +67,7 @@ class ProfileBuilder:
     def __init__(self, model: ModelSpec) -> None:
         load_libraries()
         self._model, self._known = model, Sizes()
+        self._runs: dict[Any, Any] = {}
         self._spans = [
             one for one in spans([*_changes(model)]) if (one.longest_tokens or SHORTEST) >= SHORTEST and has_room(one)
         ]
@@ -82,19 +85,25 @@ class ProfileBuilder:
     def _pieces(self, setup: TrainSetup, gpu: GpuSpec) -> Pieces:
         vocabulary = self._model.vocab_size, self._model.hidden_size
         capability = gpu.compute_capability or (8, 0)
-        return Structure(self._model.config, vocabulary, setup, capability).pieces(self._spans, self._known)
+        return Structure(self._model.config, vocabulary, setup, capability, self._runs).pieces(self._spans, self._known)
 
     def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProfile]:
         """The profiles of many structures; those that have none are in `failures`."""
         found: dict[str, StepProfile] = {}
+        ran: dict[Any, _Family] = {}
         for family in _families(asked.values()):
+            setup, gpu = family[0]
+            other = setup.trusted_with(precision="bf16-pure", **_APART), setup.attention, gpu.key
             with collection_paused():
-                for setup, pieces in _Family(self, family).pieces():
+                one = _Family(self, family, ran.get(other))
+                ran.setdefault(other, one)
+                for setup, pieces in one.pieces():
                     key = structure_key(self._model, family[0][1], setup)
                     if isinstance(pieces, str):
                         self.failures[key] = pieces
                     else:
                         found[key] = _profile(pieces)
+                self._runs.clear()
         return found
 
     def tried(self, setup: TrainSetup, gpu: GpuSpec) -> Pieces | str:
@@ -116,7 +125,7 @@ def _changes(model: ModelSpec) -> Iterator[int]:
             yield int(length) + 1
 
 
-STEP_PROFILE = "2"
+STEP_PROFILE = "3"
 """Of how profiles are made of runs."""
 SHORTEST = 512
 """A span that ends before so many tokens is not run: nobody trains there."""
@@ -139,66 +148,104 @@ Asked = tuple[TrainSetup, GpuSpec]
 
 
 def _families(asked: Iterable[Asked]) -> list[list[Asked]]:
-    """Structures that differ in loss and checkpointed layers alone, 4-bit bases with and without quantized scales
+    """Structures that differ in loss and in what is checkpointed alone, 4-bit bases with and without quantized scales
     together."""
     found: dict[Any, list[Asked]] = {}
     for setup, gpu in asked:
         quantization = "nf4" if setup.quantization == "nf4-double" else setup.quantization
-        alike = setup.trusted_with(loss="full", checkpointing=1, quantization=quantization, attention="sdpa")
+        alike = setup.trusted_with(quantization=quantization, **_APART)
         found.setdefault((alike, setup.attention, gpu.name), []).append((setup, gpu))
     return list(found.values())
 
 
-class _Family:
-    """Structures that share runs."""
+_APART: dict[str, Any] = {"loss": "full", "checkpointing": 1, "selective_checkpointing": False, "attention": "sdpa"}
+SELECTIVE = 1 << 10
+"""In place of how many layers lie between checkpoints: of every one all but attention is recomputed."""
 
-    def __init__(self, builder: ProfileBuilder, members: Sequence[Asked]) -> None:
-        self._builder, self._gpu = builder, members[0][1]
-        self._setups = {(one.quantization, one.loss, one.checkpointing): one for one, _ in members}
-        self._ran: dict[tuple[str, str, int], Pieces | str] = {}
+
+_Key = tuple[str, str, int]
+"""Quantization, loss, checkpointing."""
+
+
+class _Family:
+    """Structures that share runs.
+
+    Args:
+        like: a family that differs in precision alone.
+    """
+
+    def __init__(self, builder: ProfileBuilder, members: Sequence[Asked], like: "_Family | None") -> None:
+        self._builder, self._gpu, self._like = builder, members[0][1], like
+        self._setups = {
+            (one.quantization, one.loss, SELECTIVE if one.selective_checkpointing else one.checkpointing): one
+            for one, _ in members
+        }
+        self._ran: dict[_Key, Pieces | str] = {}
 
     def pieces(self) -> Iterator[tuple[TrainSetup, Pieces | str]]:
         """Each member with its pieces."""
         for key, setup in self._setups.items():
             yield setup, self._of(key)
 
-    def _run(self, key: tuple[str, str, int]) -> Pieces | str:
+    def _run(self, key: _Key) -> Pieces | str:
         if key not in self._ran:
             self._ran[key] = self._builder.tried(self._setups[key], self._gpu)
         return self._ran[key]
 
-    def _of(self, key: tuple[str, str, int]) -> Pieces | str:
+    def _of(self, key: _Key) -> Pieces | str:
         """A member's pieces: put together where that was seen to give the same, else run."""
+        if self._as_like and self._like is not None and key in self._like._setups:
+            return self._like._of(key)
         quantization, loss, every = key
-        first = next(iter(one for _, one, _ in self._setups))
+        first = next((one for _, one, _ in self._setups if one != "full"), "full")
         if quantization == "nf4-double" and ("nf4", loss, every) in self._setups:
             return self._requantized(key, first)
-        if loss != first and (quantization, first, every) in self._setups:
-            return self._swapped(key, (quantization, first, every), _with_loss)
+        if loss not in (first, "full") and (quantization, first, every) in self._setups:
+            return self._with_loss(key, (quantization, first, every))
         return self._run(key)
 
-    def _requantized(self, key: tuple[str, str, int], loss: str) -> Pieces | str:
-        """What a base without quantized scales does with its own weights, where one structure of both shows that."""
-        at = min(every for quantization, one, every in self._setups if (quantization, one) == (key[0], loss))
-        own, base, target = self._run((key[0], loss, at)), self._of(("nf4", loss, at)), self._of(("nf4", *key[1:]))
-        if isinstance(own, str) or isinstance(base, str) or isinstance(target, str):
-            return self._run(key)
-        same = _same(_with_weights(base, own, base), own)
-        return _with_weights(target, own, base) if same else self._run(key)
+    @cached_property
+    def _as_like(self) -> bool:
+        """Whether two members that differ in all that a family differs in do exactly what the other family's do."""
+        first = next(iter(self._setups))
+        second = next((one for one in self._setups if one[1] == "full" and one[2] != first[2]), None)
+        if self._like is None or second is None or not {first, second} <= {*self._like._setups}:
+            return False
+        pairs = ((self._run(one), self._like._of(one)) for one in (first, second))
+        return all(
+            not isinstance(a, str)
+            and not isinstance(b, str)
+            and _same(a, b)
+            and all(a[place].gaps == b[place].gaps for place in a)
+            for a, b in pairs
+        )
 
-    def _swapped(self, key: tuple[str, str, int], like: tuple[str, str, int], swap: Any) -> Pieces | str:
-        """`like` with what the member holds instead, by the two at the first two checkpointings."""
+    def _requantized(self, key: _Key, loss: str) -> Pieces | str:
+        """What a base without quantized scales does with what is stored otherwise, where two structures of both show
+        that."""
+        others = sorted(every for quantization, one, every in self._setups if (quantization, one) == (key[0], loss))
+        if len(others) < 3 or key in [(key[0], loss, one) for one in others[:2]]:
+            return self._run(key)
+        pairs = [(self._run((key[0], loss, one)), self._of(("nf4", loss, one))) for one in others[:2]]
+        return self._put_together(key, self._of(("nf4", *key[1:])), pairs, _stored_otherwise)
+
+    def _with_loss(self, key: _Key, like: _Key) -> Pieces | str:
+        """`like` with the member's loss instead, by the two at the first two checkpointings."""
         others = sorted(every for *kind, every in self._setups if tuple(kind) == key[:2])
         if len(others) < 3 or key[2] in others[:2]:
             return self._run(key)
-        (own, base), (checked, checked_base) = (
-            (self._run((*key[:2], one)), self._of((*like[:2], one))) for one in others[:2]
-        )
-        target = self._of(like)
-        if isinstance(checked, str) or any(isinstance(one, str) for one in (own, base, checked_base, target)):
+        pairs = [(self._run((*key[:2], one)), self._of((*like[:2], one))) for one in others[:2]]
+        return self._put_together(key, self._of(like), pairs, _with_loss)
+
+    def _put_together(
+        self, key: _Key, target: Pieces | str, pairs: Sequence[tuple[Pieces | str, Pieces | str]], swap: Any
+    ) -> Pieces | str:
+        """`target` with what the member has instead, by two pairs of (the member's, the other's) at other
+        checkpointings: one says what that is, the other whether it is the same there. Else the member is run."""
+        (own, base), (checked, checked_base) = pairs
+        if any(isinstance(one, str) for one in (target, own, base, checked, checked_base)):
             return self._run(key)
-        tried = swap(checked_base, own, base)
-        return swap(target, own, base) if _same(tried, checked) else self._run(key)
+        return swap(target, own, base) if _same(swap(checked_base, own, base), checked) else self._run(key)
 
 
 def _with_loss(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
@@ -216,13 +263,19 @@ def _with_loss(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
     return found
 
 
-def _with_weights(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
-    """`like` with the weights of `own`."""
+def _stored_otherwise(like: Pieces, own: Pieces, base: Pieces) -> Pieces:
+    """`like` with the groups that `own` has in place of the same of `base`."""
     found = {}
     for key, piece in like.items():
-        weights = {group: form for group, form in own[key].moments[0].alive.items() if group[0] == "weights"}
+        pairs = zip(base[key].moments, own[key].moments, strict=False)
+        instead = {
+            (group, _form(form)): other.alive[group]
+            for one, other in pairs
+            for group, form in one.alive.items()
+            if group in other.alive
+        }
         moments = [
-            replace(one, alive={group: form for group, form in one.alive.items() if group[0] != "weights"} | weights)
+            replace(one, alive={group: instead.get((group, _form(form)), form) for group, form in one.alive.items()})
             for one in piece.moments
         ]
         found[key] = replace(piece, moments=moments)
@@ -236,7 +289,7 @@ def _plus(one: dict[Group, Any], other: dict[Group, Any], sign: int) -> dict[Gro
     return {group: form for group, form in found.items() if np.abs(form).max() > 1e-6}
 
 
-def _same(one: Pieces, other: Pieces) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Whether the highest moments of every micro-batch are the same, and those of its phases nearly."""
     for key, piece in one.items():
         mine, others = (_highest(each[key].moments, piece.values) for each in (one, other))

@@ -89,20 +89,21 @@ SMALL_BYTES = 1 << 20
 
 
 class Sizes:
-    """The forms that runs of one model have shown, by their bytes at the points that structures are run at."""
+    """The forms that runs of one model have shown, by their bytes at the points that structures are run at; those of
+    the loss apart, whose tiles may have as many tokens as a layer has features."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Point, int], Form | None] = {}
+        self._known: dict[tuple[Point, bool, int], Form | None] = {}
 
-    def form(self, point: Point, size_bytes: int) -> Form | None:
+    def form(self, point: Point, size_bytes: int, *, loss: bool) -> Form | None:
         """The form that gives this size there; None where none is known, or two meet."""
-        return self._known.get((point, size_bytes))
+        return self._known.get((point, loss, size_bytes))
 
-    def learn(self, point: Point, size_bytes: int, form: Form) -> None:
+    def learn(self, point: Point, size_bytes: int, form: Form, *, loss: bool) -> None:
         """A form that was found, as it is at this point: with one sequence a micro-batch is no variable."""
         if point.micro_batch_seqs == 1:
             form = _of_one_sequence(form)
-        key = point, size_bytes
+        key = point, loss, size_bytes
         met = self._known.setdefault(key, form) != form
         if met and size_bytes >= SMALL_BYTES:
             self._known[key] = None

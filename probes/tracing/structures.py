@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,8 +16,8 @@ from planner.memory.step_profile import MONOMIALS, Form
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator import replay
-from probes.allocator.events import Alloc, Free, Phase
-from probes.allocator.stretches import Stretch, rounded
+from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.allocator.stretches import Pattern, Stretch, rounded
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.splice import SpliceError, splice
@@ -77,12 +77,18 @@ class Structure:
     Args:
         vocabulary: its size and the stream's width, by which the loss's tiles are cut.
         setup: of the structure; its sizes do not matter.
+        kept: runs that several structures share: where every fourth layer is checkpointed, or a rarer one.
     """
 
     def __init__(
-        self, raw_config: Mapping[str, Any], vocabulary: tuple[int, int], setup: TrainSetup, capability: tuple[int, int]
+        self,
+        raw_config: Mapping[str, Any],
+        vocabulary: tuple[int, int],
+        setup: TrainSetup,
+        capability: tuple[int, int],
+        kept: dict[Any, list[Trace]],
     ) -> None:
-        self.setup, self._capability, self._vocabulary = setup, capability, vocabulary
+        self.setup, self._capability, self._vocabulary, self._kept = setup, capability, vocabulary, kept
         config = load_config(raw_config)
         fourth = _as_every_fourth(config, setup)
         self._every = setup.checkpointing if fourth is None else _FOURTH
@@ -126,29 +132,32 @@ class Structure:
         points = {key: (alone if key[1] else usual)[key[0]] for key in keys}
         runs = dict(zip(keys, self._run([points[key][0] for key in keys]), strict=True))
         found: Pieces = {}
-        both = [(wanted[-1], alone_too) for alone_too in (True, False)]  # of the longest span, by rising tokens
-        gaps = tuple(self._gap(runs[key], points[key][0]) for key in both)
+        gaps: dict[bool, tuple[int, float]] = {}
         for key in keys:
             forms = self._forms(runs[key], points[key], known)
             self._learn(runs[key], forms, points[key][0], alone[key[0]][0], known)
-            table, named = self._named(runs[key], forms)
+            table, sizes, named = self._named(runs[key], forms)
+            if key[0] == wanted[-1]:
+                gaps[key[1]] = self._gap(named, sizes, points[key][0])
             values = values_at(self._grid(key))
-            found[key] = FoundPiece(moments=moments_of(named, table, values), gaps=gaps, values=values)
-        return found
+            found[key] = FoundPiece(moments=moments_of(named, table, values), gaps=(), values=values)
+        by_tokens = gaps[True], gaps[False]  # of the longest span, by rising tokens
+        return {key: replace(piece, gaps=by_tokens) for key, piece in found.items()}
 
     def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
         """What a run has shown, also of one sequence of its length."""
         values = values_at([alone])[0]
-        for size, form in {
-            (run.origins[number].size_bytes, form) for number, form in zip(_made(run), forms, strict=True)
-        }:
-            known.learn(point, size, form)
+        made = (run.origins[number] for number in _made(run))
+        shown = ((one.phase == "loss", one.size_bytes, form) for one, form in zip(made, forms, strict=True))
+        for loss, size, form in dict.fromkeys(shown):
+            known.learn(point, size, form, loss=loss)
             if point != alone:
-                known.learn(alone, round(value_of(form, values)), form)
+                known.learn(alone, round(value_of(form, values)), form, loss=loss)
 
     def _forms(self, first: Trace, points: Sequence[Point], known: Sizes) -> list[Form]:
         """The form of every allocation of the run at the first point; what is not known is found with the others."""
-        forms = [known.form(points[0], first.origins[number].size_bytes) for number in _made(first)]
+        made = [first.origins[number] for number in _made(first)]
+        forms = [known.form(points[0], one.size_bytes, loss=one.phase == "loss") for one in made]
         if None not in forms:
             return [form for form in forms if form is not None]
         runs = [first, *(self._run([one])[0] for one in points[1:])]
@@ -157,6 +166,9 @@ class Structure:
     def _run(self, points: Sequence[Point]) -> list[Trace]:
         """The runs at points of one rank, up to the optimizer's phase."""
         setups = [self._at(*one[:3]) for one in points]
+        key = self._plan.depth, *setups
+        if key in self._kept:
+            return self._kept[key]
         config = self._plan.config
         found = []
         # bitsandbytes' layers move their statistics and cast their biases in their first forward
@@ -165,26 +177,30 @@ class Structure:
         for trace in chain.from_iterable(run(copy.deepcopy(config), group) for group in groups):
             end = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "step")
             found.append(replace(trace, events=trace.events[:end]))
+        if self._every == _FOURTH:
+            self._kept[key] = found
         return found
 
-    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[Any, Trace]:
-        """The forms' factors, [classes, monomials], and the full model's trace with numbers of classes as sizes."""
-        classes = {form: number for number, form in enumerate(dict.fromkeys(forms))}
+    def _named(self, trace: Trace, forms: Sequence[Form]) -> tuple[Any, list[int], Trace]:
+        """The forms' factors, [classes, monomials], the run's own bytes of each class, and the full model's trace with
+        numbers of classes as sizes."""
+        sizes = [trace.origins[number].size_bytes for number in _made(trace)]
+        classes = {pair: number for number, pair in enumerate(dict.fromkeys(zip(forms, sizes, strict=True)))}
         table = np.zeros((len(classes), len(MONOMIALS)))
-        for form, number in classes.items():
+        for (form, _), number in classes.items():
             for index, factor in form:
                 table[number, index] += rounded(round(factor)) if len(form) == 1 and index == 0 else factor
-        named = _with_classes(trace, [classes[form] for form in forms])
+        named = _with_classes(trace, [classes[pair] for pair in zip(forms, sizes, strict=True)])
         if self._plan.layers is not None:
             named = splice(named, self._plan.layers, self.setup)
-        return table, named
+        return table, [size for _, size in classes], named
 
-    def _gap(self, trace: Trace, point: Point) -> tuple[int, float]:
+    def _gap(self, named: Trace, sizes: Sequence[int], point: Point) -> tuple[int, float]:
         """Tokens of a run, and what the allocator's model holds there beyond live tensors: of the run's own sizes, as
         blocks that differ by a few bytes leave holes that equal ones do not."""
-        whole = trace if self._plan.layers is None else splice(trace, self._plan.layers, self.setup)
-        result = replay(whole.events, expandable_segments=True)
-        dynamic = result.peak_allocated_bytes - _loaded_bytes(whole)
+        events = [*_sized(named.events, sizes)]
+        result = replay(events, expandable_segments=True)
+        dynamic = result.peak_allocated_bytes - _loaded_bytes(events)
         gap = result.peak_reserved_bytes - result.peak_allocated_bytes
         return self._at(*point[:3]).tokens_per_micro_batch, round(gap / max(1, dynamic), 5)
 
@@ -243,10 +259,29 @@ def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
     return found
 
 
-def _loaded_bytes(trace: Trace) -> int:
+def _sized(events: Iterable[Event | Stretch], sizes: Sequence[int]) -> Iterator[Event | Stretch]:
+    """Events whose sizes are numbers of classes, with the bytes of each class."""
+    patterns: dict[int, Pattern] = {}
+    for item in events:
+        if isinstance(item, Stretch):
+            own = item.pattern
+            if id(own) not in patterns:
+                runs = [[(place, size if size is None else sizes[size]) for place, size in run] for run in own.runs]
+                patterns[id(own)] = replace(own, runs=runs, sizes=[sizes[one] for one in own.sizes])
+            holes = [[_sized_event(one, sizes) for one in hole] for hole in item.holes]
+            yield item._replace(pattern=patterns[id(own)], holes=holes)
+        else:
+            yield _sized_event(item, sizes)
+
+
+def _sized_event(event: Event, sizes: Sequence[int]) -> Event:
+    return Alloc(event.id, sizes[event.size_bytes]) if isinstance(event, Alloc) else event
+
+
+def _loaded_bytes(events: Iterable[Event | Stretch]) -> int:
     """What is allocated before the first forward."""
     alive: dict[int, int] = {}
-    for item in trace.events:
+    for item in events:
         if isinstance(item, Stretch) or (isinstance(item, Phase) and item.name != "load"):
             break
         if isinstance(item, Alloc):
