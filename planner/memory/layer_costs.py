@@ -21,8 +21,7 @@ from planner.memory.transient import (
     backward_transient,
     constant_transients,
     forward_transient,
-    held_probabilities,
-    magnitude_moment,
+    magnitude_bytes,
     merged_stacks,
 )
 from planner.memory.workspace import dequantized_bytes
@@ -134,10 +133,8 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
         handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)
         each = mask_bytes(context.kernel, flow, masked=handed, adds=layer.attention.adds_mask)
         mask = each * tokens * context.row_tokens
-        if held := held_probabilities(layer, context):
-            beside = tokens * (held + SIZE_BYTES["fp32"] * 4 * context.hidden)  # and norms, dropped outputs
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
-        beside = sum(magnitude_moment(layer, context, graph=True))
+        beside = magnitude_bytes(layer, context)
     beside = max(beside, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
         dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
