@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from planner.memory.adapter_kinds import kept_by_matrix
+from planner.choices.adapters import block_size
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import Inputs, LayerContext
 from planner.models.spec import LinearSpec
+from planner.setup import TrainSetup
 
 
 def inputs_saved(
@@ -80,9 +81,8 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
     elements = adapted[0].in_features * context.tokens
     constant = 0
     if setup.adapter != "lora" and not setup.kind.like_lora:
-        kept = [kept_by_matrix(one, setup, flow, input_dtype) for one in adapted]
-        constant = sum(one.constant + context.tokens * one.per_token for one in kept)
-        if not kept[0].input_copy:
+        constant = sum(_kept_by_kind(one, context, input_dtype) for one in adapted)
+        if setup.adapter not in KEEP_INPUTS:
             return constant
     direct, copy_dtype = adapter_input(flow, input_dtype)
     if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
@@ -121,3 +121,36 @@ def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list
         module = linear.name.rpartition(".")[0] if apart else ""
         groups.setdefault((linear.in_features, module, linear.of_encoder), []).append(linear)
     return list(groups.values())
+
+
+KEEP_INPUTS = ("dora", "adalora", "oft")
+"""Of the kinds whose step is not LoRA's, those that keep a copy of their input as it does."""
+
+
+def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -> int:
+    """Bytes that an adapter of another kind than LoRA keeps of one matrix, a copy of its input apart.
+
+    DoRA keeps the matrix's own result and LoRA's for the gradient of the magnitude; VeRA its inner product and the
+    result that its vector scales; IA3 what it scales; OFT the skew matrix of its rotation, its powers and their sum.
+
+    Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
+    `tuners/oft/layer.py` _cayley_batch.
+    """
+    setup, flow = context.setup, context.flow
+    out, inside, rank = linear.out_features, linear.in_features, setup.lora_rank
+    multiplied, returned = SIZE_BYTES[flow.autocast or flow.adapter], SIZE_BYTES[flow.linear_out(input_dtype)]
+    if setup.adapter == "oft":
+        return 6 * multiplied * inside * block_size(inside, rank)
+    per_token = {
+        "dora": multiplied * rank + (returned + multiplied) * out,
+        "adalora": multiplied * rank,
+        "vera": multiplied * (rank + out),
+        "ia3": SIZE_BYTES[flow.adapter] * inside if linear.role == "down" else returned * out,
+    }
+    return context.tokens * per_token.get(setup.adapter, 0)
+
+
+def shared_bytes(setup: TrainSetup, linears: Sequence[LinearSpec]) -> int:
+    """VeRA's two frozen matrices, wide enough for every adapted one, in fp32 (peft casts buffers as well)."""
+    widest = max(one.in_features for one in linears) + max(one.out_features for one in linears)
+    return 4 * setup.lora_rank * widest
