@@ -133,23 +133,6 @@ def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
     return several and (context.kernel != "flash" or context.traits.expands_kv)
 
 
-def cached_keys(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes of the keys and values that the cache behind a prefix holds until the forward's outputs are gone, where the
-    attention does not keep the same tensors: repeated to all heads, or cast, it keeps others.
-
-    Source: transformers 5.23 `cache_utils.py` DynamicLayer.update (joins the prefix's and the layer's own).
-    Shapes: [seqs, key heads, prefix + tokens, head].
-    """
-    spec, flow = layer.attention, context.flow
-    if spec is None or context.setup.kind.form != "prefix":
-        return 0
-    made = qkv_dtype(layer, context)
-    same = context.kernel in ("flash", "efficient") and (flow.autocast or made) == made
-    if same and not repeats_keys(spec, context):
-        return 0
-    return SIZE_BYTES[made] * context.key_tokens * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
-
-
 def _aligned(keys: int) -> int:
     """Columns of a mask as that kernel takes it.
 
@@ -200,26 +183,6 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     if last := norm_behind(layer):
         saved.behind = norm_saved(last, context, context.flow.residual)
     return saved
-
-
-def not_asked(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
-    """Bytes of (norms, the MLP) that the first layer does not keep where nothing asks for the embeddings' gradient: its
-    first norm, and in a parallel block every norm on the stream, and the MLP up to its first adapted matrix.
-
-    The embeddings ask where checkpointing hooks them, or where something trains before the first layer: towers of
-    pictures
-    do.
-    """
-    setup = context.setup
-    if context.trained or setup.checkpointing or setup.images or setup.kind.form in ("prompt", "rows", "norms"):
-        return 0, 0
-    norms = [norm for norm in layer.norms if norm.rows_per_token == 1 and not context.traits.post_norm]
-    if not layer.parallel_residual:
-        return sum(norm_saved(norm, context, context.flow.residual) for norm in norms[:1]), 0
-    roles = {one.role for one in layer.linears if one.name in context.adapted}
-    if roles & {"gate", "up", "gate_up"}:
-        return saved.norm_stream, 0
-    return saved.norm_stream, saved.mlp if "down" in roles else saved.fed
 
 
 def _normed_dtype(layer: LayerSpec, context: LayerContext) -> str:

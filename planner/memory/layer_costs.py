@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import attention_held, cached_keys, keeps_stream, layer_saved, not_asked
+from planner.memory.activations import attention_held, layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
-from planner.memory.streams import kept_in_a_layer, moment_of_a_layer
+from planner.memory.streams import kept_in_a_layer
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
     at_last_matrix,
@@ -50,7 +50,7 @@ class LayerCosts:
 
     Attributes:
         saved: kept for the backward, by part.
-        entry: a checkpointed layer's input; `entry_again`: of it, what the layer's first norm keeps, which is the same.
+        entry: a checkpointed layer's input.
         held: what selective checkpointing keeps of it.
         forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
         beside: in a forward that keeps everything: DoRA's largest norm and its copies, probabilities held to the end,
@@ -58,13 +58,10 @@ class LayerCosts:
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
         mask: the attention's mask, which layers of one window share.
-        not_asked: of norms and MLP, what the first layer does not keep.
-        cached: keys and values that a prefix's cache holds until the forward ends.
     """
 
     saved: Saved
     entry: int
-    entry_again: int
     held: int
     forward: int
     merged: int
@@ -72,8 +69,6 @@ class LayerCosts:
     moments: tuple[tuple[int, int], ...]
     dequantized: int
     mask: int
-    not_asked: tuple[int, int]
-    cached: int
     row_tokens: int
     kernel: Kernel
 
@@ -138,31 +133,19 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     beside = max(beside, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
         dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
-    transient = moment_of_a_layer(context, backward_transient(layer, context, saved))
     return LayerCosts(
         saved=saved,
         entry=SIZE_BYTES[flow.residual] * context.hidden * tokens * traits.streams,
-        entry_again=_kept_input(layer, context),
         held=attention_held(layer, context),
         forward=forward_transient(layer, context),
         merged=merged_stacks(layer, context),
         beside=beside,
-        moments=((transient, 0), *constant_transients(layer, context, saved)),
+        moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,
-        not_asked=not_asked(layer, context, saved),
-        cached=cached_keys(layer, context),
         row_tokens=context.row_tokens,
         kernel=context.kernel,
     )
-
-
-def _kept_input(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes of a checkpointed layer's input that its first norm keeps: they are the checkpoint's own."""
-    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
-    if first is None or context.traits.post_norm or not keeps_stream(first, context):
-        return 0
-    return SIZE_BYTES[context.flow.residual] * context.hidden * context.tokens
 
 
 def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:

@@ -6,7 +6,6 @@ from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.in_flight import in_flight_losses_bytes
 from planner.memory.micro_batch import step_flow
-from planner.memory.moments import prefixed
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart
 from planner.memory.reference import Asked
@@ -112,8 +111,7 @@ def loss_terms(
     if within >= moment.forward and within > max(moment.backward, moment.head):
         return (
             ("loss", name, chain.within_bytes + outputs_bytes),
-            ("activations", "autocast's cache in the loss", parts.until_loss - parts.key_cache),
-            prefixed(parts),
+            ("activations", "autocast's cache in the loss", parts.until_loss),
             ("loss", beside, state.loss_forward_bytes),
         )
     if max(moment.forward, moment.head) > moment.backward:

@@ -15,11 +15,10 @@ from planner.memory.casts import NO_ADAPTER_CASTS, AdapterCasts, WeightCasts, ad
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.encoder import NO_ENCODER, EncoderBytes, around_the_encoder
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
-from planner.memory.outside_layers import kept_outside, with_rows
+from planner.memory.outside_layers import kept_outside
 from planner.memory.parts import PARTS, ActivationParts
 from planner.memory.position_bias import position_bias
 from planner.memory.reference import asked_bytes
-from planner.memory.streams import held_by_the_forward
 from planner.memory.trained import adapted_names, frozen_below, parted, whole_where_frozen
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
@@ -51,7 +50,6 @@ class Groundwork(NamedTuple):
         costs: of every kind of layer; layers: how many there are above the frozen ones.
         below: layers that keep nothing for the backward.
         outside: kept outside the layers, by part; final_norm: by the norm behind them.
-        held: by the forward, beside what is kept.
     """
 
     flow: Flow
@@ -60,8 +58,6 @@ class Groundwork(NamedTuple):
     below: int
     outside: dict[str, int]
     final_norm: int
-    held: int
-    with_rows: int
     adapter_casts: AdapterCasts
     weight_casts: WeightCasts
 
@@ -91,8 +87,6 @@ def groundwork(
         below=below,
         outside={**outside, "masks": _masks(model, costs)},
         final_norm=final_norm,
-        held=held_by_the_forward(model, flow, setup.forward_tokens, traits_of(model).streams),
-        with_rows=with_rows(model, setup, flow),
         adapter_casts=adapter_casts(model, setup, flow) if casts_adapters else NO_ADAPTER_CASTS,
         weight_casts=weight_casts(model, setup, flow),
     )
@@ -124,7 +118,7 @@ def activation_parts(
         recomputed=largest.recomputed,
         transient=largest.transient,
         layer_moments=layer_moments,
-        forward_temp=_forward_temporaries(setup, costs, *half, behind) + ground.held,
+        forward_temp=_forward_temporaries(setup, costs, *half, behind),
         dequantized=max([one.dequantized for one in costs]),
         final_norm=forwards * ground.final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
@@ -132,8 +126,6 @@ def activation_parts(
         forwards=forwards,
         at_first_decoder_layer=at_first_decoder_layer,
         encoder=encoder,
-        key_cache=sum([cost.cached * count for cost, count in zip(costs, counts, strict=True)]),
-        with_rows=ground.with_rows,
         asked=asked_bytes(model, setup, ground.flow, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
     )
@@ -182,7 +174,7 @@ def _encoder(
     """
     costs, reached, (counts, kept) = ground.costs, ground.below == 0, halves.encoder
     first = model.layer_order[ground.below]
-    layers = sum(_kept_by_layers(setup, costs, counts, kept, first=first, entry_pinned=False).values())
+    layers = sum(_kept_by_layers(setup, costs, counts, kept, entry_pinned=False).values())
     weights = [sum(one.num_weights for one in layer.linears) for layer in model.layer_kinds]
     own, other = (sum(num * one for num, one in zip(half[1], weights, strict=True)) for half in halves)
     layers += casts * own // max(1, own + other)
@@ -206,14 +198,12 @@ def _kept_by_layers(
     counts: Sequence[int],
     kept: Sequence[int],
     *,
-    first: int,
     entry_pinned: bool,
 ) -> dict[str, int]:
     """What all layers keep of one micro-batch, by part.
 
     Args:
         counts, kept: layers of each kind, and how many of them keep their activations.
-        first: the kind of the first layer that trains.
         entry_pinned: whether int8 matrices keep the very input that a checkpoint keeps.
     """
     stored = dict.fromkeys(PARTS, 0)
@@ -234,8 +224,6 @@ def _kept_by_layers(
             # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
             stored["pinned"] += 0 if setup.reentrant_checkpointing else again * saved.pinned
             stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
-    for part, less in zip(("norm", "mlp"), costs[first].not_asked, strict=True):
-        stored[part] -= less if kept[first] else 0
     return stored
 
 
@@ -260,7 +248,7 @@ def _largest_moments(
     for cost, count, num in zip(costs, counts, kept, strict=True):
         if count > num:
             # an offloaded input is copied to the host when its layer is done, and back when its turn comes
-            again = cost.saved.total - cost.entry_again + (cost.entry if setup.activation_offload else 0)
+            again = cost.saved.total + (cost.entry if setup.activation_offload else 0)
             again = max(0, again - (cost.held if setup.selective_checkpointing else 0) - behind)
             moments.append([_moment(again, *one) for one in cost.moments])
         if num:
@@ -297,7 +285,7 @@ def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Seque
     """(What is kept to the backward's end by part, copies apart; position biases at the backward of the first decoder
     layer)."""
     first, pinned = model.layer_order[ground.below], traits_of(model).post_norm
-    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept, first=first, entry_pinned=pinned)
+    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept, entry_pinned=pinned)
     for part, size in ground.outside.items():
         stored[part] += size
     last = ground.costs[-1]

@@ -67,7 +67,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
 def _ahead(parts: ActivationParts, of_text: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
     """Before the layers' backward, and the backward of a tower, which comes behind it."""
     stored = (*of_text, *seen[:3])
-    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache), prefixed(parts))
+    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
     unpacked: Term = ("dequantization", "one dequantized matrix in the forward", parts.dequantized)
     norm: Term = ("activations", "final norm", parts.final_norm)
@@ -77,7 +77,6 @@ def _ahead(parts: ActivationParts, of_text: tuple[Term, ...], seen: tuple[Term, 
         Moment("forward", (*kept, temporaries, unpacked)),
         Moment("loss", (*stored, norm) if last else ()),
         Moment("head", stored),
-        Moment("forward", (("activations", "a copy of the embedding with its rows", parts.with_rows),)),
     ]
     if seen:
         running: Term = ("activations", "one layer's forward temporaries", parts.tower.forward)
@@ -125,11 +124,6 @@ def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
     """What a micro-batch keeps from its forward to its backward."""
     kept: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
     return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
-
-
-def prefixed(parts: ActivationParts) -> Term:
-    """Of a prefix: what its cache alone holds until the forward's outputs are gone."""
-    return "activations", "keys and values in the prefix's cache", parts.key_cache
 
 
 def _seen(parts: ActivationParts) -> tuple[Term, ...]:

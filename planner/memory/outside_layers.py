@@ -29,17 +29,6 @@ def _adapted_parts(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
     return frozenset(layer.path for layer, _, linears in lora_linears(model, setup.lora_targets) if linears)
 
 
-def with_rows(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
-    """Bytes at the forward's beginning of a copy of the embedding with its trained rows, its output, and that scaled.
-
-    Source: peft 0.21 `tuners/trainable_tokens/layer.py` forward (index_copy).
-    """
-    if setup.kind.form != "rows" or setup.method == "full":
-        return 0
-    table = max(one.num_params for one in model.embeddings)
-    return SIZE_BYTES[flow.table] * (table + 2 * model.hidden_size * setup.forward_tokens)
-
-
 def _embedded(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
     """Bytes of the text's embeddings, and of their dropout's mask, that adapters keep with checkpointing where the
     first layer takes another tensor: a hook makes the embeddings a leaf that asks for gradients. Less what that layer's

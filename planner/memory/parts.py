@@ -58,8 +58,6 @@ class ActivationParts(NamedTuple):
         encoder: of an encoder-decoder what of this is the encoder's; `layer_moments` and `forward_temp` are the
             decoder's.
         tower: of the pictures (`planner.memory.tower`).
-        key_cache: keys and values behind a prefix that only their cache holds, until the forward's outputs are gone.
-        with_rows: at the forward's beginning, alone (`planner.memory.outside_layers.with_rows`).
         asked: of a reference that is asked beside all this.
         hooked: at the backward's end, in place of what is left of what is stored
             (`planner.memory.micro_batch.hooked_bytes`).
@@ -78,8 +76,6 @@ class ActivationParts(NamedTuple):
     at_first_decoder_layer: int = 0
     encoder: EncoderBytes = NO_ENCODER
     tower: TowerBytes = NO_TOWER
-    key_cache: int = 0
-    with_rows: int = 0
     asked: Asked = Asked()
     hooked: int = 0
 
@@ -91,4 +87,4 @@ class ActivationParts(NamedTuple):
     @property
     def until_loss(self) -> int:
         """Bytes that are gone when the loss's own backward begins: the policy's, or the reference's."""
-        return max(self.cast_cache, self.asked.cached) + self.key_cache
+        return max(self.cast_cache, self.asked.cached)
