@@ -121,9 +121,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)
     if context.kernel == "eager":
-        wide_size = 4 if context.traits.fp32_scores and not context.flow.autocast else size
-        kept = tokens * wide_size * query_width + keys.tokens * (wide_size * query_width + size * value_width)
-        return kept, scores * held.kept
+        return size * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
     return 4 * (tokens * query_width + keys.tokens * (query_width + value_width)), scores * held.kept
 
 
@@ -160,7 +158,7 @@ def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str)
         return eager_scores(context.flow, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
     if context.kernel == "math":
         return math_scores(context.traits)
-    return ScoreBytes(kept=0, forward=0, backward=0)
+    return ScoreBytes()
 
 
 def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:

@@ -47,7 +47,7 @@ OF_TYPES: Mapping[str, frozenset[str]] = {
     # their own attention multiplies queries and keys in fp32
     "fp32_scores": frozenset({"gptj", "gpt_neo"}),
     # eager softmax stays in its input's type, where others ask for fp32
-    "plain_softmax": frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5", "whisper"}),
+    "plain_softmax": frozenset({"falcon", "gpt2", "llama4", "llama4_text", "t5", "whisper"}),
     # add a learned matrix of positions to their scores, and drop out inside their MLP
     "position_bias": frozenset({"t5"}),
     # lay out queries, keys and values head by head, so that SDPA's output is copied for what follows

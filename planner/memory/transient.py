@@ -200,8 +200,7 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     if layer.attention is not None:
         exchange = exchanged_bytes(layer.attention, context)[0]
         held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))
-        parts = held.forward + (held.handed_on if context.setup.checkpointing else 0)
-        scores = parts * layer.attention.num_heads * context.row_tokens
+        scores = held.forward * layer.attention.num_heads * context.row_tokens
         if scores:  # beside queries, keys and values and what they are made of
             width = layer.attention.num_heads * (2 * layer.attention.head_dim + layer.attention.value_head_dim)
             scores += size * (width + context.hidden)
