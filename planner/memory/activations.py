@@ -43,8 +43,6 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
         return SIZE_BYTES[input_dtype] * elements + 4 * rows
     if norm.kind == "rms":
         kept = 4 * elements + 4 * rows
-        if context.traits.position_bias and input_dtype != "fp32":
-            kept += SIZE_BYTES[input_dtype] * elements  # T5 scales the 16-bit rows themselves
         if trained:
             kept += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
         return kept
@@ -127,8 +125,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
 
 def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
     """Whether a fused kernel is handed keys and values repeated to all heads; a single head is repeated by a view."""
-    several = attention.num_kv_heads not in (1, attention.num_heads)
-    return several and (context.kernel != "flash" or context.traits.expands_kv)
+    return context.kernel != "flash" and attention.num_kv_heads not in (1, attention.num_heads)
 
 
 def _aligned(keys: int) -> int:
@@ -212,11 +209,6 @@ def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec],
     if layer.parallel_residual and len(block_norms) > 1 and not (flow.autocast and flow.residual != "fp32"):
         # both norms of a parallel block keep the same residual
         saved.norm -= SIZE_BYTES[flow.residual] * width
-    if traits.position_bias and flow.residual == "fp16":
-        # T5 clamps each sum in fp16; the clamp keeps what it was given
-        saved.norm += sums * 2 * width
-    if traits.clamps_encoder and flow.residual == "fp16" and layer.cross_attention is None:
-        saved.norm += SIZE_BYTES[flow.residual] * width
     if traits.residual_dropout:
         # masks of one byte after attention(s) and after the MLP
         saved.norm += sums * width
@@ -253,10 +245,8 @@ def _add_attention(
             saved.scores += scores
     saved.attention += _pinned_by_views(layer, context, qkv)
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
-    traits = context.traits
     in_part = layer.attention is not None and layer.attention.rotary_fraction < 1.0
-    laid_out = in_part or traits.joins_rotated or traits.heads_apart
-    copied = laid_out and context.kernel == "flash" and "rotary" not in context.fused
+    copied = (in_part or context.traits.joins_rotated) and context.kernel == "flash" and "rotary" not in context.fused
     exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
     fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):

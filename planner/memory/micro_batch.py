@@ -32,12 +32,11 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
 
     nn.LayerNorm returns fp32 under autocast, so the stream of a model with LayerNorm is fp32 from its first layer on
-    where matrices return their input's type (`Flow.returns_input`); so is that of a model with a LayerNorm behind its
-    embeddings (BLOOM).
+    where matrices return their input's type (`Flow.returns_input`).
     """
     flow = flow_of(setup)
-    widens = flow.returns_input or traits_of(model).embedding_norm
-    if flow.autocast and (traits_of(model).streams > 1 or (widens and traits_of(model).norm == "layer")):
+    traits = traits_of(model)
+    if flow.autocast and (traits.streams > 1 or (flow.returns_input and traits.norm == "layer")):
         return replace(flow, residual="fp32")
     return flow
 
@@ -173,8 +172,7 @@ def _encoder(
         casts: bytes of autocast's copies that the graph keeps of both halves' weights.
     """
     costs, reached, (counts, kept) = ground.costs, ground.below == 0, halves.encoder
-    first = model.layer_order[ground.below]
-    layers = sum(_kept_by_layers(setup, costs, counts, kept, entry_pinned=False).values())
+    layers = sum(_kept_by_layers(setup, costs, counts, kept).values())
     weights = [sum(one.num_weights for one in layer.linears) for layer in model.layer_kinds]
     own, other = (sum(num * one for num, one in zip(half[1], weights, strict=True)) for half in halves)
     layers += casts * own // max(1, own + other)
@@ -197,14 +195,11 @@ def _kept_by_layers(
     costs: Sequence[LayerCosts],
     counts: Sequence[int],
     kept: Sequence[int],
-    *,
-    entry_pinned: bool,
 ) -> dict[str, int]:
     """What all layers keep of one micro-batch, by part.
 
     Args:
         counts, kept: layers of each kind, and how many of them keep their activations.
-        entry_pinned: whether int8 matrices keep the very input that a checkpoint keeps.
     """
     stored = dict.fromkeys(PARTS, 0)
     for cost, count, num in zip(costs, counts, kept, strict=True):
@@ -219,7 +214,7 @@ def _kept_by_layers(
         if again := count - num:
             if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
                 stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
-            elif not (entry_pinned and saved.pinned) or setup.reentrant_checkpointing:
+            else:
                 stored["inputs"] += again * cost.entry
             # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
             stored["pinned"] += 0 if setup.reentrant_checkpointing else again * saved.pinned
@@ -284,8 +279,7 @@ def _forward_temporaries(
 def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> tuple[dict[str, int], int]:
     """(What is kept to the backward's end by part, copies apart; position biases at the backward of the first decoder
     layer)."""
-    first, pinned = model.layer_order[ground.below], traits_of(model).post_norm
-    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept, entry_pinned=pinned)
+    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept)
     for part, size in ground.outside.items():
         stored[part] += size
     last = ground.costs[-1]

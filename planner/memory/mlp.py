@@ -138,11 +138,7 @@ def _add_last(
 ) -> None:
     """Adds what a dense MLP's last matrix keeps of its input."""
     flow = context.flow
-    inner = context.traits.inner_dropout and down
-    if inner:
-        saved.mlp += context.tokens * down[0].in_features  # the mask; the down projection sees the dropped copy
-    relu = mlp.activation == "relu" and not inner
-    again = relu or lora_mlp(layer, context)  # the fused function computes the product anew
+    again = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
     activated = activation_dtype(mlp.activation, flow, flow.linear_out(normed))
     of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
     saved.add("mlp", of_down)

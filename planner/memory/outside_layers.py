@@ -19,7 +19,7 @@ def kept_outside(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[dict[
         found = [(one, one.path in names) for one in embedders]
         streams += kept_by_embedders(found, flow, tokens, trained=setup.method == "full")
     before, behind = _outer_norms(model, setup, flow, tokens)
-    return {"inputs": _embedded(model, setup, flow), "streams": streams, "norm": before}, behind + joined
+    return {"streams": streams, "norm": before}, behind + joined
 
 
 def _adapted_parts(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
@@ -27,23 +27,6 @@ def _adapted_parts(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
     if setup.method == "full" or not setup.kind.adapts_matrices:
         return frozenset()
     return frozenset(layer.path for layer, _, linears in lora_linears(model, setup.lora_targets) if linears)
-
-
-def _embedded(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
-    """Bytes of the text's embeddings, and of their dropout's mask, that adapters keep with checkpointing where the
-    first layer takes another tensor: a hook makes the embeddings a leaf that asks for gradients. Less what that layer's
-    own input is smaller than every other's: it is widened behind it.
-
-    Source: transformers 5.23 `PreTrainedModel.enable_input_require_grads`.
-    """
-    traits = traits_of(model)
-    if not setup.checkpointing or setup.method == "full":
-        return 0
-    wider = 0 if traits.embedding_norm or traits.streams > 1 else SIZE_BYTES[flow.residual] - SIZE_BYTES[flow.table]
-    apart = setup.kind.form == "prompt" or (traits.behind_embeddings and setup.kind.form != "rows")  # ask by themselves
-    leaf = apart * SIZE_BYTES[flow.table] + (traits.behind_embeddings and traits.residual_dropout)
-    text = setup.forward_tokens * setup.seq_len_tokens // setup.layer_tokens
-    return model.hidden_size * (leaf * text - wider * setup.forward_tokens)
 
 
 def _outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> tuple[int, int]:

@@ -63,21 +63,6 @@ def layer_weight_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     return sum(linear_bytes(linear, setup) for linear in layer.linears) + rest * plain
 
 
-def layer_extra_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    """What the layers of a few types hold besides their weights in the setup's type: causal masks that are no
-    parameters, and last matrices of the MLP that stay fp32 where fp16 is asked for.
-
-    Source: transformers 5.23 `GPTNeoSelfAttention` (buffer "bias"), `T5PreTrainedModel._keep_in_fp32_modules`.
-    """
-    traits, extra = traits_of(model), 0
-    if traits.mask_buffers and model.max_position_embeddings:
-        extra += model.num_layers * model.max_position_embeddings**2
-    if traits.fp32_down and setup.weight_dtype == "fp16" and not setup.quantized:
-        downs = [(one, num) for layer, num in model.layer_counts for one in layer.linears if one.role == "down"]
-        extra += 2 * sum(one.num_weights * num for one, num in downs)
-    return extra
-
-
 def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
 
@@ -101,7 +86,6 @@ def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     idle = sum(layer_weight_bytes(layer, setup) * num for layer, num in model.idle_layers)
     return {
         "layers": sum(layer_weight_bytes(layer, setup) * num for layer, num in model.layer_counts)
-        + layer_extra_bytes(model, setup)
         + ((4 - plain) * layers_alone(model, setup.trained_layers).num_params if setup.widens_trained else 0),
         "embeddings": model.num_embedding_params * plain,
         "head": model.num_head_params * plain,
