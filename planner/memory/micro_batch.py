@@ -13,11 +13,11 @@ from typing import NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.memory.casts import NO_ADAPTER_CASTS, AdapterCasts, WeightCasts, adapter_casts, weight_casts
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
-from planner.memory.encoder import NO_ENCODER, EncoderBytes, around_the_encoder
+from planner.memory.encoder import convolutions_bytes, encoder_output_bytes, sound_bytes
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
 from planner.memory.outside_layers import kept_outside
 from planner.memory.parts import PARTS, ActivationParts
-from planner.memory.position_bias import position_bias
+from planner.memory.position_bias import position_bias_bytes
 from planner.memory.reference import asked_bytes
 from planner.memory.trained import adapted_names, frozen_below, parted, whole_where_frozen
 from planner.memory.traits import traits_of
@@ -104,84 +104,35 @@ def activation_parts(
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
     kept = _counted(model, setup, ground.below)[1]
     num, num_kept = sum(counts), sum(kept)
-    stored, at_first_decoder_layer = _stored(model, setup, ground, kept)
+    stored = _stored(model, setup, ground, kept)
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
     behind = _gone_behind(model, setup, costs, kept)
-    half, encoder = _of_halves(stored, model, setup, ground, kept, casts[1])
-    layer_moments = _largest_moments(setup, costs, *half, behind)
+    sound = 0
+    if model.is_encoder_decoder:
+        stored["output"] = encoder_output_bytes(model, setup, ground.flow)
+    if model.front_end is not None:
+        sound = sound_bytes(model.front_end, setup)
+        if not ground.below:
+            stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.flow)
+    layer_moments = _largest_moments(setup, costs, counts, kept, behind)
     largest = max(layer_moments, key=_total)
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()} if forwards > 1 else stored,
         recomputed=largest.recomputed,
         transient=largest.transient,
         layer_moments=layer_moments,
-        forward_temp=_forward_temporaries(setup, costs, *half, behind),
+        forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
         dequantized=max([one.dequantized for one in costs]),
         final_norm=forwards * ground.final_norm,
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_cache,
         forwards=forwards,
-        at_first_decoder_layer=at_first_decoder_layer,
-        encoder=encoder,
+        sound=sound,
         asked=asked_bytes(model, setup, ground.flow, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
     )
-
-
-class Halves(NamedTuple):
-    """Of each kind of layer, how many there are and how many keep their activations, in each half of an
-    encoder-decoder; a decoder alone has no encoder."""
-
-    encoder: tuple[Sequence[int], Sequence[int]]
-    decoder: tuple[Sequence[int], Sequence[int]]
-
-    @classmethod
-    def of(cls, model: ModelSpec, counts: Sequence[int], kept: Sequence[int]) -> "Halves":
-        """Cut where layers begin to look at what the encoder gives."""
-        encodes = [model.is_encoder_decoder and one.cross_attention is None for one in model.layer_kinds]
-
-        def of(nums: Sequence[int], half: bool) -> list[int]:
-            return [num if one is half else 0 for num, one in zip(nums, encodes, strict=True)]
-
-        return cls((of(counts, True), of(kept, True)), (of(counts, False), of(kept, False)))
-
-
-def _of_halves(
-    stored: dict[str, int], model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int], casts: int
-) -> tuple[tuple[Sequence[int], Sequence[int]], EncoderBytes]:
-    """(Layers of each kind, and how many keep their activations, of what is no encoder; what is the encoder's)."""
-    if not model.is_encoder_decoder:
-        return (ground.layers, kept), NO_ENCODER
-    halves = Halves.of(model, ground.layers, kept)
-    return halves.decoder, _encoder(stored, model, setup, ground, halves, casts)
-
-
-def _encoder(
-    stored: dict[str, int],
-    model: ModelSpec,
-    setup: TrainSetup,
-    ground: Groundwork,
-    halves: Halves,
-    casts: int,
-) -> EncoderBytes:
-    """What is the encoder's; adds its convolutions and its output to what is stored.
-
-    Args:
-        casts: bytes of autocast's copies that the graph keeps of both halves' weights.
-    """
-    costs, reached, (counts, kept) = ground.costs, ground.below == 0, halves.encoder
-    layers = sum(_kept_by_layers(setup, costs, counts, kept).values())
-    weights = [sum(one.num_weights for one in layer.linears) for layer in model.layer_kinds]
-    own, other = (sum(num * one for num, one in zip(half[1], weights, strict=True)) for half in halves)
-    layers += casts * own // max(1, own + other)
-    found = around_the_encoder(model, setup, ground.flow, reached=reached)
-    stored["sound"], stored["output"] = found.sound, found.output
-    # with nothing to keep its layers run as checkpointed ones do
-    run = halves.encoder if reached else (_checkpointed(model, 1, 0, False)[0], [0] * len(costs))
-    forward = _forward_temporaries(setup, costs, *Halves.of(model, *run).encoder, 0)
-    return replace(found, layers=layers, forward=forward, moments=_largest_moments(setup, costs, counts, kept, 0))
 
 
 def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> tuple[LayerCosts, ...]:
@@ -276,16 +227,16 @@ def _forward_temporaries(
     return max(again - behind, whole)
 
 
-def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> tuple[dict[str, int], int]:
-    """(What is kept to the backward's end by part, copies apart; position biases at the backward of the first decoder
-    layer)."""
+def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> dict[str, int]:
+    """What is kept to the backward's end by part, copies apart."""
     stored = _kept_by_layers(setup, ground.costs, ground.layers, kept)
     for part, size in ground.outside.items():
         stored[part] += size
     last = ground.costs[-1]
-    biases = position_bias(model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
-    stored["bias"] = biases.stored
-    return stored, biases.at_first_decoder_layer
+    stored["bias"] = position_bias_bytes(
+        model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept)
+    )
+    return stored
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:

@@ -41,8 +41,8 @@ class Moment(NamedTuple):
 def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) -> tuple[Moment, ...]:
     """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
 
-    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between;
-    between an encoder-decoder's halves they do so apart), each at every moment of a layer, or when all activations are
+    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
+    each at every moment of a layer, or when all activations are
     gone and the embedding's gradient comes.
 
     Args:
@@ -51,8 +51,6 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     of_text, seen = stored_terms(parts), _seen(parts)
     stored = (*of_text, *seen[:3])
     found = _ahead(parts, of_text, seen, last=last)
-    if model.is_encoder_decoder:
-        return (*found, *_halves(model, parts, stored))
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
     at_last: Term = ("activations", LEFT, max(others, size // max(1, model.num_layers)))
@@ -93,31 +91,6 @@ def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
         ("workspace", "one layer's gradients of activations", moment.transient),
         ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
     )
-
-
-def _halves(model: ModelSpec, parts: ActivationParts, stored: tuple[Term, ...]) -> list[Moment]:
-    """The forward of an encoder and the backward of both halves: at the turn the decoder's activations are gone but for
-    position biases, which meet their gradients at its first layer. A decoder's own table has its gradient then too."""
-    encoder = parts.encoder
-    kept: Term = ("activations", LEFT, encoder.layers + encoder.sound)
-    together = parts.stored["bias"] + parts.at_first_decoder_layer
-    biases: Term = ("activations", "position biases and their gradients", together)
-    gradient: Term = ("workspace", "the gradient of the encoder's output", encoder.gradient)
-    running: Term = ("activations", "one layer's forward temporaries", encoder.forward)
-    found = [Moment("forward", (kept, running))]
-    for moment in parts.layer_moments:
-        of_layer = (gradient, *_of_layer(moment))
-        found += [Moment("first", (*stored, *of_layer)), Moment("turn", (kept, biases, *of_layer))]
-        if not encoder.moments:
-            found.append(Moment("last", _of_layer(moment)))
-    share = encoder.layers // max(1, model.num_encoder_layers) + encoder.sound
-    for moment in encoder.moments:
-        found.append(Moment("turn", (kept, *_of_layer(moment))))
-        found.append(Moment("last", (("activations", LEFT, share), *_of_layer(moment))))
-    if model.front_end is None:
-        return [*found, Moment("end", ())]
-    end: Term = ("workspace", "the convolutions' gradients", encoder.end)
-    return [*found, Moment("last", (("activations", LEFT, encoder.sound), end)), Moment("end", (kept, gradient))]
 
 
 def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from planner.memory.encoder import NO_ENCODER, EncoderBytes
 from planner.memory.layer_costs import LayerMoment
 from planner.memory.reference import Asked
 from planner.records import dataclass
@@ -53,10 +52,7 @@ class ActivationParts(NamedTuple):
         layer_moments: what can be the largest moment of one layer's backward; `recomputed` and `transient` are those of
             the largest.
         forwards: with gradients, one after another, before one backward; all that is kept is of all of them.
-        at_first_decoder_layer: beyond what is stored, position biases at the backward of an encoder-decoder's first
-            decoder layer.
-        encoder: of an encoder-decoder what of this is the encoder's; `layer_moments` and `forward_temp` are the
-            decoder's.
+        sound: of a micro-batch's clips, which stay until the step's end.
         tower: of the pictures (`planner.memory.tower`).
         asked: of a reference that is asked beside all this.
         hooked: at the backward's end, in place of what is left of what is stored
@@ -73,8 +69,7 @@ class ActivationParts(NamedTuple):
     adapter_casts: int
     layer_moments: tuple[LayerMoment, ...] = ()
     forwards: int = 1
-    at_first_decoder_layer: int = 0
-    encoder: EncoderBytes = NO_ENCODER
+    sound: int = 0
     tower: TowerBytes = NO_TOWER
     asked: Asked = Asked()
     hooked: int = 0

@@ -201,7 +201,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
         ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
-        ("activations", "sound of the step's clips", steps * parts.encoder.inputs),
+        ("activations", "sound of the step's clips", steps * parts.sound),
         ("activations", "the stage's boundary buffers", boundary),
     ]
 
