@@ -14,7 +14,7 @@ from planner.memory.activations import attention_held, layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
-from planner.memory.streams import kept_in_a_layer
+from planner.memory.streams import kept_by_streams
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
     at_last_matrix,
@@ -122,7 +122,7 @@ def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
 def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     setup, flow, tokens, traits = context.setup, context.flow, context.tokens, context.traits
     saved = layer_saved(layer, context)
-    saved.norm += kept_in_a_layer(context)
+    saved.norm += kept_by_streams(context)
     mask = beside = dequantized = 0
     if layer.attention is not None:
         handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)

@@ -15,7 +15,7 @@ from planner.memory.casts import NO_ADAPTER_CASTS, AdapterCasts, WeightCasts, ad
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.encoder import convolutions_bytes, encoder_output_bytes, sound_bytes
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
-from planner.memory.outside_layers import kept_outside
+from planner.memory.outside_layers import kept_by_outer_norms
 from planner.memory.parts import PARTS, ActivationParts
 from planner.memory.position_bias import position_bias_bytes
 from planner.memory.reference import asked_bytes
@@ -78,13 +78,13 @@ def groundwork(
     flow, below = step_flow(model, setup), frozen_below(model, setup)
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs = costs_of(model, gpu, setup, flow) if costs is None else costs
-    outside, final_norm = kept_outside(model, setup, flow)
+    before, final_norm = kept_by_outer_norms(model, setup, flow)
     return Groundwork(
         flow=flow,
         costs=costs,
         layers=_counted(model, setup, below)[0],
         below=below,
-        outside={**outside, "masks": _masks(model, costs)},
+        outside={"norm": before, "masks": _masks(model, costs)},
         final_norm=final_norm,
         adapter_casts=adapter_casts(model, setup, flow) if casts_adapters else NO_ADAPTER_CASTS,
         weight_casts=weight_casts(model, setup, flow),

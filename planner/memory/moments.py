@@ -15,7 +15,6 @@ _PART_NAMES = {
     "adapters": "adapter input copies",
     "pinned": "inputs that int8 matrices keep",
     "inputs": "checkpointed layer inputs",
-    "streams": "residual streams made and joined",
     "bias": "position biases (tokens x tokens)",
     "masks": "attention masks (tokens x tokens)",
     "sound": "what the convolutions keep",

@@ -7,7 +7,7 @@ from planner.memory.reference import Asked
 from planner.records import dataclass
 
 PARTS = (
-    "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "streams", "bias", "masks", "sound", "output",
+    "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "bias", "masks", "sound", "output",
 )  # fmt: skip
 """Of what the layers keep."""
 

@@ -25,5 +25,5 @@ def position_bias_bytes(
         return 0
     one, zeros = SIZE_BYTES[flow.table], SIZE_BYTES[flow.linear_out(flow.residual)]
     mask = SIZE_BYTES[flow.autocast or flow.table] if kernel == "efficient" else 0
-    shared = 2 * (2 * one + zeros) if setup.checkpointing else zeros
+    shared = 3 * one + 2 * zeros if setup.checkpointing else zeros
     return spec.num_heads * row_tokens * row_tokens * (num_kept * mask + shared)
