@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import layer_saved
-from planner.memory.convnet import convnet_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
@@ -12,6 +11,7 @@ from planner.memory.micro_batch import activation_parts, groundwork, step_flow
 from planner.memory.parts import ActivationParts, TowerBytes
 from planner.memory.traits import traits_of
 from planner.memory.transient import at_last_matrix
+from planner.models.eyes.mobilenet import PICTURE_BYTES
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import lora_linears
@@ -202,7 +202,8 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
 def _convolved(model: ModelSpec, tower: Tower, own: TrainSetup, flow: Flow, adapted: frozenset[str]) -> TowerBytes:
     """Of a tower of convolutions: PEFT adapts none, so that it keeps something where it is trained itself, and all of
     it; the copies that autocast makes of fp32 weights too."""
-    frames, sizes = own.micro_batch_seqs, convnet_bytes(flow)
+    narrow = SIZE_BYTES[flow.autocast or flow.table]
+    frames, sizes = own.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if flow.autocast else narrow]
     widened = replace(flow, residual="fp32" if flow.autocast else flow.residual)
     features = SIZE_BYTES[flow.linear_out(flow.residual)] * _seen(tower, own) * model.hidden_size
     found = TowerBytes(

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.memory.convnet import convnet_bytes
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.memory.tower import asks_gradients, tower_adapted, tower_setup
-from planner.models.eyes.mobilenet import FLOPS
+from planner.models.eyes.mobilenet import FLOPS, PICTURE_BYTES
 from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
 from planner.models.towers import tower_of
@@ -83,9 +82,9 @@ def _convolutions(speed: SpeedModel, setup: TrainSetup) -> _Convolutions:
     """From the multiplications at the rate of the text's matrices, and what its backward would keep, written and read
     once; trained, three times that."""
     flow, constants = flow_of(setup), speed.constants
-    trained = setup.method == "full"
+    trained, narrow = setup.method == "full", SIZE_BYTES[flow.autocast or flow.table]
     once = FLOPS / speed.rates.matmul[flow.autocast or flow.compute]
-    once += 2.0 * convnet_bytes(flow).kept / speed.bandwidth
+    once += 2.0 * PICTURE_BYTES[narrow, 4 if flow.autocast else narrow].kept / speed.bandwidth
     host = FORWARD_KERNELS * constants.host_forward_s + trained * BACKWARD_KERNELS * constants.host_backward_s
     return _Convolutions((1 + 2 * trained) * once, host * constants.host_scale)
 
