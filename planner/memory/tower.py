@@ -85,17 +85,9 @@ def projectors_saved(tower: Tower, setup: TrainSetup, flow: Flow, adapted: froze
     return total
 
 
-def _before(tower: Tower, setup: TrainSetup, own: TrainSetup, flow: Flow) -> int:
-    """Bytes of the patches' embeddings, which a hook made a leaf, where they are not the first layer's input, and of
-    what a norm before the layers keeps of them."""
-    hooked = tower.named_embeddings and not tower.embeds_whole and setup.checkpointing and setup.method != "full"
-    norm = SIZE_BYTES["fp32" if flow.autocast else flow.table] * tower.norm_first
-    return _rows(tower, own) * (SIZE_BYTES[flow.table] * bool(hooked) + norm)
-
-
-def _rows(tower: Tower, setup: TrainSetup) -> int:
-    """Numbers in one hidden state of all frames."""
-    return setup.micro_batch_seqs * tower.patches * tower.model.hidden_size
+def _patches(tower: Tower, setup: TrainSetup) -> int:
+    """Rows of all frames in the tower's layers."""
+    return setup.micro_batch_seqs * tower.patches
 
 
 def _seen(tower: Tower, setup: TrainSetup) -> int:
@@ -110,42 +102,7 @@ def _mask(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
     """
     if not tower.joined or setup.attention == "flash-attention-2":
         return 0
-    return SIZE_BYTES[flow.table] * (setup.micro_batch_seqs * tower.patches) ** 2
-
-
-def held_outputs(model: ModelSpec, tower: Tower, setup: TrainSetup, flow: Flow) -> int:
-    """Bytes of what the model's forward holds of its tower until it ends: the last layer's output (of every layer where
-    the class asks for all), and the features of the pictures before and after they are put among the text's.
-
-    Source: transformers 5.23 `mm_encoder_outputs` of every class's forward.
-    """
-    if tower.looked_at:
-        return SIZE_BYTES[flow.residual] * _seen(tower, setup) * tower.answer_width
-    states = (tower.model.num_layers + 1) if tower.keeps_states else 1
-    features = sum(one.num * one.tokens for one in tower.projectors) * model.hidden_size
-    return SIZE_BYTES[flow.residual] * (states * _rows(tower, setup) + setup.micro_batch_seqs * features)
-
-
-def tower_costs(
-    tower: Tower, gpu: GpuSpec, setup: TrainSetup, flow: Flow, adapted: frozenset[str]
-) -> tuple[LayerCosts, ...]:
-    """The tower's layers by the text's terms, and what a text's leave out since its peak lies elsewhere: here the end
-    of a layer's forward can be the largest moment, with what its own vectors scale.
-
-    Measured: benchmarks/data/images.jsonl; tests/probes/test_images.py where four layers make it more of the whole.
-    """
-    found = []
-    costs = layer_costs(tower.model, gpu, setup, flow, tower_names(tower, adapted))
-    residual = SIZE_BYTES[flow.residual] * _rows(tower, setup)
-    for layer, cost in zip(tower.model.layer_kinds, costs, strict=True):
-        context = _context(tower, layer, setup, flow, adapted, setup.micro_batch_seqs * tower.patches)
-        if tower.clipped:
-            cost.saved.mlp += _clamps(layer, context)
-        end = context.tokens * at_last_matrix(layer, context, cost.saved)
-        scaled = context.tokens * 3 * SIZE_BYTES[flow.compute] * tower.scaled_outputs * tower.model.hidden_size
-        again = end + scaled + residual if end else 0  # by the layer's own vectors, both branches
-        found.append(replace(cost, forward=max(cost.forward, end + scaled), moments=(*cost.moments, (again, 0))))
-    return tuple(found)
+    return SIZE_BYTES[flow.table] * _patches(tower, setup) ** 2
 
 
 def _clamps(layer: LayerSpec, context: LayerContext) -> int:
@@ -168,34 +125,27 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     flow = tower_flow(tower, own)
     if tower.convolves:
         return _convolved(model, tower, own, flow, adapted)
-    costs = tower_costs(tower, gpu, own, flow, adapted)
+    costs = layer_costs(tower.model, gpu, own, flow, tower_names(tower, adapted))
+    if tower.clipped:
+        for layer, cost in zip(tower.model.layer_kinds, costs, strict=True):
+            cost.saved.mlp += _clamps(layer, _context(tower, layer, own, flow, adapted, _patches(tower, own)))
     ground = groundwork(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
     parts = activation_parts(tower.model, gpu, own, ground)
-    inputs, outputs = own.micro_batch_seqs * tower.input_bytes, held_outputs(model, tower, own, flow)
-    answered = outputs if tower.answers_states else 0
-    if tower.looked_at:
-        answered = SIZE_BYTES[flow.linear_out(flow.residual)] * _seen(tower, own) * model.hidden_size
-        outputs += answered
+    inputs, mask = own.micro_batch_seqs * tower.input_bytes, _mask(tower, own, flow)
+    row = SIZE_BYTES[flow.residual]
+    outputs = row * (_patches(tower, own) * tower.model.hidden_size + _seen(tower, own) * model.hidden_size)
     if not asks_gradients(tower, setup, adapted):
-        forward = parts.forward_temp + _mask(tower, own, flow)
-        return TowerBytes(inputs=inputs, behind=answered, held=outputs - answered, forward=forward)
-    casts, residual = parts.weight_casts, SIZE_BYTES[flow.residual] * _rows(tower, own)
-    pooled = _rows(tower, own) * SIZE_BYTES["fp32" if flow.autocast else flow.residual] if tower.pooled else 0
-    beside = _text_leaf(model, setup) + (residual if tower.pooled else 0)  # and one more gradient of what is averaged
-    behind = parts.final_norm + pooled + projectors_saved(tower, own, flow, adapted) + answered
-    moments = [moment.total for moment in parts.layer_moments]
+        return TowerBytes(inputs=inputs, behind=outputs, forward=parts.forward_temp + mask)
+    beside = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
     if tower.looked_at:  # text is embedded after the tower has run, so that its gradients come back first
-        beside += SIZE_BYTES[flow.residual] * _seen(tower, own) * tower.answer_width
         beside += SIZE_BYTES[flow.table] * model.num_embedding_params * (setup.method == "full")
-        moments.append(behind)  # at the projector: its input and the features' gradient, as large as they
     return TowerBytes(
         inputs=inputs,
-        stored=sum(parts.stored.values()) + casts[1] + _before(tower, setup, own, flow),
-        mask=_mask(tower, own, flow),
-        behind=behind,
-        held=outputs - answered + casts[0] - casts[1],
+        stored=sum(parts.stored.values()) + parts.weight_casts[1],
+        mask=mask,
+        behind=outputs + parts.final_norm + projectors_saved(tower, own, flow, adapted),
         forward=parts.forward_temp,
-        backward=tuple(moment + beside for moment in moments),
+        backward=tuple(moment.total + beside for moment in parts.layer_moments),
     )
 
 
@@ -209,20 +159,12 @@ def _convolved(model: ModelSpec, tower: Tower, own: TrainSetup, flow: Flow, adap
     found = TowerBytes(
         inputs=frames * tower.input_bytes,
         behind=features + (projectors_saved(tower, own, widened, adapted) if own.method == "full" or adapted else 0),
-        held=SIZE_BYTES[widened.residual] * _rows(tower, own),
         forward=frames * sizes.idle,
     )
     if own.method != "full":
         return found
     casts = SIZE_BYTES[flow.autocast] * tower.num_other_params if flow.autocast and flow.table == "fp32" else 0
     return replace(found, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
-
-
-def _text_leaf(model: ModelSpec, setup: TrainSetup) -> int:
-    """Bytes of the text's embeddings, which a hook made a leaf, and of their gradient, which stays."""
-    hooked = setup.checkpointing and setup.method != "full"
-    size = SIZE_BYTES[step_flow(model, setup).table]
-    return 2 * size * model.hidden_size * setup.tokens_per_micro_batch * bool(hooked)
 
 
 def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
