@@ -79,19 +79,13 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> WeightCasts
     """
     if setup.widens_trained:
         return WeightCasts(2 * trained_parameters(model, setup).num, trained=True, gone=setup.checkpointing > 0)
-    traits, trained = traits_of(model), setup.method == "full"
-    fp32_down = traits.fp32_down and flow.table == "fp16"
-    batched = traits.dense_experts and trained
-    if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
+    trained = setup.method == "full"
+    batched = traits_of(model).dense_experts and trained
+    if flow.autocast is None or setup.quantized or flow.table != "fp32":
         return WeightCasts()
     copied = decoder_alone(model) if setup.frozen_encoder else model
     each = [
-        2
-        * sum(
-            one.num_weights
-            for one in layer.linears
-            if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
-        )
+        2 * sum(one.num_weights for one in layer.linears if one.module != "parameter" or batched)
         for layer in copied.layer_kinds
     ]
     if trained and setup.trained_layers:

@@ -1,7 +1,7 @@
 """What the text's tokens keep before the layers and behind them."""
 
 from planner.memory.activations import norm_saved
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import Flow
 from planner.memory.layer_context import LayerContext
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec

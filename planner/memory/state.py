@@ -5,8 +5,8 @@ from dataclasses import field
 from typing import Any
 
 from planner.errors import SetupError
-from planner.memory.matrix_inputs import shared_bytes
 from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.matrix_inputs import shared_bytes
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, trained_parameters

@@ -6,11 +6,10 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.activations import layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
-from planner.memory.layer_costs import LayerCosts, layer_costs
+from planner.memory.layer_costs import layer_costs
 from planner.memory.micro_batch import activation_parts, groundwork, step_flow
 from planner.memory.parts import ActivationParts, TowerBytes
 from planner.memory.traits import traits_of
-from planner.memory.transient import at_last_matrix
 from planner.models.eyes.mobilenet import PICTURE_BYTES
 from planner.models.eyes.tower import Tower
 from planner.models.spec import LayerSpec, ModelSpec
@@ -122,7 +121,7 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     assert setup.images is not None
     tower = tower_of(model, setup.images)
     own, adapted = tower_setup(setup, tower), tower_adapted(model, setup)
-    flow = tower_flow(tower, own)
+    flow = step_flow(tower.model, own)
     if tower.convolves:
         return _convolved(model, tower, own, flow, adapted)
     costs = layer_costs(tower.model, gpu, own, flow, tower_names(tower, adapted))
@@ -165,14 +164,6 @@ def _convolved(model: ModelSpec, tower: Tower, own: TrainSetup, flow: Flow, adap
         return found
     casts = SIZE_BYTES[flow.autocast] * tower.num_other_params if flow.autocast and flow.table == "fp32" else 0
     return replace(found, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
-
-
-def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
-    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP), pixels in fp32 a
-    quantized one's (Gemma 4)."""
-    flow = step_flow(tower.model, own)
-    widens = (tower.norm_first and flow.autocast) or (tower.widens_quantized and flow.quantized)
-    return replace(flow, residual="fp32") if widens else flow
 
 
 def with_tower(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:

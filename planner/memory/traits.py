@@ -33,57 +33,16 @@ LAYER_CAST_BACK = frozenset({"olmo"})
 LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
 """A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
 OF_TYPES: Mapping[str, frozenset[str]] = {
-    # hand the kernel keys and values already repeated to all heads
-    "expands_kv": frozenset({"falcon"}),
-    # eager layers return their attention weights, which are then alive while the next layer runs; the sum with the mask
-    # is a tensor beside the scores
-    "hands_on_weights": frozenset({"falcon"}),
-    # the same in the values' type
-    "hands_on_cast": frozenset({"bloom", "gptj", "gpt_neo"}),
     # join the rotated part of each head and the rest even where nothing is left
     "joins_rotated": frozenset({"phi3"}),
-    # norms follow attention and MLP: the projections' input is the residual itself
-    "post_norm": frozenset({"olmo2", "olmo3"}),
-    # their own attention multiplies queries and keys in fp32
-    "fp32_scores": frozenset({"gptj", "gpt_neo"}),
     # eager softmax stays in its input's type, where others ask for fp32
     "plain_softmax": frozenset({"falcon", "gpt2", "llama4", "llama4_text", "t5", "whisper"}),
-    # add a learned matrix of positions to their scores, and drop out inside their MLP
+    # add a learned matrix of positions to their scores
     "position_bias": frozenset({"t5"}),
-    # lay out queries, keys and values head by head, so that SDPA's output is copied for what follows
-    "heads_apart": frozenset({"whisper"}),
-    # the encoder's layers clamp what they give in fp16, and keep what was clamped
-    "clamps_encoder": frozenset({"whisper"}),
-    # the MLP's last matrix stays fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`)
-    "fp32_down": frozenset({"t5"}),
-    # hold a causal mask of one byte per pair of positions in every layer
-    "mask_buffers": frozenset({"gpt_neo"}),
-    # the layer holds the attention's output in a name of its own while its MLP runs, after adding it up
-    "holds_attention": frozenset({"bloom", "gpt2", "gpt_neo", "stablelm"}),
-    # the first layer takes another tensor than the embedding gives: with positions added, scaled, normalised or dropped
-    # out
-    "behind_embeddings": frozenset({"bloom", "gpt2", "gpt_neo", "granite", "opt", "t5"}),
-    # a norm between the embeddings and the first layer
-    "embedding_norm": frozenset({"bloom"}),
-    # eager attention holds the biased scores and their masked sum at once
-    "alibi_sum": frozenset({"bloom"}),
     # push every token through every expert, weighted by zero where it was not routed
     "dense_experts": frozenset({"llama4", "llama4_text"}),
 }
 """Trait -> the types that have it."""
-CASTS_PROBABILITIES = frozenset({"gpt2"})
-"""Types that cast their probabilities to the values' type before they drop some, and hand them on."""
-FP32_ROUTED = {
-    "deepseek_v2": ("plain", "autocast"),
-    "deepseek_v3": ("plain",),
-    "gemma4": ("plain", "autocast"),
-    "gemma4_text": ("plain", "autocast"),
-    "glm4_moe": ("plain",),
-    "mixtral": ("plain", "autocast"),
-    "phimoe": ("autocast",),
-}
-"""Types whose router weighs the experts' outputs in fp32, without autocast ("plain") or under it.
-Seen in the dry run's events: the type of the weighted outputs' gradients."""
 ALTUP = frozenset({"gemma3n", "gemma3n_text"})
 ALTUP_STREAMS = 4
 """Types whose layers update one of several residual streams and predict the others: Baykal et al. 2023, Alternating
@@ -113,32 +72,13 @@ class Traits:
     norm: NormStyle
     attention_dropout: bool
     residual_dropout: bool
-    expands_kv: bool
     joins_rotated: bool
-    heads_apart: bool
-    clamps_encoder: bool
-    hands_on_weights: bool
-    hands_on_cast: bool
-    holds_wide_probabilities: bool
-    """The same of one that casts them to its values' type, where that is fp32."""
-    holds_probabilities: bool
-    """Whether an eager layer holds the dropped probabilities to its end: under autocast fp32, beside what is kept."""
     dense_experts: bool
     extra_expert_copies: int
-    post_norm: bool
-    fp32_scores: bool
     plain_softmax: bool
     position_bias: bool
-    inner_dropout: bool
-    fp32_down: bool
-    embedding_norm: bool
-    behind_embeddings: bool
-    holds_attention: bool
-    alibi_sum: bool
-    mask_buffers: bool
     masks_packed: bool
     """Whether SDPA is handed a mask of packed samples."""
-    fp32_routed: tuple[str, ...]
     streams: int
     """Residual streams side by side (Gemma 3n's AltUp), elsewhere one."""
 
@@ -168,11 +108,7 @@ def _read_traits(model: ModelSpec) -> Traits:
         norm=style,
         attention_dropout=attention_dropout,
         residual_dropout=residual_dropout,
-        holds_probabilities=kind in ENCODERS and attention_dropout,
-        holds_wide_probabilities=kind in CASTS_PROBABILITIES and attention_dropout,
-        inner_dropout=kind in OF_TYPES["position_bias"] and residual_dropout,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(kind, 0),
-        fp32_routed=FP32_ROUTED.get(kind, ()),
         masks_packed=masks_packed(kind),
         streams=_streams(model),
         **{trait: kind in types for trait, types in OF_TYPES.items()},

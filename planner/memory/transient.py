@@ -118,7 +118,7 @@ def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int
 
 
 HELD = 1
-"""Tensors of the stream that a layer's own frame holds while its MLP runs and nothing else keeps: one or two by the norm."""
+"""Tensors of the stream that a layer's frame holds while its MLP runs: one or two, by the norm."""
 
 
 def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:

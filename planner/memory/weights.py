@@ -2,7 +2,6 @@
 
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.trained import layers_alone
-from planner.memory.traits import traits_of
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 

@@ -30,7 +30,6 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     layer = _layer(field, padded=tokens * square**2 < patches)
     return Tower(
         model=tower_model(model, hidden, (layer,), (0,) * field["num_hidden_layers"]),
-        pooled=True,
         grid=(rows * square, columns * square),
         patches=patches,
         tokens=tokens,
@@ -39,7 +38,6 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
         positions=2 * patches,
         projectors=(Projector(layer=joint, tokens=tokens),),
         named_embeddings=False,
-        widens_quantized=True,
         clipped=bool(field["use_clipped_linears"]),
     )
 

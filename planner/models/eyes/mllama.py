@@ -42,8 +42,6 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
         marks=0,
         shape=(tiles, 3, field["image_size"], field["image_size"]),
         projectors=(Projector(layer=joint, tokens=tiles * patches),),
-        norm_first=True,
-        answer_width=wide,
         looked_at=True,
         checkpoints=False,
         num_other_params=hidden * (3 * field["patch_size"] ** 2 + 1 + patches)

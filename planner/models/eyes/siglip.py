@@ -38,7 +38,7 @@ def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     names = ("linear_1", "linear_2")
     joint = projector("model.multi_modal_projector", names, None, field["hidden_size"], text, inner=text)
     layers = siglip_model(model, field, "model.vision_tower.encoder.layers")
-    return of_one_size(field, layers, joint, tokens, 1, patches=side**2 + 1, norm_first=True, keeps_states=True)
+    return of_one_size(field, layers, joint, tokens, 1, patches=side**2 + 1)
 
 
 def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
@@ -48,7 +48,7 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
     names = ("model.multi_modal_projector", "mm_input_projection_weight")
     joint = one_matrix(*names, hidden, model.hidden_size, norm=first, parameter=True)
     layers = siglip_model(model, field, "model.vision_tower.encoder.layers", LAST_NORM)
-    return of_one_size(field, layers, joint, int(model.config.get("mm_tokens_per_image", 256)), 4, pooled=True)
+    return of_one_size(field, layers, joint, int(model.config.get("mm_tokens_per_image", 256)), 4)
 
 
 def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:

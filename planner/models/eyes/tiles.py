@@ -38,8 +38,6 @@ def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
         2 * rows * columns + rows + 3,
         frames=rows * columns + 1,
         masked_pixels=True,
-        embeds_whole=True,
-        answers_states=True,
     )
 
 
@@ -66,7 +64,7 @@ def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     first, names = layer_norm("layer_norm", wide), ("linear_1", "linear_2")
     joint = projector("model.multi_modal_projector", names, first, wide, text, inner=text)
     layers = tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"])
-    seen = {"frames": tiles + (tiles > 1), "patches": side**2 + 1, "scaled_outputs": True}
+    seen = {"frames": tiles + (tiles > 1), "patches": side**2 + 1}
     return of_one_size(field, layers, joint, side**2 // scale**2, 2, **seen)
 
 

@@ -39,19 +39,12 @@ class Tower:
         shape: of a frame as the processor hands it over, in fp32; two numbers where patches of all frames are joined.
         masked_pixels: whether the processor adds a mask of one int64 for each pixel.
         positions: numbers (int64) that it adds to say where the patches of a frame lie.
-        projectors: between the layers and the text; `pooled`: rows are averaged before them.
+        projectors: between the layers and the text.
         window_patches: rows that attend to each other in the layers of kind "vision-window".
         named_embeddings: whether its class names its patches' embeddings, so that checkpointing beside adapters makes
             them ask for a gradient (`PreTrainedModel.enable_input_require_grads`).
-        embeds_whole: whether those are the first layer's input as they are.
-        norm_first: whether a LayerNorm stands before the layers.
-        widens_quantized: whether its first matrix, quantized, takes the pixels in fp32 and returns that type.
-        scaled_outputs: whether a layer multiplies what each of its branches adds with a vector.
-        keeps_states: whether the output of every layer lives until the forward ends (its class asks for all of them).
-        answers_states: whether the model's answer holds its outputs, so that they live through the loss.
         num_other_params: outside layers and projectors (patches' convolution, positions), where it is asked.
         clipped: whether every matrix clamps what it takes and what it gives.
-        answer_width: of a row of its answer, where it joins the outputs of several layers, else 0.
         looked_at: whether the text looks at what comes out in layers of its own, and no token stands for it: the
             features then live until the last of those layers is done.
         checkpoints: whether its class takes part in gradient checkpointing.
@@ -72,16 +65,8 @@ class Tower:
     masked_pixels: bool = False
     positions: int = 0
     named_embeddings: bool = True
-    embeds_whole: bool = False
-    norm_first: bool = False
-    widens_quantized: bool = False
-    scaled_outputs: bool = False
-    keeps_states: bool = False
-    answers_states: bool = False
-    pooled: bool = False
     clipped: bool = False
     joined: bool = False
-    answer_width: int = 0
     looked_at: bool = False
     checkpoints: bool = True
     convolves: bool = False
