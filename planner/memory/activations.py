@@ -167,7 +167,6 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     block_norms = [norm for norm in layer.norms if norm.rows_per_token == 1]
     normed = _normed_dtype(layer, context)
     _add_stream(saved, layer, block_norms, context)
-    saved.norm_stream = saved.norm
     _add_attention(saved, layer, by_role, context, normed)
     before = saved.total
     late_norms = block_norms[1:] if not layer.parallel_residual else []

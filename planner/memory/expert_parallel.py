@@ -35,42 +35,27 @@ def dispatch_saved(layer: LayerSpec, context: LayerContext) -> int:
     return PAIR_BYTES * context.tokens * layer.mlp.num_active_experts if dealt(layer, context) else 0
 
 
-def dispatched_moments(
-    layer: LayerSpec, context: LayerContext, saved: Saved, others: tuple[int, int]
-) -> tuple[tuple[int, int], ...]:
+def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
     """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.transient.constant_transients`:
     (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
 
     In order: a recomputed forward's end, with received rows, results and their way back; the experts' gradients beside
-    those of the rows; the same and the largest of them once more, as the product of a transposed stack is copied; their
-    reduction, when their gathered weights are gone; the norm's and the attention's backward beside its buffer.
-
-    Args:
-        others: bytes of the gradients of activations at the norm before the experts and at the attention.
+    those of the rows and the largest of them once more, as the product of a transposed stack is copied; their reduction.
     """
     setup, flow = context.setup, context.flow
-    if setup.expert_degree == 1:
-        return ()
     if not dealt(layer, context):
-        return ((0, 0),) * 5
+        return ((0, 0),) * 3
     assert layer.mlp is not None
-    size, kept = SIZE_BYTES[flow.table], SIZE_BYTES[setup.weight_dtype]
+    size = SIZE_BYTES[flow.table]
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
-    residual = context.tokens * SIZE_BYTES[flow.residual] * context.hidden
+    residual = 2 * context.tokens * SIZE_BYTES[flow.residual] * context.hidden
     stacks = [one.num_weights + one.num_bias for one in layer.linears if one.is_stack]
-    elements, largest, ranks = sum(stacks), max(stacks), replicas(setup)
-    experts = max(one.num for one in layer.linears if one.is_stack)
-    padded = elements // experts * -(-experts // ranks) * ranks
-    gradients, gathered = size * elements, size * padded
-    wide = padded * (SIZE_BYTES["fp32"] if flow.autocast else size)
-    recomputed = ((6 if flow.autocast else 3) * rows + 2 * residual) * (setup.checkpointing > 0)
-    gone = saved.fed
-    reducing = gradients + wide if ranks > 1 else max(gradients + wide, 3 * wide)
-    behind = wide - gathered + kept * padded // ranks
+    elements, experts, ranks = sum(stacks), max(one.num for one in layer.linears if one.is_stack), replicas(setup)
+    wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if flow.autocast else size)
+    gradients = size * elements
+    recomputed = ((6 if flow.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
     return (
         (recomputed, 0),
-        (2 * residual + 3 * rows - gone + gradients, 0),
-        (2 * residual - gone + gradients + size * largest, 0),
-        (2 * residual - gone + reducing - gathered, 0),
-        (max(others) + behind, 0),
+        (residual - saved.fed + gradients + max(3 * rows, size * max(stacks)), 0),
+        (residual - saved.fed + max(gradients + wide, 3 * wide * (ranks == 1)) - size * elements, 0),
     )

@@ -97,8 +97,6 @@ class Saved:
     pinned_again: int = 0
     late: int = 0
     """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
-    norm_stream: int = 0
-    """Of all these, what norms of whole tokens keep."""
     fed: int = 0
     """Of all these, what the MLP keeps, its norm apart."""
     behind: int = 0

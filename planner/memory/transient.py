@@ -180,7 +180,7 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     if context.setup.adapter == "dora":
         found.append((context.tokens * residual, magnitude_bytes(layer, context)))
     if context.setup.expert_degree > 1:
-        found += dispatched_moments(layer, context, saved, _outside_the_mlp(layer, context, saved))
+        found += dispatched_moments(layer, context, saved)
     if context.setup.quantized:
         lasts = [one for one in layer.linears if one.role == "down" and not one.is_expert]
         copy = max([dequantized_bytes(one, context.setup, context.flow.residual) for one in lasts or layer.linears])

@@ -1,57 +1,97 @@
-"""The formula against the kept dry runs of random setups and of every kind of adapter: no torch, every point."""
+"""The closed forms against every kept dry run: random setups, kinds of adapters, sound, ranks. No torch, every point."""
 
 import json
-import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
 
 import pytest
 
-from benchmarks.adapter_kinds import AIM, cells, compared
+from benchmarks import adapter_kinds, sound
 from benchmarks.oracle import frozen
+from planner.evidence.bands import memory_band
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
-from planner.memory.model import predict_memory
+from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 
-MEDIAN, HIGH, WORST = 0.004, 0.03, 0.11
-"""The issue's aim is 2 % and 10 %; docs/accuracy/formula-vs-dry-run.md says what was found and names the worst."""
+DATA = Path(__file__).parents[2] / "benchmarks/data"
+RANKS = ("dry_runs", "context", "experts", "objectives", "stages")
+MEDIAN, HIGH = 0.002, 0.02
+"""Of the random setups; docs/accuracy/formula-vs-dry-run.md says what was found and names the worst."""
+HELD, HELD_OF_A_KIND = 0.98, 0.85
+FEW = 20
+"""Kinds with fewer points are counted with all others alone."""
 
 
-def _errors() -> dict[str, float]:
-    found: dict[str, float] = {}
-    models: dict[str, ModelSpec] = {}
+def rows(name: str) -> Iterator[dict[str, object]]:
+    yield from map(json.loads, (DATA / name).read_text().splitlines())
+
+
+def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
+    """(set, kind, model, card, setup, allocated bytes of the dry run)."""
+    models = {entry.model_id.lower(): entry.model_id for entry in catalogue.entries()}
+
+    def load(name: object) -> ModelSpec:
+        spec = catalogue.load(models[str(name).lower()])
+        assert spec is not None
+        return spec
+
     for row in frozen():
-        name = row["model"]
-        if name not in models:
-            spec = catalogue.load(name)
-            assert spec is not None, name
-            models[name] = spec
-        breakdown = predict_memory(models[name], find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
-        found[json.dumps(row)] = breakdown.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
-    return found
+        setup = setup_from_dict(row["setup"])
+        yield "grid", row["model_type"], load(row["model"]), row["gpu"], setup, row["dry_run_allocated"]
+    for cell, kept in adapter_kinds.kept().items():
+        setup = adapter_kinds.setup_of(cell)
+        yield (
+            "adapters",
+            cell[1],
+            adapter_kinds.spec_of(cell[0]),
+            adapter_kinds.GPU,
+            setup,
+            kept["peak_allocated_bytes"],
+        )
+    for row in rows("sound.jsonl"):
+        case = row["case"]
+        setup = sound.setup_of(sound.METHODS[str(row["method"])], tuple(case))  # type: ignore[arg-type]
+        yield "sound", "whisper", load(row["model"]), case[0], setup, row["dry_run"]  # type: ignore[index, misc]
+    for name in RANKS:
+        for row in rows(f"spread_{name}.jsonl"):
+            if "allocated" in row:
+                setup = setup_from_dict(row["setup"])  # type: ignore[arg-type]
+                yield "ranks", name, load(row["model"]), "a100-80gb", setup, row["allocated"]  # type: ignore[misc]
+
+
+Errors = dict[tuple[str, str], list[tuple[float, bool]]]
+"""(set, kind) -> of each point (predicted / dry run - 1, whether that lies in the band)."""
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
-    return _errors()
+def errors() -> Errors:
+    found: Errors = {}
+    for name, kind, model, card, setup, real in points():
+        peak = max(one.breakdown.peak_allocated_bytes for one in rank_memories(model, find_gpu(card), setup))
+        error = peak / real - 1
+        found.setdefault((name, kind), []).append((error, abs(error) <= memory_band(model, setup)))
+    return found
 
 
-def test_formula_stays_as_close_to_the_dry_run_as_the_docs_say(errors: dict[str, float]) -> None:
-    ordered = sorted(abs(error) for error in errors.values())
-    assert len(ordered) >= 300
-    assert statistics.median(ordered) <= MEDIAN
+def test_closed_forms_stay_as_close_to_the_dry_run_as_the_docs_say(errors: Errors) -> None:
+    ordered = sorted(abs(error) for (name, _), each in errors.items() if name == "grid" for error, _ in each)
+    assert len(ordered) >= 3000
+    assert median(ordered) <= MEDIAN
     assert ordered[int(0.95 * len(ordered))] <= HIGH
-    worst = max(errors, key=lambda line: abs(errors[line]))
-    assert abs(errors[worst]) <= WORST, (errors[worst], worst[:600])
 
 
-def test_the_kept_points_cover_every_type_of_the_catalogue() -> None:
-    seen = {row["model_type"] for row in frozen()}
-    assert seen == {entry.model_type for entry in catalogue.entries()}
+def test_the_stated_band_holds_what_it_says_of_every_kind(errors: Errors) -> None:
+    held = [inside for each in errors.values() for _, inside in each]
+    assert sum(held) >= HELD * len(held)
+    for key, each in errors.items():
+        if len(each) >= FEW:
+            assert sum(inside for _, inside in each) >= HELD_OF_A_KIND * len(each), (key, sorted(each)[:3])
 
 
-def test_every_kind_of_adapter_lies_within_the_aim_on_six_model_types() -> None:
-    found = {cell: error for cell, _, _, error in compared()}
-    assert set(found) == set(cells())
-    worst = max(found, key=lambda cell: abs(found[cell]))
-    assert abs(found[worst]) <= AIM, (found[worst], worst)
+def test_the_kept_points_cover_every_type_and_every_adapter() -> None:
+    assert {row["model_type"] for row in frozen()} == {entry.model_type for entry in catalogue.entries()}
+    assert set(adapter_kinds.kept()) == set(adapter_kinds.cells())

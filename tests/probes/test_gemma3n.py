@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from planner.memory.convnet import convnet_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.image_models import configs
@@ -19,7 +20,6 @@ from benchmarks.images import METHODS, OUT, setup_of, spec_of
 from planner.choices.images import Images
 from planner.errors import ConfigError, SetupError
 from planner.hardware.gpus import find_gpu
-from planner.memory.convnet import convnet_bytes
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory
 from planner.memory.trained import trained_parameters
