@@ -40,7 +40,7 @@ def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
 
     In order: a recomputed forward's end, with received rows, results and their way back; the experts' gradients beside
-    those of the rows and the largest of them once more, as the product of a transposed stack is copied; their reduction.
+    those of the rows, or the largest of them once more (the product of a transposed stack is copied); their reduction.
     """
     setup, flow = context.setup, context.flow
     if not dealt(layer, context):

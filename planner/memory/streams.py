@@ -1,7 +1,7 @@
 """What several residual streams side by side keep: AltUp, in Gemma 3n.
 
-Source: transformers 5.23 `models/gemma3n` Gemma3nTextAltUp.predict and .correct; Baykal et al. 2023, Alternating Updates
-for Efficient Transformers, https://arxiv.org/abs/2301.13310.
+Source: transformers 5.23 `models/gemma3n` Gemma3nTextAltUp.predict and .correct; Baykal et al. 2023, Alternating
+Updates for Efficient Transformers, https://arxiv.org/abs/2301.13310.
 """
 
 from planner.memory.dtypes import SIZE_BYTES

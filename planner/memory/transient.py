@@ -69,6 +69,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     if mlp.kind == "moe" or down is None:
         if mlp.kind == "moe" and not context.traits.dense_experts:  # the experts' weighted outputs sorted back
             rows = 3 * SIZE_BYTES[flow.table] * _rows_at_once(layer, context.hidden)
+            rows = 12 * context.hidden if has_expert_modules(layer) else rows  # each adds its rows to those of all
             return max(gradients, rows), gradients
         return gradients, gradients
     # bitsandbytes' int8 multiplication keeps its input on the node itself, which lives as long as the layer's graph

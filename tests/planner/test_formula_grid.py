@@ -1,4 +1,4 @@
-"""The closed forms against every kept dry run: random setups, kinds of adapters, sound, ranks. No torch, every point."""
+"""The closed forms against every kept dry run: random setups, kinds of adapters, sound, ranks. No torch."""
 
 import json
 from collections.abc import Iterator
