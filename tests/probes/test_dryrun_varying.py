@@ -109,13 +109,13 @@ def test_micro_batches_hold_the_longest_of_the_epoch_and_the_same_seed_the_same(
 
 
 def test_estimate_says_it_beside_constant_lengths(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "512", "--micro-batch", "2", "--lengths", "200:90"]
+    words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "128", "--micro-batch", "2", "--lengths", "60:30"]
     assert run([*words, "--no-expandable-segments"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Over 128 shuffled micro-batches of" in said
-    assert "all of them at 512:" in said
+    assert "all of them at 128:" in said
     assert run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["over_lengths"]
     assert told["peak_reserved_bytes"] >= told["peak_allocated_bytes"]
-    assert (told["seed"], told["longest_tokens"]) == (0, 512)
+    assert (told["seed"], told["longest_tokens"]) == (0, 128)
     assert run([*words, "--no-dry-run"]) == 2

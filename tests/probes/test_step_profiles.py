@@ -17,6 +17,7 @@ from planner.memory.step_profile import MONOMIALS, StepProfile
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.speed import step_program
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
@@ -166,13 +167,16 @@ def test_the_command_makes_profiles_for_this_user(
 ) -> None:
     assert main([]) == main(["no/such-model"]) == 2
     assert "hint: " in capsys.readouterr().err
-    monkeypatch.setattr(profile_store, "user_directory", lambda: tmp_path)
+    for module in (profile_store, step_program):
+        monkeypatch.setattr(module, "user_directory", lambda: tmp_path)
     setup = TrainSetup(loss="chunked", kernels="liger")
-    monkeypatch.setattr(
-        "probes.tracing.profile_builder.asked_structures",
-        lambda model, cards: {structure_key(model, GPU, setup): (setup, GPU)},
-    )
+    key = structure_key(_model(SMALL), GPU, setup)
+    for name in ("profile_builder.asked_structures", "__main__.asked_programs"):
+        monkeypatch.setattr(f"probes.tracing.{name}", lambda *_: {key: (setup, GPU)})
     assert main([SMALL]) == 0
     model = replace(_model(SMALL), model_id="a copy")
     assert find_profile(model, GPU, setup) is not None
+    made = step_program.load_programs(step_program.user_programs(model))
+    assert made is not None
+    assert made.keys == {key}
     assert find_profile(model, GPU, setup.with_(checkpointing=0)) is None
