@@ -1,22 +1,24 @@
-"""Does more memory ever give a slower plan, and what do the stated preferences cost?
+"""Does more of anything ever give a slower plan, and what do the stated preferences cost?
 
-    python -m benchmarks.monotone_plans [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
+    python -m benchmarks.monotone_plans [--pairs 30] [--budgets 20] [--gpus 1] [--along memory] [--changes]
 
-For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once.
-Within a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what preferences may cost (3 % for the simpler of
-two, 3 % more where flash attention would be a package to install), no more; a change of class is listed. Beside it,
-chosen speed over the fastest walked setup of the chosen class that surely fits, and what certainty costs: over the
-fastest that may fit.
+For each (model, card) pair the choice, formula rung, at rising memory limits (`--along memory`), larger batches
+(`batch`), shorter sequences of as many tokens a step (`length`), or more GPUs (`gpus`). Within a class (full, LoRA on
+all matrices or on attention's, 4-bit, 8-bit; of full fine-tuning with or without fp32 masters) the chosen speed may
+fall by what preferences may cost (3 % for the simpler of two, 3 % more where flash attention would be a package to
+install), no more; a change of class is listed. Beside it, chosen speed over the fastest walked setup of the chosen
+class that surely fits, and what certainty costs: over the fastest that may fit.
 """
 
 import argparse
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.cli.options import cluster_of
 from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, merged
+from planner.decision.policy import full_quality
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
@@ -38,10 +40,10 @@ GIVEN_FRACTION = 1 - (1 - PREFERENCE_FRACTION) ** 2
 
 
 class Step(NamedTuple):
-    """What is chosen at one memory limit; `share` of the fastest walked setup of its class that surely fits
+    """What is chosen at one step of what rises; `share` of the fastest walked setup of its class that surely fits
     (1 where none does: then the nearest to it is taken), `of_tight` of the fastest that may."""
 
-    limit_gib: float
+    at: str
     node: str
     tokens_per_s: float
     share: float
@@ -49,30 +51,56 @@ class Step(NamedTuple):
     tight: bool
 
 
-def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> list[Step]:
-    """The choices at evenly rising memory limits up to the card's, where something fits."""
+BATCHES = (16, 32, 64, 256)
+LENGTHS = (8192, 4096, 2048, 1024)
+GPUS = (1, 2, 4, 8)
+ALONG = ("memory", "batch", "length", "gpus")
+
+
+def wishes(along: str, memory_gib: float, num_budgets: int, num_gpus: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(words, options of the wish, GPUs) of every step of what rises."""
+    if along == "memory":
+        for index in range(1, num_budgets + 1):
+            limit_gib = memory_gib * index / num_budgets
+            yield f"{limit_gib:.1f} GiB", {"memory_gib": limit_gib}, num_gpus
+    elif along == "batch":
+        yield from ((f"{batch} a step", {"global_batch": batch}, num_gpus) for batch in BATCHES)
+    elif along == "length":
+        for tokens in LENGTHS:
+            yield f"{tokens} tokens", {"seq_len": tokens, "global_batch": 16 * LENGTHS[0] // tokens}, num_gpus
+    else:
+        yield from ((f"{num} GPUs", {"global_batch": 64}, num) for num in GPUS)
+
+
+def rising(
+    model_name: str, key: str, num_budgets: int, num_gpus: int = 1, *, along: str = "memory", **options: Any
+) -> list[Step]:
+    """The choices as one thing rises, where something fits; `options` of the wish."""
     model, card = resolve_model(model_name), find_gpu(key)
     known, steps = Known(), []
-    cluster = cluster_of(card, num_gpus, None, None) if num_gpus > 1 else None
-    for index in range(1, num_budgets + 1):
-        limit_gib = card.memory_bytes / 2**30 * index / num_budgets
-        try:
-            wish = Wish(memory_gib=limit_gib).workload(model, card, cluster)
-        except PlannerError:  # less than a quarter of a GiB
-            continue
+    for words, own, num in wishes(along, card.memory_bytes / 2**30, num_budgets, num_gpus):
+        cluster = cluster_of(card, num, None, None) if num > 1 else None
         facts = Facts(known=known)
-        node, best = choose(wish, dimension_values(wish), facts)
+        try:
+            wish = Wish(**{**options, **own}).workload(model, card, cluster)
+            node, best = choose(wish, dimension_values(wish), facts)
+        except PlannerError:  # less than a quarter of a GiB, a batch that is no whole groups
+            continue
         if node is None or best is None:
             continue
-        whole = merged(facts.of_node(node).values())
-        fastest = [max(point.tokens_per_s for point in points) for points in (whole.sure or [best], whole.fitting)]
+        whole, quality = merged(facts.of_node(node).values()), full_quality(best.shared)
+        fastest = [
+            max(point.tokens_per_s for point in points if full_quality(point.shared) == quality)
+            for points in (whole.sure or [best], whole.fitting)
+        ]
         shares = (best.tokens_per_s / speed for speed in fastest)
-        steps.append(Step(limit_gib, node, best.tokens_per_s, *shares, tight=not whole.sure))
+        kind = f"{node} {quality} {best.shared.lora_targets}{' tight' * (not whole.sure)}"
+        steps.append(Step(words, kind, best.tokens_per_s, *shares, tight=not whole.sure))
     return steps
 
 
 def slower(steps: list[Step]) -> Iterator[tuple[Step, float]]:
-    """The steps that lose more against less memory in the same class than a preference may cost, and that speed."""
+    """The steps that lose more against a smaller one in the same class than a preference may cost, and that speed."""
     best: dict[str, float] = {}
     for step in steps:
         before = best.get(step.node, 0.0)
@@ -81,34 +109,44 @@ def slower(steps: list[Step]) -> Iterator[tuple[Step, float]]:
         best[step.node] = max(before, step.tokens_per_s)
 
 
+def worst_drop(steps: list[Step]) -> float:
+    """The smallest speed over the best that less of it gave in the same class; 1 where none is slower."""
+    best: dict[str, float] = {}
+    least = 1.0
+    for step in steps:
+        best[step.node] = max(best.get(step.node, 0.0), step.tokens_per_s)
+        least = min(least, step.tokens_per_s / best[step.node])
+    return least
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=len(PAIRS))
     parser.add_argument("--budgets", type=int, default=20)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--along", choices=ALONG, default="memory")
     parser.add_argument("--changes", action="store_true", help="list every change of class")
     args = parser.parse_args()
-    num_slower, changes = 0, 0
+    num_slower, changes, least = 0, 0, 1.0
     every: list[Step] = []
     for name, key in PAIRS[: args.pairs]:
-        steps = rising(name, key, args.budgets, args.gpus)
+        steps = rising(name, key, args.budgets, args.gpus, along=args.along)
         every += steps
+        least = min(least, worst_drop(steps))
         for step, before in slower(steps):
             num_slower += 1
-            print(
-                f"SLOWER {name} {key} at {step.limit_gib:.1f} GiB: "
-                f"{step.node} {step.tokens_per_s:,.0f} after {before:,.0f}"
-            )
+            print(f"SLOWER {name} {key} at {step.at}: {step.node} {step.tokens_per_s:,.0f} after {before:,.0f}")
         for was, now in pairwise(steps):
             if was.node != now.node:
                 changes += 1
                 if args.changes:
                     print(
-                        f"{name} {key}: from {now.limit_gib:.1f} GiB {now.node} {now.tokens_per_s:,.0f} tokens/s "
+                        f"{name} {key}: from {now.at} {now.node} {now.tokens_per_s:,.0f} tokens/s "
                         f"(before {was.node} {was.tokens_per_s:,.0f})"
                     )
     pairs = len(PAIRS[: args.pairs])
     print(f"{len(every)} plans of {pairs} pairs: {num_slower} slower within a class, {changes} changes of class")
+    print(f"worst against less of it in the same class: {least:.3f}")
     for words, shares in (
         ("surely fits", [step.share for step in every]),
         ("may fit", [step.of_tight for step in every]),

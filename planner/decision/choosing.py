@@ -13,10 +13,10 @@ from typing import Any
 
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import Facts, add_spreads, best_spread, near_spreads, walk_stages
+from planner.decision.facts import Facts, add_spreads, best_spread
 from planner.decision.node import Node
 from planner.decision.policy import fewer_matrices, further
-from planner.decision.spreads import spreads_of_one
+from planner.decision.spreads import spreads, spreads_of_one
 from planner.decision.tree import choose_node, preferred_nodes
 from planner.errors import UsageError
 from planner.planning.refine import CorrectionKey
@@ -58,38 +58,30 @@ def _walk(
     corrections: Mapping[CorrectionKey, float] | None,
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
+
+    def walk(given: Values, stages: tuple[str, ...]) -> None:
+        for wish, own in spaces(workload, given):
+            chosen = spreads_of_one(wish) if wish.num_gpus == 1 else spreads(wish, stages)
+            add_spreads(wish, own, facts, chosen, corrections)
+
+    walk(values, _FIRST)
+    walk(fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure), _FIRST)
+    node = choose_node(facts.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
-        chosen = spreads_of_one(workload)
-        for wish, own in spaces(workload, values):
-            add_spreads(wish, own, facts, chosen, corrections)
-        for wish, own in spaces(workload, fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure)):
-            add_spreads(wish, own, facts, chosen, corrections)
-        return choose_node(facts.nodes(), workload, from_host=workload.offloads)
-    walk_stages(workload, values, facts, _FIRST, corrections)
-    fewer = fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure)
-    if fewer:
-        walk_stages(workload, fewer, facts, _FIRST, corrections)
-    nodes = facts.nodes()
-    node = choose_node(nodes, workload)
+        return node
     slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
     left_out = _better_left_out(workload, facts, node)
     if node is None or slow:
-        walk_stages(workload, values, facts, ("split",), corrections)
+        walk(values, ("split",))
     elif left_out:
-        walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
+        walk(_only(workload, values, left_out), ("split",))
     split = node is None or slow
     nodes = facts.nodes()
     node = choose_node(nodes, workload)
     if node is None or not nodes[node].sure:  # what only may fit is no answer where something surely does
-        walk_stages(workload, values, facts, ("offload",) if split else ("split", "offload"), corrections)
-        nodes = facts.nodes()
-    if node is None:
-        # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-        return choose_node(nodes, workload, from_host=True)
-    near = near_spreads(facts, node)
-    for wish, own in (*[*spaces(workload, values)][1:], *[*spaces(workload, fewer)][1:]):
-        add_spreads(wish, own, facts, near, corrections)
-    return choose_node(facts.nodes(), workload)
+        walk(values, ("offload",) if split else ("split", "offload"))
+    # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
+    return choose_node(facts.nodes(), workload, from_host=node is None)
 
 
 def _only(workload: Workload, values: Values, methods: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:

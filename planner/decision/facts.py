@@ -8,7 +8,7 @@ from planner.choices.packages import PACKAGE_PRICES
 from planner.decision.node import Node, node_of_setup
 from planner.decision.policy import equals, full_quality, worst_quality
 from planner.decision.simplicity import point_simplicity
-from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
+from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import dry_run_band, memory_band, profile_band
@@ -320,19 +320,6 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     return taken
 
 
-NEAR_FRACTION = 0.25
-"""Spreads slower than the best one by more are not walked with other programs' kernels: they gain 21 % at most."""
-
-
-def near_spreads(facts: Facts, node: Node) -> list[Spread]:
-    """The walked spreads of which something of a node may become its best with faster kernels."""
-    best = {
-        key: point.tokens_per_s for key, known in facts.of_node(node).items() if (point := known.best()) is not None
-    }
-    floor = (1 - NEAR_FRACTION) * max(best.values(), default=0.0)
-    return [one for one in facts.walked if best.get(spread_key(TrainSetup(**one.fields)), 0.0) >= floor > 0]
-
-
 def _fastest(points: list[Point]) -> Point:
     """The simplest spread of those within one percent of the fastest."""
     close = near_fastest(points, TIE_FRACTION)
@@ -344,17 +331,6 @@ def _family(setup: TrainSetup) -> int:
     if setup.is_split or setup.offload != "none":
         return 3
     return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
-
-
-def walk_stages(
-    workload: Workload,
-    values: Mapping[str, tuple[Any, ...]],
-    facts: Facts,
-    stages: tuple[str, ...],
-    corrections: Mapping[CorrectionKey, float] | None,
-) -> None:
-    """Adds the points of these stages' spreads to the facts."""
-    add_spreads(workload, values, facts, spreads(workload, stages), corrections)
 
 
 def add_spreads(

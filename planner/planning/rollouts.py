@@ -47,9 +47,9 @@ def vllm_refusal(workload: Workload) -> str:
 
 
 def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
-    """The rollouts of a plan: of every generator that was not ruled out, transformers' with all completions of a step
-    at once, as TRL has it, or half of them, a quarter, and so on in whole groups of a prompt's completions; a vLLM on
-    the same card with the least share that holds all of them.
+    """The rollouts of a plan: of every generator that was not ruled out all completions of a step at once, as TRL has
+    it, or half of them, a quarter, and so on in whole groups of a prompt's completions; of a vLLM on the same card with
+    the least share that holds them.
 
     Raises:
         UsageError: an optimizer step does not hold whole groups, or a share that was asked for not vLLM's weights.
@@ -78,23 +78,36 @@ def _of_generator(workload: Workload, name: str, asked: tuple[Rollout, ...]) -> 
     step, own = workload.global_batch_seqs, [one for one in asked if one.generator == name]
     if not own or (len({one.generator for one in asked}) > 1 and name in COLOCATED and vllm_refusal(workload)):
         return
-    first, part = own[0], step // 2
-    if name not in COLOCATED:
-        yield first
-        while name == GENERATORS[0] and not first.generation_batch_seqs and part >= first.num_generations:
-            if step % part == 0 and part % first.num_generations == 0:
-                yield replace(first, generation_batch_seqs=part)
-            part //= 2
-        return
-    card = workload.gpu.memory_bytes
-    start, whole = vllm_needs(workload, first)
-    if len(own) > 1:  # shares in rising order: more than the least that holds everything would buy nothing
-        yield from [one for one in own if one.vllm_fraction * card >= whole][:1]
-    elif first.vllm_fraction * card < start:
+    if len(own) == 1 and name in COLOCATED:
+        _check_share(workload, own[0])
+    taken = set()
+    for part in _parts(own[0], step) if not own[0].generation_batch_seqs else (own[0].generation_batch_seqs,):
+        made = replace(own[0], generation_batch_seqs=part if part < step else own[0].generation_batch_seqs)
+        if name not in COLOCATED or len(own) == 1:
+            yield made
+            continue
+        whole = vllm_needs(workload, made)[1]  # more than the least share that holds everything would buy nothing
+        enough = (one.vllm_fraction for one in own if one.vllm_fraction * workload.gpu.memory_bytes >= whole)
+        if (share := next(enough, None)) is not None and share not in taken:
+            taken.add(share)
+            yield replace(made, vllm_fraction=share)
+
+
+def _parts(rollout: Rollout, step_seqs: int) -> Iterator[int]:
+    """Completions that may be made at once: those of a step, a half, a quarter, ..., in whole groups of a prompt's."""
+    part = step_seqs
+    while part >= rollout.num_generations:
+        if step_seqs % part == 0 and part % rollout.num_generations == 0:
+            yield part
+        part //= 2
+
+
+def _check_share(workload: Workload, rollout: Rollout) -> None:
+    """Refuses a share of the card that was asked for and does not hold the weights."""
+    share, (start, _) = int(rollout.vllm_fraction * workload.gpu.memory_bytes), vllm_needs(workload, rollout)
+    if share < start:
         raise UsageError(
-            f"a vLLM on {first.vllm_fraction:.0%} of the card has {gib(int(first.vllm_fraction * card))}, its weights "
-            f"and one forward take {gib(start)}",
+            f"a vLLM on {rollout.vllm_fraction:.0%} of the card has {gib(share)}, its weights and one forward take "
+            f"{gib(start)}",
             hint="give a larger --vllm-fraction, or leave it out: the plan then finds one",
         )
-    else:
-        yield first

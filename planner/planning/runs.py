@@ -58,8 +58,10 @@ class Run:
     alike: dict[tuple[str, tuple[str, ...]], Peaks] | None = None
 
     def whole(self, loss: str) -> TrainSetup:
-        """The setup with this loss and the first optimizer that can be had with it."""
-        return self.shared.trusted_with(loss=loss, optimizer=self.choices[loss][0])
+        """The setup with this loss and the first optimizer that can be had with it, one sequence at a time: how often a
+        step generates hangs on all of its sequences."""
+        micro, steps = self.pairs[0]
+        return self.shared.trusted_with(loss=loss, optimizer=self.choices[loss][0], accumulation_steps=micro * steps)
 
 
 class Known:

@@ -1,8 +1,11 @@
-"""More memory and a looser wish never give a slower plan within a class, beyond what a stated preference may cost."""
+"""More memory, a longer batch, shorter sequences, more GPUs and a looser wish never give a slower plan within a class,
+beyond what the stated preferences may cost."""
+
+from typing import Any
 
 import pytest
 
-from benchmarks.monotone_plans import GIVEN_FRACTION, PAIRS, rising, slower
+from benchmarks.monotone_plans import ALONG, GIVEN_FRACTION, PAIRS, rising, slower
 from planner.decision.choosing import choose
 from planner.decision.facts import PREFERENCE_FRACTION, Facts
 from planner.decision.node import node_of_setup
@@ -13,11 +16,11 @@ from tests.planner.helpers import wish
 from tests.whole import some
 
 NUM_BUDGETS = 20
-SOME = (("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-0.5B", "rtx-4090"), ("google/gemma-3-12b-it", "t4"))
+SOME = (("meta-llama/Llama-3.1-8B", "rtx-4090"), ("google/gemma-3-12b-it", "t4"))
 
 
-def check(model: str, gpu: str) -> None:
-    steps = rising(model, gpu, NUM_BUDGETS)
+def check(model: str, gpu: str, num_budgets: int = NUM_BUDGETS, num_gpus: int = 1, **options: Any) -> None:
+    steps = rising(model, gpu, num_budgets, num_gpus, **options)
     assert list(slower(steps)) == []
     assert min((step.share for step in steps), default=1.0) >= 1 - GIVEN_FRACTION
 
@@ -25,6 +28,33 @@ def check(model: str, gpu: str) -> None:
 @pytest.mark.parametrize(("model", "gpu"), SOME)
 def test_more_memory_is_never_a_slower_plan_of_the_same_class(model: str, gpu: str) -> None:
     check(model, gpu)
+
+
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_gpus", "fixed"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "rtx-3060", 1, {"method": ("lora",), "attention": ("sdpa",)}),
+        ("meta-llama/Llama-3.2-1B", "rtx-3090", 1, {"objective": ("dpo",), "method": ("full",)}),
+    ],
+)
+def test_more_of_anything_is_never_a_slower_plan_of_the_same_class(
+    model: str, gpu: str, num_gpus: int, fixed: dict[str, Any], along: str
+) -> None:
+    check(model, gpu, 4, num_gpus, along=along, fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_gpus", "objective"),
+    [
+        ("meta-llama/Llama-3.1-8B", "rtx-4090", 8, "sft"),  # DDP fits by Axolotl's kernels alone
+        ("Qwen/Qwen2.5-14B", "a100-80gb", 1, "grpo"),  # by vLLM, and by transformers from 64 a step on
+    ],
+)
+def test_a_larger_batch_does_not_lose_what_a_smaller_one_was_walked_with(
+    model: str, gpu: str, num_gpus: int, objective: str
+) -> None:
+    check(model, gpu, 4, num_gpus, along="batch", fixed={"objective": (objective,), "method": ("lora",)})
 
 
 @pytest.mark.slow
