@@ -115,17 +115,25 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     ),
     "seconds": (
         ("planner/speed/*.py",),
-        ("tests/planner/test_speed_prices.py", "tests/planner/test_step_programs.py"),
+        (
+            "tests/planner/test_stated_seconds.py",
+            "tests/planner/test_speed_prices.py",
+            "tests/planner/test_step_programs.py",
+        ),
         17,
     ),
     "profiles": (
         ("planner/memory/profiled.py", "planner/memory/profile_store.py", "planner/memory/step_profile.py"),
-        ("tests/planner/test_step_profiles.py",),
+        ("tests/planner/test_stated_seconds.py", "tests/planner/test_step_profiles.py"),
         16,
     ),
     "policy": (
         ("planner/decision/policy.py", "planner/decision/tree.py", "planner/decision/remedies.py"),
-        ("tests/planner/test_preference.py", "tests/planner/test_planning.py"),
+        (
+            "tests/planner/test_stated_policy.py",
+            "tests/planner/test_preference.py",
+            "tests/planner/test_planning.py",
+        ),
         15,
     ),
     "written": (("planner/exporters/*.py",), ("tests/planner/test_written.py",), 4),
@@ -365,7 +373,11 @@ def main() -> int:
         LIST.write_text("".join(json.dumps(one) + "\n" for one in faults), encoding="utf-8")
         print(f"{len(faults)} faults in {LIST.relative_to(ROOT)}")
         return 0
-    faults = [one for one in read(options.list) if options.room in (None, one["room"]) and (one.get("name") or not options.named)]
+    faults = [
+        one
+        for one in read(options.list)
+        if options.room in (None, one["room"]) and (one.get("name") or not options.named)
+    ]
     faults = faults[options.skip :][: options.n]
     record = options.record
     answered = {}

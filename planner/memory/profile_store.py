@@ -4,10 +4,8 @@ One compressed file a model, named by the digest of its configuration. Forms, gr
 share are written once.
 """
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -19,7 +17,7 @@ from planner.hardware.kernels import attention_kernel
 from planner.memory.dtypes import flow_of
 from planner.memory.step_profile import Form, Group, Piece, ProfileMoment, StepProfile
 from planner.models.spec import ModelSpec
-from planner.outputs import write_whole
+from planner.packed import read_packed, write_packed
 from planner.setup import TrainSetup
 
 SCHEMA = 1
@@ -176,11 +174,8 @@ def user_path(model: ModelSpec) -> Path:
 @lru_cache(maxsize=8)
 def load_profiles(path: Path) -> ModelProfiles | None:
     """The profiles of a file; None where there is none that can be read."""
-    try:
-        raw = json.loads(gzip.decompress(path.read_bytes()))
-        return ModelProfiles(raw) if raw["schema"] == SCHEMA and raw["profiles"] else None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
-        return None
+    raw = read_packed(path, SCHEMA, shipped=path.parent == SHIPPED)
+    return ModelProfiles(raw) if raw and raw["profiles"] else None
 
 
 def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Mapping[str, str]) -> None:
@@ -201,5 +196,4 @@ def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Map
             pieces.append([int(one.one_sequence), one.shortest_tokens, one.longest_tokens, own, one.gaps])
         found[key] = pieces
     raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
-    text = json.dumps({**raw, "profiles": found}, separators=(",", ":"))
-    write_whole(path, gzip.compress(text.encode(), mtime=0))
+    write_packed(path, {**raw, "profiles": found})

@@ -6,9 +6,6 @@ which order does not depend on them, but for a loss that cuts its tokens into ti
 by `probes.tracing.programs`; operators, stretches and steps that several structures share are written once.
 """
 
-import gzip
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 from planner.memory.profile_store import config_digest, library_versions, user_directory, user_path
 from planner.memory.step_profile import Form
 from planner.models.spec import ModelSpec
-from planner.outputs import write_whole
+from planner.packed import read_packed, write_packed
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "data" / "programs"
@@ -206,7 +203,7 @@ def save_programs(path: Path, tables: Tables, programs: Mapping[str, StepProgram
         "schema": SCHEMA, "versions": dict(versions), "operators": operators, "stretches": stretches,
         **{name: [*table] for name, table in shared.items()}, "programs": found,
     }  # fmt: skip
-    write_whole(path, gzip.compress(json.dumps(raw, separators=(",", ":")).encode(), mtime=0))
+    write_packed(path, raw)
 
 
 def programs_of(model: ModelSpec) -> ModelPrograms | None:
@@ -231,8 +228,5 @@ def _read_programs(model: ModelSpec) -> ModelPrograms | None:
 @lru_cache(maxsize=8)
 def load_programs(path: Path) -> ModelPrograms | None:
     """The programs of a file; None where there is none that can be read."""
-    try:
-        raw = json.loads(gzip.decompress(path.read_bytes()))
-        return ModelPrograms(raw) if raw["schema"] == SCHEMA and raw["programs"] else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zlib.error):
-        return None
+    raw = read_packed(path, SCHEMA, shipped=path.parent == SHIPPED)
+    return ModelPrograms(raw) if raw and raw["programs"] else None

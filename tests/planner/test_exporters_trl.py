@@ -7,11 +7,10 @@ import yaml
 from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-from planner.exporters import EXPORTERS, Launch, accelerate, trl
+from planner.exporters import EXPORTERS, Launch, trl
 from planner.memory.dtypes import flow_of
 from planner.readers import read_text
 from planner.setup import TrainSetup
-from planner.tools.transformers import OPTIMIZERS
 from tests.planner.launch_sweep import FEWER, request, setups
 
 SETUPS = setups(FEWER)

@@ -18,6 +18,7 @@ from planner.memory.step_profile import BATCH, LOSS_BEGINS, Piece, ProfiledStep,
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.outcome import Rung
+from planner.packed import write_packed
 from planner.planning.walk import walk
 from planner.predict import predict
 from planner.setup import TrainSetup
@@ -92,11 +93,29 @@ def test_profiles_are_read_as_they_were_written_and_damaged_ones_are_none(tmp_pa
     other = tmp_path / "other.json.gz"
     other.write_bytes(path.read_bytes()[:-20])
     assert load_profiles(other) is None
-    raw = json.loads(gzip.decompress(path.read_bytes()))
-    other = tmp_path / "newer.json.gz"
-    other.write_bytes(gzip.compress(json.dumps({**raw, "schema": -1}).encode()))
-    assert load_profiles(other) is None
-    assert load_profiles(tmp_path / "missing.json.gz") is None
+    seal, _, content = gzip.decompress(path.read_bytes()).partition(b"\n")
+    for name, held in {"unsealed": content, "changed": seal + b"\n" + content.replace(b"2.13", b"2.14")}.items():
+        other = tmp_path / name
+        other.write_bytes(gzip.compress(held))
+        assert load_profiles(other) is None, name
+    write_packed(tmp_path / "newer", {**json.loads(content), "schema": -1})
+    for name in ("newer", "missing"):
+        assert load_profiles(tmp_path / name) is None
+
+
+def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a cache, or a team's, holds: any other version of any library that a step executes."""
+    model, here = _model(), profile_store.library_versions()
+    monkeypatch.setattr(profile_store, "user_directory", lambda: tmp_path)
+    digest, profile = config_digest(model.config), {"own": _profile()}
+    for name in here:
+        save_profiles(tmp_path / f"{digest}-{name}.json.gz", profile, {**here, name: "0.0"})
+    own = profile_store.profiles_of(replace(model, model_id="before"))
+    assert own is None or "own" not in own.keys
+    save_profiles(tmp_path / f"{digest}-all.json.gz", profile, here)
+    own = profile_store.profiles_of(replace(model, model_id="after"))
+    assert own is not None
+    assert own.keys == {"own"}
 
 
 @pytest.fixture

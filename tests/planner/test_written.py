@@ -124,7 +124,7 @@ FACTS: dict[str, Fact] = {
     "freeze_vision_tower": lambda one: one.runs.method != "full",
     "freeze_multi_modal_projector": lambda one: one.runs.method != "full",
     "image_max_pixels": lambda one: one.runs.images.width * one.runs.images.height,
-    "beta": lambda one: 0.0 if one.runs.aim.rolls_out else 0.1,
+    "beta": lambda one: 0.04 * one.runs.rolls.reference if one.runs.aim.rolls_out else 0.1,
     "rl_beta": lambda one: 0.1,
     "pref_beta": lambda one: 0.1,
     "pref_loss": lambda one: {"dpo": "sigmoid"}.get(one.runs.objective, one.runs.objective),

@@ -1,0 +1,179 @@
+"""The policy's rules (docs/choices.md) as tables of what is known and what is taken, in milliseconds."""
+
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.choices.spreads import PARALLELS
+from planner.decision import policy, remedies
+from planner.decision.node import Node
+from planner.decision.tree import METHOD_BAND, choose_node, data_needs_full, data_too_small_for_full
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.models.targets import num_lora_params
+from planner.planning.lora_rank import MAX_RANK
+from planner.setup import TrainSetup
+from planner.setup_fields import PRECISIONS
+from planner.wish import Wish
+from planner.workload import Workload
+
+MODEL = catalogue.load("meta-llama/Llama-3.2-1B")
+assert MODEL is not None
+NODES = {"full": Node.FULL, "lora": Node.LORA, "4": Node.FOUR_BIT, "8": Node.EIGHT_BIT}
+
+
+def workload(gpu: str = "h100-sxm", **wishes: Any) -> Workload:
+    assert MODEL is not None
+    return Wish(**wishes).workload(MODEL, find_gpu(gpu))
+
+
+def known(speed: float | None, *, sure: bool = True) -> Any:
+    """What a walk learned of a node: its best point's speed (None: nothing fits)."""
+    best = None if speed is None else SimpleNamespace(tokens_per_s=speed)
+    return SimpleNamespace(best=lambda: best, best_sure=lambda: best if sure else None, sure=sure and best is not None)
+
+
+def taken(speeds: dict[str, float], *, only_may: tuple[str, ...] = (), **how: Any) -> Node | None:
+    facts = {node: known(speeds.get(name), sure=name not in only_may) for name, node in NODES.items()}
+    from_host = how.pop("from_host", False)
+    return choose_node(facts, workload(**how), from_host=from_host)
+
+
+LESS, MORE = 1 - METHOD_BAND, 1 + METHOD_BAND
+TAKEN: list[tuple[dict[str, float], dict[str, Any], str]] = [
+    # speeds of what fits, the wish -> the class taken
+    ({"lora": 1.0, "4": 5.0, "8": 5.0}, {}, "lora"),
+    ({"4": 1.0, "8": 5.0}, {}, "4"),
+    ({"8": 1.0, "full": 0.1}, {}, "8"),
+    ({"full": 1.0}, {}, "full"),
+    ({"lora": 1.0, "full": 1.0}, {}, "full"),
+    ({"lora": 1.0, "full": LESS + 0.01}, {}, "full"),
+    ({"lora": 1.0, "full": LESS - 0.01}, {}, "lora"),
+    ({"lora": 1.0, "full": 9.0}, {"only_may": ("full",)}, "lora"),
+    ({"lora": 1.0, "4": 0.5}, {"only_may": ("lora",)}, "4"),
+    ({"lora": 1.0, "4": 0.5}, {"only_may": ("lora", "4")}, "lora"),
+    ({"lora": 1.0, "4": MORE + 0.01}, {"prefer": "speed"}, "4"),
+    ({"lora": 1.0, "4": MORE - 0.01}, {"prefer": "speed"}, "lora"),
+    ({"lora": 1.0, "4": LESS + 0.01}, {"from_host": True}, "4"),
+    ({"lora": 1.0, "4": LESS - 0.01}, {"from_host": True}, "lora"),
+    ({"lora": 9.0, "full": 1.0}, {"fixed": {"method": ("full",)}}, "full"),
+]
+
+
+@pytest.mark.parametrize(("speeds", "how", "expected"), TAKEN, ids=str)
+def test_the_class_that_is_taken(speeds: dict[str, float], how: dict[str, Any], expected: str) -> None:
+    assert taken(speeds, **how) is NODES[expected]
+
+
+def with_data(tokens: int) -> Workload:
+    found = workload()
+    return replace(found, data=replace(found.data, epoch_tokens=tokens))
+
+
+def test_data_that_an_adapter_cannot_hold_and_data_that_full_fine_tuning_overfits() -> None:
+    """2 bits a parameter of the largest rank hold 1 bit a token; 1e-4 tokens a parameter are too few."""
+    assert MODEL is not None
+    most = 2 * num_lora_params(MODEL, "all-linear", MAX_RANK)
+    assert [data_needs_full(with_data(tokens)) for tokens in (most, most + 1)] == [False, True]
+    few = int(1e-4 * MODEL.num_params)
+    assert [data_too_small_for_full(with_data(tokens)) for tokens in (few, few + 1)] == [True, False]
+    facts = {node: known({Node.LORA: 1.0, Node.FULL: 2.0}.get(node)) for node in Node}
+    assert [choose_node(facts, with_data(tokens)) for tokens in (few, few + 1)] == [Node.LORA, Node.FULL]
+
+
+MASTERS = {"zero1", "zero2", "zero3"}
+"""Engines that keep fp32 masters of 16-bit weights by themselves. Source: DeepSpeed 0.19 `bf16_optimizer`."""
+
+
+@pytest.mark.parametrize(("precision", "parallel"), [*product(PRECISIONS, PARALLELS)], ids=str)
+def test_whether_16_bit_weights_take_the_updates_themselves(precision: str, parallel: str) -> None:
+    if precision == "fp16-autocast":  # adapters alone
+        return
+    gpus = 1 if parallel == "none" else 4
+    setup = TrainSetup(method="full", lora_rank=0, precision=precision, num_gpus=gpus, parallel=parallel)
+    alone = precision in ("bf16-pure", "bf16-autocast") and parallel not in MASTERS
+    assert policy.full_quality(setup) == int(alone)
+    assert policy.full_quality(TrainSetup(precision="bf16-pure", num_gpus=gpus, parallel=parallel)) == 0
+
+
+COMPILED = [
+    # card, fields -> whether compiled runs of such were compared
+    ("h100-sxm", {}, True),
+    ("rtx-3090", {}, True),
+    ("t4", {"precision": "fp16-mixed"}, False),
+    ("mi300x", {}, False),
+    ("h100-sxm", {"num_gpus": 2, "parallel": "ddp"}, False),
+    ("h100-sxm", {"objective": "dpo", "loss": "full"}, False),
+    ("h100-sxm", {"method": "qlora", "quantization": "nf4"}, False),
+    ("h100-sxm", {"adapter": "dora"}, False),
+]
+
+
+@pytest.mark.parametrize(("gpu", "fields", "compared"), COMPILED, ids=str)
+def test_compile_is_open_where_compiled_runs_were_compared_and_it_gains_more_than_they_err(
+    gpu: str, fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = TrainSetup(**fields)
+    for gain, enough in ((policy.COMPILE_WORTH - 0.01, False), (policy.COMPILE_WORTH + 0.01, True)):
+        monkeypatch.setattr(policy, "compile_gain", lambda *_, gain=gain: gain)
+        assert (policy.compile_left_out(workload(gpu), setup) == "") == (compared and enough)
+
+
+def test_compiles_gain_is_over_the_fastest_kernels_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speeds(model: object, gpu: object, setup: TrainSetup) -> Any:
+        speed = 150.0 if setup.compile else 100.0
+        return SimpleNamespace(at=lambda micro, steps: (0.0, speed))
+
+    monkeypatch.setattr(policy, "speed_profile", speeds)
+    assert policy.compile_gain(workload(), TrainSetup()) == pytest.approx(0.5)
+
+
+WALKED = {("axolotl",)}
+"""Programs with kernels of their own whose published runs were compared."""
+ALL = {"method": ("lora", "qlora"), "lora_targets": ("all-linear",)}
+
+
+@pytest.mark.parametrize(
+    ("sure", "fixed", "fewer"),
+    [
+        ((), {}, True),
+        ((object(),), {}, False),
+        *(((), {name: ("x",)}, False) for name in ("lora_targets", "quantization", "adapter")),
+    ],
+    ids=str,
+)
+def test_attention_alone_is_adapted_where_no_lora_on_all_matrices_surely_fits(
+    sure: tuple[object, ...], fixed: dict[str, Any], fewer: bool
+) -> None:
+    asked = replace(workload(), fixed=fixed)
+    expected = {**ALL, "method": ("lora",), "lora_targets": ("attention",)} if fewer else {}
+    assert policy.fewer_matrices(asked, ALL, sure) == expected
+
+
+@pytest.mark.parametrize("name", ["axolotl", "unsloth"])
+def test_a_program_that_is_absent_is_not_walked(name: str) -> None:
+    asked, values = workload(), {"method": ("lora",), "lora_targets": ("all-linear",)}
+    here = {one.targets for one in policy.further(asked, values)}
+    there = {one.targets for one in policy.further(replace(asked, absent_packages=(name,)), values)}
+    assert here - there == {(name,)} & WALKED
+    assert WALKED <= here
+
+
+def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner.engines import host
+
+    needs = {"optimizer": 10 << 30, "parameters": 30 << 30}
+
+    def points(wish: Workload) -> dict[Node, Any]:
+        (offload,) = wish.fixed["offload"]
+        setup = SimpleNamespace(offload=offload)
+        return {Node.LORA: SimpleNamespace(setup=setup, tokens_per_s=1.0, peak_device_bytes=0)}
+
+    monkeypatch.setattr(remedies, "best_points", points)
+    monkeypatch.setattr(host, "host_bytes_per_node", lambda model, setup, nodes: needs[setup.offload])
+    nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
+    (found,) = remedies._offloaded(workload("rtx-4090"), nearest)
+    assert found.action.startswith("--offload optimizer: ")

@@ -1,0 +1,242 @@
+"""Facts of seconds and step profiles stated by hand, of what planted faults got past (docs/faults.md)."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.choices.adapters import ADAPTERS
+from planner.hardware.gpus import all_gpus, find_gpu
+from planner.memory import profile_store
+from planner.memory.allocator import GAP_FLOOR_BYTES
+from planner.memory.profile_store import StepProfile, config_digest, save_profiles
+from planner.memory.profiled import profiled_peaks
+from planner.memory.step_profile import MONOMIALS, Piece, ProfiledStep, ProfileMoment
+from planner.memory.workspace import cublas_workspace_bytes
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.speed import step_program
+from planner.speed.host import FOREACH_TENSOR_S, HOOK_S, TENSOR_S, TRITON_S, VIEW_IN_ENGINE_S, VIEW_S, issued_s
+from planner.speed.operators import ISSUERS, Layout, Operator
+from planner.speed.prices import THIN, matrix_s, moved_s
+from planner.speed.rates import card_rates
+from planner.speed.sized import Sized, Tiles
+from planner.speed.step_program import (
+    ONCE,
+    TILES,
+    ModelPrograms,
+    Run,
+    SizedLayout,
+    SizedOperator,
+    StepProgram,
+    Tables,
+    programs_of,
+    save_programs,
+)
+
+H100 = card_rates(find_gpu("h100-sxm"))
+MIB = 1 << 20
+FORWARD = ISSUERS.index("forward")
+
+
+def model() -> ModelSpec:
+    found = catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_product_as_thin_as_an_adapters_costs_its_bytes(place: int) -> None:
+    for edge, by_bytes in ((THIN, True), (THIN + 1, False)):
+        sizes = [4096, 4096, 4096]
+        sizes[place] = edge
+        m, n, k = sizes
+        moved = 2.0 * (m * k + k * n + m * n)
+        assert (matrix_s(m, n, k, "bfloat16", H100) == pytest.approx(moved / (0.93 * H100.copy) + 2.5e-6)) == by_bytes
+
+
+L2_GAIN = {34: 1.45, 50: 1.2, 67: 1.03}
+"""MB that a kernel moves -> how many times the copy rate. Source: readings of an H100, 50 MB of L2 (prices.jsonl)."""
+
+
+@pytest.mark.parametrize("megabytes", L2_GAIN)
+def test_what_is_still_in_the_cache_is_faster(megabytes: int) -> None:
+    moved = 1e6 * megabytes
+    rate = moved / (moved_s(moved, H100) - H100.launch_s)
+    assert rate / H100.copy == pytest.approx(L2_GAIN[megabytes], abs=0.12)
+
+
+ISSUED = [
+    # operator, by whom, whether the device runs anything, whether the step recomputes -> seconds
+    ("aten.detach.default", "engine", False, True, HOOK_S),
+    ("aten.detach.default", "engine", False, False, VIEW_IN_ENGINE_S),
+    ("aten.detach.default", "forward", False, True, VIEW_S),
+    *((f"{family}.kernel", who, True, False, TRITON_S) for family in ("liger", "trl", "unsloth", "triton")
+      for who in ("forward", "engine")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "who", "launches", "checkpointed", "seconds"), ISSUED, ids=str)
+def test_what_the_host_takes_for_a_call(
+    name: str, who: str, launches: bool, checkpointed: bool, seconds: float
+) -> None:
+    assert issued_s(Operator(name), ISSUERS.index(who), launches, checkpointed=checkpointed) == seconds
+
+
+@pytest.mark.parametrize("name", ["aten._foreach_add_.List", "aten._fused_adamw_.default"])
+def test_a_call_of_many_tensors_takes_longer_by_each(name: str) -> None:
+    one, many = (issued_s(Operator(name, listed=num), FORWARD, True, checkpointed=False) for num in (1, 501))
+    assert many - one == pytest.approx(500 * TENSOR_S.get(name.rpartition(".")[0], FOREACH_TENSOR_S))
+
+
+def test_a_dimension_that_repeats_is_read_once() -> None:
+    layout = Layout((8, 16), (0, 1), "bfloat16")
+    assert (layout.numel, layout.size_bytes) == (128, 32)
+    assert Layout((1, 16), (0, 1), "bfloat16").size_bytes == 32
+
+
+def programs(shape: SizedLayout) -> ModelPrograms:
+    raw = {
+        "versions": {}, "programs": {}, "names": ["aten.add.Tensor"], "forms": list(shape.shape),
+        "layouts": [[[*range(len(shape.shape))], shape.order, shape.dense, shape.repeated, shape.dtype]],
+        "operators": [[0, [0], [0], [], 0]], "stretches": [], "steps": [],
+    }  # fmt: skip
+    return ModelPrograms(raw)
+
+
+LENGTH, RANK = (2, 1.0), (6, 1.0)
+"""One token, one rank, as places in MONOMIALS."""
+
+
+@pytest.mark.parametrize(
+    ("repeated", "strides"), [((), (48, 1)), ((0,), (0, 1)), ((1,), (1, 0))], ids=["whole", "row", "column"]
+)
+def test_an_operators_layout_at_its_sizes(repeated: tuple[int, ...], strides: tuple[int, int]) -> None:
+    """Tokens by three times the rank: 100 by 48."""
+    assert (MONOMIALS[LENGTH[0]], MONOMIALS[RANK[0]]) == ((0, 1, 0, 0), (0, 0, 1, 0))
+    shape = SizedLayout(((LENGTH,), ((RANK[0], 3.0),)), (), True, repeated, "bfloat16")
+    sized = Sized(programs(shape), H100, 4, 100, 16, {})
+    assert sized.operator(0).inputs[0] == Layout((100, 48), strides, "bfloat16")
+
+
+LOOPS = [
+    # per, less -> (tile's tokens, turns, filled) of 5 tiles that are 4.5 whole ones, and of 100 tokens
+    (ONCE, 0, (256, 1, 1.0)),
+    (TILES, 0, (256, 5, 0.9)),
+    (TILES, 1, (256, 4, 0.875)),
+    (TILES, 7, (256, 0, 0.0)),
+    (32, 0, (0, 4, 1.0)),
+    (32, 1, (0, 3, 1.0)),
+    (32, 9, (0, 0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("per", "less", "loop"), LOOPS, ids=str)
+def test_how_often_a_run_comes(per: int, less: int, loop: tuple[int, int, float]) -> None:
+    sized = Sized(programs(SizedLayout(((LENGTH,),), (), True, (), "bfloat16")), H100, 4, 100, 16, {})
+    assert tuple(sized.loop(Run(per, less, ()), Tiles(256, 5, 0.9))) == pytest.approx(loop)
+
+
+def profile(*moments: tuple[str, bool, int], longest: int | None = None, alone: int = 0) -> StepProfile:
+    """One group of so many bytes at each moment (phase, of a later micro-batch, bytes); of micro-batch 1 more."""
+    pieces = [
+        Piece(
+            one_sequence=one,
+            shortest_tokens=1,
+            longest_tokens=longest,
+            moments=tuple(
+                ProfileMoment(phase, later, ((("activations", phase), ((0, float(size + alone * one)),)),))
+                for phase, later, size in moments
+            ),
+            gaps=((1024, 0.0),),
+        )
+        for one in (False, True)
+    ]
+    return StepProfile(pieces=tuple(pieces))
+
+
+PHASES = ("load", "forward", "loss", "backward", "step")
+SETUP = TrainSetup(seq_len_tokens=1000, loss="full")
+
+
+@pytest.mark.parametrize("highest", PHASES[1:4])
+def test_the_highest_moment_before_the_step_is_that_of_any_phase(highest: str) -> None:
+    sizes = [(phase, False, 9 * MIB if phase == highest else MIB) for phase in PHASES]
+    assert ProfiledStep(profile(*sizes), model(), SETUP).largest(2, accumulated=False) == 9 * MIB
+
+
+def test_a_later_micro_batchs_moment_is_there_with_accumulation_alone() -> None:
+    step = ProfiledStep(profile(("backward", False, MIB), ("backward", True, 5 * MIB)), model(), SETUP)
+    assert [step.bytes_at("backward", 2, accumulated=one) for one in (False, True)] == [MIB, 5 * MIB]
+
+
+def test_one_sequence_has_its_own_runs() -> None:
+    step = ProfiledStep(profile(("forward", False, MIB), alone=MIB), model(), SETUP)
+    assert [step.bytes_at("forward", micro, accumulated=False) for micro in (1, 2)] == [2 * MIB, MIB]
+
+
+@pytest.mark.parametrize(("tokens", "complete"), [(999, True), (1000, True), (1001, False)])
+def test_the_longest_length_that_was_run_is_one_of_them(tokens: int, complete: bool) -> None:
+    setup = SETUP.with_(seq_len_tokens=tokens)
+    assert ProfiledStep(profile(("load", False, MIB), longest=1000), model(), setup).complete == complete
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("states", "temporaries"), [(3 * MIB, 50 * MIB), (50 * MIB, 3 * MIB)])
+def test_the_step_is_the_peak_where_its_temporaries_make_it_one(
+    accumulation: int, states: int, temporaries: int
+) -> None:
+    """What the optimizer keeps lies beside every moment, what it makes beside the step alone."""
+    step = ProfiledStep(
+        profile(*((phase, False, 20 * MIB if phase == "loss" else 8 * MIB) for phase in PHASES)), model(), SETUP
+    )
+    gpu = find_gpu("a100-80gb")
+    kinds = {accumulation > 1: (states, temporaries), accumulation <= 1: (1 << 40, 1 << 40)}
+    ((found,),) = profiled_peaks(step, gpu, [(2, accumulation)], [kinds])
+    highest = max(20 * MIB, 8 * MIB + GAP_FLOOR_BYTES + temporaries)
+    assert found == cublas_workspace_bytes(gpu) + states + highest
+
+
+@pytest.mark.parametrize(("gpu", "profiled"), [("a100-80gb", True), ("rtx-4090", True), ("Apple", False)])
+def test_profiles_are_of_cudas_cards(gpu: str, profiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = find_gpu(gpu) if profiled else next(one for one in all_gpus() if one.vendor == gpu)
+    own = replace(model(), model_id=f"on {gpu}")
+    key = profile_store.structure_key(own, card, SETUP)
+    save_profiles(tmp_path / f"{config_digest(own.config)}.json.gz", {key: profile(("load", False, MIB))}, {})
+    monkeypatch.setattr(profile_store, "SHIPPED", tmp_path)
+    assert (profile_store.find_profile(own, card, SETUP) is not None) == profiled
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_profiles_are_of_loras_own_kind(name: str) -> None:
+    row = ADAPTERS[name]
+    some = {"loss": "full", "checkpointing": 0, "packing": False}
+    bits = {} if "none" in row.quantizations else {"method": "qlora", "quantization": row.quantizations[0]}
+    setup = TrainSetup(adapter=name, lora_rank=8 if row.size else 0, **some, **bits)
+    assert profile_store.profiled_kind(setup) == (name == "lora")
+
+
+def test_a_users_programs_of_other_versions_are_not_this_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, digest = step_program.library_versions(), config_digest(model().config)
+    monkeypatch.setattr(step_program, "user_directory", lambda: tmp_path)
+    program = StepProgram((), (), (), {}, 12, False)
+    tables = Tables()
+    tables.operator(SizedOperator("aten.add.Tensor"))
+    save_programs(tmp_path / f"programs-{digest}-x.json.gz", tables, {"own": program}, {**here, "torch": "0.0"})
+    kept = programs_of(replace(model(), model_id="others"))
+    assert kept is None or "own" not in kept.keys
+    save_programs(tmp_path / f"programs-{digest}-y.json.gz", tables, {"own": program}, here)
+    kept = programs_of(replace(model(), model_id="own"))
+    assert kept is not None
+    assert kept.keys == {"own"}
+    path = tmp_path / f"programs-{digest}-y.json.gz"
+    content = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(content.replace(b'"own"', b'"oms"')))
+    step_program.load_programs.cache_clear()
+    assert step_program.load_programs(path) is None
+    assert json.loads(content.partition(b"\n")[2])["schema"] == step_program.SCHEMA
