@@ -68,7 +68,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/planner/test_formula_grid.py",
             "tests/planner/test_stated_facts.py",
         ),
-        73,
+        80,
     ),
     "throughput": (
         (
@@ -88,7 +88,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/planner/test_throughput_accuracy.py",
             "tests/planner/test_stated_facts.py",
         ),
-        51,
+        52,
     ),
     "search": (
         (
@@ -111,7 +111,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/search/test_corrections.py",
             "tests/search/test_study.py",
         ),
-        41,
+        45,
     ),
     "seconds": (
         ("planner/speed/*.py",),
@@ -136,8 +136,20 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         ),
         15,
     ),
-    "written": (("planner/exporters/*.py",), ("tests/planner/test_written.py",), 4),
-    "read": (("planner/readers/*.py", "planner/samples/dataset.py"), ("tests/planner/test_stated_facts.py",), 4),
+    "written": (
+        ("planner/exporters/*.py",),
+        ("tests/planner/test_written.py", "tests/planner/test_readers_roundtrip.py"),
+        14,
+    ),
+    "read": (
+        ("planner/readers/*.py", "planner/samples/dataset.py"),
+        (
+            "tests/planner/test_stated_facts.py",
+            "tests/planner/test_readers_spread.py",
+            "tests/planner/test_readers_roundtrip.py",
+        ),
+        10,
+    ),
     "allocator": (
         ("probes/allocator/*.py",),
         ("tests/probes/test_allocator.py", "tests/probes/test_allocator_properties.py"),

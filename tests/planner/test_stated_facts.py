@@ -3,17 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from planner.choices.stacks import STACKS
 from planner.hardware.gpus import find_gpu
-from planner.memory.loss import loss_parts
+from planner.memory.loss import LossMoment, loss_parts
 from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
 from planner.memory.weights import weight_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.readers import Surroundings, evaluating, read_text
+from planner.readers import Surroundings, evaluating, read_text, sharding
+from planner.readers.values import Settings
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
 from planner.throughput import throughput_profile
@@ -153,3 +156,74 @@ def test_what_a_loop_keeps_of_its_outputs_are_all_logits() -> None:
         assert found in ((2 * logits, 4 * logits) if stack.keeps_outputs else (0,)), stack.name
         kept += stack.keeps_outputs
     assert kept >= 3
+
+
+MESHES = [
+    (shard, copies, tensor, stages)
+    for shard in (1, 2, 4)
+    for copies in (1, 2)
+    for tensor in (1, 2)
+    for stages in (1, 2)
+    if shard * copies * tensor * stages > 1
+]
+
+
+@pytest.mark.parametrize(("shard", "copies", "tensor", "stages"), MESHES)
+@pytest.mark.parametrize("said", ["tp_size", "tp_plan"])
+def test_transformers_mesh(said: str, shard: int, copies: int, tensor: int, stages: int) -> None:
+    """`DistributedConfig`: each size by its name; a plan for tensor parallelism without a size takes the GPUs left."""
+    block = {"fsdp_size": shard, "dp_replicate_size": copies, "pp_size": stages}
+    block |= {"tp_size": tensor} if said == "tp_size" else {"tp_plan": "auto"} if tensor > 1 else {}
+    settings = Settings({}, "train.py", Surroundings(num_gpus=shard * copies * tensor * stages))
+    found = sharding.distributed(settings, block)
+    expected: dict[str, object] = {"parallel": "fsdp2"} if shard * copies > 1 else {}
+    expected |= {"tensor_degree": tensor} if tensor > 1 else {}
+    expected |= {"pipeline_degree": stages} if stages > 1 else {}
+    expected |= {"shard_degree": shard} if stages == 1 and shard > 1 and copies > 1 else {}
+    assert {name: value for name, value in found.items() if stages == 1 or name != "shard_degree"} == expected
+
+
+@pytest.mark.parametrize(("key", "degree"), [("cp_size", 2), ("cp_size", 4), ("sp_size", 2), ("sp_size", 8)])
+def test_sequences_that_are_cut(key: str, degree: int) -> None:
+    """`ParallelismConfig`: by PyTorch's ring under FSDP2, or by DeepSpeed's Ulysses under ZeRO."""
+    settings, mesh = Settings({}, "train.py"), Settings({key: degree}, "mesh")
+    own = {"parallel": "fsdp2" if key == "cp_size" else "zero3"}
+    assert sharding.cut_sequences(settings, mesh, {}) == {"context_degree": degree, **own}
+    assert sharding.cut_sequences(settings, mesh, own) == {"context_degree": degree}
+    assert sharding.cut_sequences(settings, Settings({}, "mesh"), own) == {}
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_shards_go_over_the_gpus_of_one_sequence_too(context: int) -> None:
+    settings = Settings({}, "train.py", Surroundings(num_gpus=8 * context))
+    found = sharding.hybrid(settings, 8 * context, shard=4, copies=2, tensor=1, context=context)
+    assert found == {"shard_degree": 4 * context, **({"context_degree": context} if context > 1 else {})}
+
+
+WORDS = {
+    "full_shard": (True, "none"),
+    "shard_grad_op": (False, "none"),
+    "hybrid_shard_zero2": (False, "none"),
+    "full_shard offload": (True, "parameters"),
+    "offload,shard_grad_op": (False, "parameters"),
+}
+"""TrainingArguments' `fsdp` (beside auto_wrap) -> whether weights are freed after the forward, and what leaves."""
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_fsdps_words(words: str) -> None:
+    settings = Settings({}, "train.py", Surroundings(num_gpus=8))
+    found = sharding.fsdp_words(settings, f"{words} auto_wrap", {})
+    said = found.get("reshard_after_forward", True), found.get("offload", "none")
+    assert (found["parallel"], *said) == ("fsdp2", *WORDS[words])
+
+
+def test_the_losss_moments_have_each_its_own_bytes() -> None:
+    trained = SimpleNamespace(head=3, outer_bytes=2)
+    state: Any = SimpleNamespace(
+        loss_forward_bytes=10, loss_backward_bytes=200, trained=trained, asked_bytes=3000, arriving_bytes=40_000
+    )
+    chain: Any = SimpleNamespace(within_bytes=1, loss_bytes=2, backward_bytes=3, logits_bytes=4, asked_bytes=5)
+    found = LossMoment.of(state, chain, 700_000)
+    expected = {"within": 700_011, "forward": 700_002, "backward": 203, "head": 10, "asked": 3005, "arriving": 40_000}
+    assert found._asdict() == expected

@@ -140,7 +140,7 @@ ALL = {"method": ("lora", "qlora"), "lora_targets": ("all-linear",)}
     ("sure", "fixed", "fewer"),
     [
         ((), {}, True),
-        ((object(),), {}, False),
+        (("a point that does",), {}, False),
         *(((), {name: ("x",)}, False) for name in ("lora_targets", "quantization", "adapter")),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_a_program_that_is_absent_is_not_walked(name: str) -> None:
     here = {one.targets for one in policy.further(asked, values)}
     there = {one.targets for one in policy.further(replace(asked, absent_packages=(name,)), values)}
     assert here - there == {(name,)} & WALKED
-    assert WALKED <= here
+    assert here >= WALKED
 
 
 def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,14 @@ FACTS: dict[str, Fact] = {
     "PYTORCH_ALLOC_CONF": lambda one: "expandable_segments:True",
     "PYTORCH_CUDA_ALLOC_CONF": lambda one: "expandable_segments:True",
     "optim": lambda one: OPTIM[one.runs.optimizer],
+    "bf16": lambda one: one.runs.autocast_dtype == "bf16",
+    "fp16": lambda one: one.runs.autocast_dtype == "fp16",
+    "stage3_prefetch_bucket_size": lambda one: 50_000_000,
+    "stage3_param_persistence_threshold": lambda one: 100_000,
+    "tensor_parallel_size": lambda one: one.runs.tensor_degree,
+    "dp_shard_size": lambda one: one.runs.shards,
+    "dp_replicate_size": lambda one: one.runs.data_degree // one.runs.shards,
+    "freeze_trainable_layers": lambda one: one.runs.trained_layers,
     "train_on_prompt": lambda one: one.asked.loss_on == "all",
 }
 """Last part of a key -> what it says, of the request alone."""
@@ -152,6 +160,22 @@ OF_ONE_FILE: dict[str, dict[str, Fact]] = {
     "llamafactory": {"prompt": lambda one: "prompt"},
 }
 """Facts of a key that says another thing elsewhere."""
+
+
+THERE: dict[tuple[str, str], Fact] = {
+    ("deepspeed.json", "offload_optimizer"): lambda one: one.runs.offload != "none",
+    ("deepspeed.json", "offload_param"): lambda one: one.runs.offload == "parameters",
+    ("llamafactory.yaml", "enable_liger_kernel"): lambda one: "liger" in (one.runs.loss, one.runs.kernels),
+    ("llamafactory.yaml", "neat_packing"): lambda one: one.runs.packing,
+    ("llamafactory.yaml", "quantization_bit"): lambda one: one.runs.quantized,
+    ("llamafactory.yaml", "deepspeed"): lambda one: one.runs.zero,
+    ("axolotl.yaml", "liger_fused_linear_cross_entropy"): lambda one: one.runs.loss == "liger",
+    ("axolotl.yaml", "chunked_cross_entropy"): lambda one: one.runs.loss == "chunked" and one.runs.aim.supervised,
+    ("axolotl.yaml", "bnb_config_kwargs"): lambda one: one.runs.quantization == "nf4",
+    ("axolotl.yaml", "fsdp_config"): lambda one: one.runs.parallel == "fsdp2",
+    ("axolotl.yaml", "deepspeed"): lambda one: one.runs.zero,
+}
+"""(file, key) that says something by being there -> whether it is."""
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -242,6 +266,33 @@ def test_what_a_file_says_is_the_fact(target: str) -> None:
                     assert value == pytest.approx(facts[key](case)), (target, file.path, key, value, case.asked.setup)
                     seen += 1
     assert seen
+
+
+def names(value: Any) -> Iterator[str]:
+    """Every key of a document, at any depth."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from names(inner)
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "hf"])
+def test_what_says_something_by_being_there_is_there(target: str) -> None:
+    seen: dict[tuple[str, str], set[bool]] = {}
+    for case, launch in written(target):
+        for file in launch.files:
+            facts = {key: fact for (name, key), fact in THERE.items() if file.path.endswith(f"/{name}")}
+            if not facts:
+                continue
+            document = yaml.safe_load(file.text)
+            there = {*names(document)}
+            for key, fact in facts.items():
+                assert (key in there) == bool(fact(case)), (file.path, key, case.asked.setup)
+                seen.setdefault((file.path, key), set()).add(key in there)
+            if "test_datasets" in there:
+                splits = [{one["split"] for one in document[name]} for name in ("datasets", "test_datasets")]
+                assert splits == [{"train"}, {"test"}]
+    assert {True, False} in seen.values()
 
 
 def changed(target: str, before: ExportRequest, after: ExportRequest) -> set[str]:

@@ -42,7 +42,8 @@ TOLERANCE = 0.03
 """The worst of benchmarks/data/images.jsonl's Gemma 3n is 1.9 %."""
 SMALL, LARGE = "gemma-3n-E2B-it", "gemma-3n-E4B-it"
 SMALL_TOLERANCE = 0.15
-"""Of a quarter of the width, where what stands around the layers, which is not counted, is more of the whole: the worst is 13.6 %."""
+"""Of a quarter of the width, where what stands around the layers, which is not counted, is more of the whole: the worst
+is 13.6 %."""
 TIMM = Path(__file__).parents[2] / ".venv" / "timm"
 WITH_TIMM = pytest.mark.skipif(
     not TIMM.is_dir() and find_spec("timm") is None, reason="timm is not installed (setup.sh does)"

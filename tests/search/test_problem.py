@@ -1,6 +1,7 @@
 """What fits and what is out before any probe: the budget decides, not the card, and two bands of doubt."""
 
 from dataclasses import fields, replace
+from math import log
 
 import pytest
 from search_cases import measurement, problem
@@ -54,6 +55,21 @@ def test_a_dry_runs_band_counts_where_there_is_one() -> None:
     fits = replace(candidate.formula, peak_device_bytes=one.budget_bytes)
     assert isinstance(fits, Prediction)
     assert not one.too_large(replace(candidate, dry_run=fits))
+
+
+SCORES = {"tokens": (0.0, log(2)), "cost": (-log(4), log(2)), "memory": (0.0, 0.0)}
+"""What is best -> what four GPUs at the speed of one, and twice the speed, change of a score."""
+
+
+@pytest.mark.parametrize("objective", SCORES)
+def test_what_is_best_is_scored_by_its_own_figure(objective: str) -> None:
+    one, candidate = changed()
+    one, four = replace(one, objective=objective), candidate.setup.with_(num_gpus=4, parallel="ddp")
+    evidence = measurement(candidate.setup, 1000.0, 1.0 * GIB)
+    faster = measurement(candidate.setup, 2000.0, 1.0 * GIB)
+    score = one.score(candidate, evidence)
+    on_four = one.score(replace(candidate, setup=four), evidence)
+    assert (on_four - score, one.score(candidate, faster) - score) == pytest.approx(SCORES[objective])
 
 
 @pytest.mark.parametrize("kind", [Problem, Result, Elsewhere, Budget])
