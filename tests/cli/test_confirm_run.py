@@ -200,9 +200,13 @@ def test_a_data_set_of_the_users_own_is_left_to_the_file(folder: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_trl_really_runs_the_file_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("warm_children")
+def test_trl_really_runs_the_file_as_it_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rehearsal on the CPU from the command line on: random weights, texts, the watcher, TRL's own trainer."""
     pytest.importorskip("trl")
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # else its programs run, which start cold
     tiny = tmp_path / "tiny"
     tiny.mkdir()
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,7 +1,7 @@
 """`plan trace`: the child process, its exit codes and its answer.
 
-The first starts as a user starts it; the others are forked from a process that has imported torch, outside of any
-protection, and therefore without it.
+The first starts as a user starts it; the others are forked from a process that has imported the libraries, outside of
+any protection, and therefore without it.
 """
 
 import json
@@ -10,13 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from planner.cli.app import run
-from tests.warm import programs
 
 LOOP = """
 import torch
@@ -42,11 +40,10 @@ except Exception:
 CHILDREN = f"import subprocess, sys\nLOOP = {LOOP.format(rows=8)!r}\n"
 
 
-@pytest.fixture(scope="module")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Python that has imported torch, and nothing else, when it starts."""
-    with programs(tmp_path_factory.mktemp("warm") / "programs", ("torch",)) as folder:
-        yield str(folder / "python")
+@pytest.fixture
+def warm_python(warm_programs: Path) -> str:
+    """A Python that has imported torch when it starts."""
+    return str(warm_programs / "python")
 
 
 def trace(tmp_path: Path, program: str, *options: str, python: str = sys.executable) -> int:

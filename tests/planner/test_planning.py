@@ -54,10 +54,11 @@ def test_walk_predicts_what_predict_predicts() -> None:
 def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     """What differs in memory is told apart (kernels, cuBLAS's workspaces), what differs in speed and size only is
     computed once."""
-    known, asked = Known(), wish("Qwen/Qwen2.5-0.5B", global_batch=4)
+    lora = {"method": ("lora",)}
+    known, asked = Known(), wish("Qwen/Qwen2.5-0.5B", global_batch=4, fixed=lora)
     runs = {}
     for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
-        mine = replace(wish("Qwen/Qwen2.5-0.5B", card, global_batch=4), model=asked.model)
+        mine = replace(wish("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=asked.model)
         assert list(walk(mine, known=known)) == list(walk(mine))
         runs[card] = known.runs(mine, dimension_values(mine), ())
     assert runs["l4"] is runs["rtx-4090"]
