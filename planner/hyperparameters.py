@@ -12,14 +12,15 @@ from planner.records import dataclass
 from planner.setup import TrainSetup
 
 BASE_LEARNING_RATE = 2e-5
-"""Adam's rate for full fine-tuning at REFERENCE_BATCH_SEQS sequences per step.
+"""Adam's rate for full fine-tuning at PUBLISHED_BATCH_SEQS sequences per step.
 
 Source: Taori et al. 2023, Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca): 2e-5, 128 sequences, 3 %
 warmup, cosine; also the default of TRL's SFTConfig (1.16).
 """
 
-REFERENCE_BATCH_SEQS = 32
-"""Between the batches behind the two published rates used here: 16 (QLoRA) and 128 (Alpaca)."""
+PUBLISHED_BATCH_SEQS = (16, 128)
+"""The batches behind the two published rates used here, LORA_FACTOR apart: QLoRA's and Alpaca's. No rate is scaled
+between them."""
 
 LORA_FACTOR = 10.0
 """LoRA's best rate over full fine-tuning's.
@@ -60,6 +61,12 @@ OVERFITTING_TOKENS_PER_PARAM = 1e-4
 """With less data than this, full fine-tuning overfits within a few epochs. A judgement: 800,000 tokens for
 8B."""
 
+PRETRAINING_WEIGHT_DECAY, PRETRAINING_BETA2 = 0.1, 0.95
+"""Of AdamW in pretraining, whose batches are large and noisy beside fine-tuning's. Sources: Brown et al. 2020, appendix
+B, https://arxiv.org/abs/2005.14165; Touvron et al. 2023, LLaMA, section 2.3, https://arxiv.org/abs/2302.13971."""
+ADAM_BETA2 = 0.999
+"""Of AdamW in fine-tuning: PyTorch's and transformers' default, and QLoRA's."""
+
 LORA_METHODS = ("lora", "qlora")
 
 
@@ -72,6 +79,7 @@ class Hyperparameters:
     warmup_fraction: float = WARMUP_FRACTION
     lr_schedule: str = SCHEDULE
     weight_decay: float = 0.0
+    adam_beta2: float = ADAM_BETA2
     max_grad_norm: float = 1.0
     num_epochs: float = 1.0
     max_steps: int | None = None
@@ -81,22 +89,23 @@ class Hyperparameters:
 
 
 def batch_factor(optimizer: str, global_batch_seqs: int) -> float:
-    """Factor on the learning rate for a batch that is not REFERENCE_BATCH_SEQS.
+    """Factor on the learning rate for a batch outside PUBLISHED_BATCH_SEQS.
 
-    Adaptive optimizers: square root of the batch ratio; plain SGD: the ratio itself.
+    Adaptive optimizers: square root of the batch over the nearer of them; plain SGD: the ratio itself.
 
     Sources: Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
     https://arxiv.org/abs/2205.10287 (square root); Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, SGD).
     """
-    ratio = global_batch_seqs / REFERENCE_BATCH_SEQS
+    least, most = PUBLISHED_BATCH_SEQS
+    ratio = global_batch_seqs / min(max(global_batch_seqs, least), most)
     return ratio if optimizer == "sgd" else sqrt(ratio)
 
 
 def rate_batch(global_batch_seqs: int, samples_per_seq: float) -> int:
-    """Samples per step that the rate follows. A row of packed samples counts as them up to REFERENCE_BATCH_SEQS: the
-    published rates are for samples, and no rate is raised for packing."""
+    """Samples per step that the rate follows. A row of packed samples counts as them up to the larger published batch:
+    the published rates are for samples, and no rate is raised for packing."""
     samples = round(global_batch_seqs * samples_per_seq)
-    return max(global_batch_seqs, min(REFERENCE_BATCH_SEQS, samples))
+    return max(global_batch_seqs, min(PUBLISHED_BATCH_SEQS[1], samples))
 
 
 def choose(
@@ -117,15 +126,20 @@ def choose(
     one epoch; each only sharpens the rate or adds a note. A `learning_rate` that the user decided stays as it is.
     """
     rate, why = _rate(setup, num_params, samples_per_seq)
+    pretrains = setup.objective == "pretrain" and setup.method == "full"
+    as_pretrained = "as GPT-3 and LLaMA were pretrained"
     reasons = {
         "learning_rate": why if learning_rate is None else "given with --lr",
         "lora_alpha": "fixed over ranks, so the rate does not move with the rank",
         "warmup_fraction": f"{WARMUP_FRACTION:.0%} of the steps, as Alpaca and QLoRA",
         "lr_schedule": "decays to zero: the run ends with a cooldown",
-        "weight_decay": "none, as Alpaca and QLoRA",
+        "weight_decay": as_pretrained if pretrains else "none, as Alpaca and QLoRA",
+        "adam_beta2": as_pretrained,
     }
     return Hyperparameters(
         learning_rate=float(f"{rate:.3g}") if learning_rate is None else learning_rate,
+        weight_decay=PRETRAINING_WEIGHT_DECAY if pretrains else 0.0,
+        adam_beta2=PRETRAINING_BETA2 if pretrains else ADAM_BETA2,
         num_epochs=num_epochs,
         max_steps=max_steps,
         seed=seed,
@@ -137,10 +151,10 @@ def choose(
 def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> tuple[float, str]:
     """The learning rate by the rules above, and its factors in words."""
     rate = BASE_LEARNING_RATE
-    why = [f"{BASE_LEARNING_RATE:g} (Adam, full, {REFERENCE_BATCH_SEQS} sequences)"]
+    why = [f"{BASE_LEARNING_RATE:g} (Adam, full)"]
     if setup.method in LORA_METHODS:
-        rate *= LORA_FACTOR
-        why.append(f"x {LORA_FACTOR:g} for LoRA")
+        rate *= setup.aim.lora_factor or LORA_FACTOR
+        why.append(f"x {setup.aim.lora_factor or LORA_FACTOR:g} for LoRA")
     if setup.aim.rate_factor != 1.0:
         rate *= setup.aim.rate_factor
         why.append(f"x {setup.aim.rate_factor:g} for {setup.aim.rate_reason}")

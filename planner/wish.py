@@ -119,7 +119,7 @@ class Wish:
 
     def _data(self, seq_len_tokens: int) -> Data:
         """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,
-        and full rows if the samples are not, or rows are packed."""
+        else of their mean, and full rows if the samples are not, or rows are packed."""
         tokens = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60)
         if self.data.epoch_seqs is not None:
             return self.data
@@ -132,7 +132,10 @@ class Wish:
         whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)
         tokens = min(tokens or whole, whole)
         rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
-        return replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
+        found = replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
+        short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
+        # every row as long as the mean, as nobody knows which are longer: their padding is not counted
+        return replace(found, real_fractions=(1.0, 1.0)) if short else found
 
     def _floor(
         self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None

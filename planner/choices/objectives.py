@@ -43,7 +43,8 @@ class Objective:
         supervised: whether its step is that of supervised training.
         packs: whether several samples may fill one sequence; `packed`: whether a plan does it unless told otherwise.
         least_samples: of one micro-batch; `whole_batch`: it is the whole batch, as accumulation adds no negatives.
-        rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
+        rate_factor: on the learning rate of supervised training; `rate_reason` says whose. lora_factor: its best LoRA
+            rate over full fine-tuning's, where it is not the supervised one.
         rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
         alone: why it is planned on one GPU; "" where it is planned under every engine of SHARED_BY, supervised training
             under all.
@@ -70,6 +71,7 @@ class Objective:
     whole_batch: bool = False
     rate_factor: float = 1.0
     rate_reason: str = ""
+    lora_factor: float | None = None
     rolls_out: bool = False
     alone: str = ""
     trainer: str = ""
@@ -228,7 +230,8 @@ _ROWS = (
         losses=("chunked",),
         least_samples=2,
         rate_factor=0.05,
-        rate_reason="KTO, as TRL's KTOConfig: 1e-6 for full fine-tuning",
+        rate_reason="KTO, as TRL's KTOConfig: 1e-6",
+        lora_factor=1.0,
         trainer="KTOTrainer",
         columns="prompt, completion and label (true or false); or chosen and rejected",
         data=("prompt-completion", "preference"),
@@ -244,8 +247,8 @@ _ROWS = (
         head="score",
         whole_logits=_score_chain,
         losses=("full",),
-        rate_factor=5.0,
-        rate_reason="reward models, as TRL's RewardConfig: 1e-4 for full fine-tuning",
+        rate_factor=0.5,
+        rate_reason="reward models, as TRL's example: 1e-5 for full fine-tuning, 1e-4 for LoRA",
         trainer="RewardTrainer",
         columns="chosen and rejected, with or without prompt",
         data=("preference",),

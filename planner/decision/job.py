@@ -38,7 +38,7 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
 
 def unknown_padding_note(workload: Workload) -> str:
     """What is not known of samples that are given as numbers and do not fill their rows; else ""."""
-    if not workload.data.num_samples or workload.data.real_fractions or workload.data.samples_per_seq != 1:
+    if not workload.data.num_samples or workload.data.file or workload.data.samples_per_seq != 1:
         return ""
     mean = (workload.data.epoch_tokens or 0) / (workload.data.epoch_seqs or 1)
     if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.seqs_per_sample:

@@ -78,7 +78,7 @@ def distributed_type(setup: TrainSetup) -> str:
 
 def _sections(request: ExportRequest, folder: str) -> list[Section]:
     setup = request.setup
-    kind = distributed_type(setup)
+    kind, half = distributed_type(setup), setup.autocast_dtype
     several = request.num_nodes > 1
     blocks = [
         section(
@@ -89,7 +89,9 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
             Line("num_processes", processes(setup), "on all machines" if several else ""),
             Line("machine_rank", 0, "every node gives its own with --machine_rank" if several else ""),
             # beside DeepSpeed's own file Accelerate refuses a second opinion on precision
-            None if kind == "DEEPSPEED" else Line("mixed_precision", setup.autocast_dtype or "no", "autocast"),
+            None
+            if kind == "DEEPSPEED"
+            else Line("mixed_precision", half or "no", "autocast" if half else "no autocast"),
             Line("use_cpu", False),
         )
     ]

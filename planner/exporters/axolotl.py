@@ -173,6 +173,7 @@ def _optimization(request: ExportRequest) -> list[Line | None]:
         common.tuned("lr_scheduler", hyper, "lr_schedule"),
         common.tuned("warmup_ratio", hyper, "warmup_fraction"),
         Line("weight_decay", hyper.weight_decay),
+        *common.beta_lines(hyper),
         Line("max_grad_norm", hyper.max_grad_norm),
         Line("num_epochs", hyper.num_epochs),
         Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
@@ -261,7 +262,7 @@ def _precision(setup: TrainSetup) -> list[Line]:
     return [
         Line("bf16", setup.autocast_dtype == "bf16", "weights and autocast"),
         Line("fp16", setup.autocast_dtype == "fp16"),
-        Line("tf32", False),
+        Line("tf32", False, "fp32 products are counted without"),
     ]
 
 

@@ -11,7 +11,7 @@ from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_refusal, class_refusal, experts_refusal, left_unnamed
-from planner.hyperparameters import Hyperparameters
+from planner.hyperparameters import ADAM_BETA2, Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
@@ -123,9 +123,15 @@ def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> 
         tuned("lr_scheduler_type", hyper, "lr_schedule"),
         warmup,
         Line("weight_decay", hyper.weight_decay, decay_reason),
+        *beta_lines(hyper),
         Line("max_grad_norm", hyper.max_grad_norm),
         length if hyper.max_steps is None else Line("max_steps", hyper.max_steps),
     ]
+
+
+def beta_lines(hyper: Hyperparameters) -> list[Line]:
+    """AdamW's second moment, where it is not the default."""
+    return [tuned("adam_beta2", hyper, "adam_beta2")] if hyper.adam_beta2 != ADAM_BETA2 else []
 
 
 def steps_between(request: ExportRequest) -> float:

@@ -129,7 +129,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("name", "AdamW"),
             Line(*TORCHTITAN.setting(setup, "optimizer")),
             Line("lr", float(hyper.learning_rate), reasons.get("learning_rate", "")),
-            Line("beta2", 0.999),
+            Line("beta2", hyper.adam_beta2),
             Line("weight_decay", float(hyper.weight_decay)),
         ),
         section(

@@ -30,7 +30,7 @@ from tests.whole import WHOLE, some
 
 HYPER = Hyperparameters(
     learning_rate=1.5e-5, lora_alpha=37, warmup_fraction=0.07, lr_schedule="linear", weight_decay=0.013,
-    max_grad_norm=0.71, num_epochs=2.5, seed=4321,
+    adam_beta2=0.97, max_grad_norm=0.71, num_epochs=2.5, seed=4321,
 )  # fmt: skip
 """No two alike, none a default: a value under another's name is seen."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -125,6 +125,8 @@ FACTS: dict[str, Fact] = {
     "freeze_multi_modal_projector": lambda one: one.runs.method != "full",
     "image_max_pixels": lambda one: one.runs.images.width * one.runs.images.height,
     "beta": lambda one: 0.04 * one.runs.rolls.reference if one.runs.aim.rolls_out else 0.1,
+    "beta2": lambda one: one.hyper.adam_beta2,
+    "adam_beta2": lambda one: one.hyper.adam_beta2,
     "rl_beta": lambda one: 0.1,
     "pref_beta": lambda one: 0.1,
     "pref_loss": lambda one: {"dpo": "sigmoid"}.get(one.runs.objective, one.runs.objective),
@@ -314,6 +316,7 @@ OTHERS: dict[str, tuple[Any, set[str]]] = {
     "warmup_fraction": (0.3, {"warmup_ratio", "warmup_steps"}),
     "lr_schedule": ("cosine", {"lr_scheduler_type", "lr_scheduler", "decay_type"}),
     "weight_decay": (0.2, {"weight_decay"}),
+    "adam_beta2": (0.9, {"adam_beta2", "beta2"}),
     "max_grad_norm": (9.0, {"max_grad_norm", "max_norm", "gradient_clipping"}),
     "num_epochs": (7.0, {"num_train_epochs", "num_epochs"}),
     "max_steps": (50, {"max_steps", "steps", "num_train_epochs", "num_epochs", "save_steps", "eval_steps", "interval"}),
