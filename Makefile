@@ -1,11 +1,11 @@
 PY = .venv/bin/python
 
-.PHONY: check test whole bench docs fuzz mutants faults audit
+.PHONY: check test whole bench docs fuzz mutants faults lock audit release
 check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
-	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/mutation.py tools/trace_kills.py
+	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/fuzz_doors.py tools/mutation.py tools/trace_kills.py
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest
@@ -16,13 +16,21 @@ bench: # the benchmarks that time something (docs/accuracy holds what the others
 docs: # docs/ as a site in build/site, every link and anchor checked; a venv of its own
 	test -x .docs/bin/mkdocs || { $(PY) -m venv .docs && .docs/bin/python -m pip install --quiet "mkdocs-material>=9.6,<10"; }
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
-fuzz: # 7,500 hostile inputs to every command that reads something (docs/faults.md)
-	$(PY) tools/fuzz.py
-mutants: # 213 planted faults, each against its room's tests (docs/faults.md)
-	$(PY) tools/mutation.py
-faults: # kills, full disks, read-only homes and restarted databases under real searches (docs/faults.md)
-	$(PY) tools/faults.py
+# What one evening has: fuzz, mutants and faults together take 30 CPU minutes at most, take some of every kind first, and
+# say what they left out and how to go on (docs/faults.md has the whole ones)
+RECORDS = build/records/$(shell git rev-parse --short HEAD)
+fuzz: # hostile inputs to every command that reads something
+	$(PY) tools/fuzz.py --spread --cpu-seconds 480
+mutants: # planted faults, each against its room's tests; a second call on the same commit goes on
+	mkdir -p $(dir $(RECORDS))
+	$(PY) tools/mutation.py --cpu-seconds 660 --record $(RECORDS)-mutants.jsonl
+faults: # kills, full disks, read-only homes and restarted databases under real searches; likewise
+	mkdir -p $(dir $(RECORDS))
+	$(PY) tools/faults.py --kills 24 --every 12 --restarts 1 --cpu-seconds 480 --record $(RECORDS)-faults.jsonl
 	$(PY) tools/trace_kills.py 60
+lock: # requirements.lock: the tested set with the hash of every file of it, whatever the platform
+	.venv/bin/uv pip compile -q --generate-hashes --no-deps --no-annotate constraints.txt -o requirements.lock
+release: check whole lock audit # what a release waits for, the vulnerabilities of its own set among it
 audit: # known vulnerabilities of the tested set; a venv of its own; --strict: what could not be asked about is no pass
 	test -x .audit/bin/pip-audit || { $(PY) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
 	.audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --strict

@@ -42,7 +42,7 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, heavy: bool = False) -> 
     without: frozenset[str] = frozenset() if heavy else HEAVY
     for length in LENGTHS:
         short = _cut(document, length, without)
-        if len(json.dumps(short, ensure_ascii=False).encode()) <= max_bytes:
+        if len(json.dumps(short, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
             return short
     return _outline(document)
 

@@ -210,11 +210,12 @@ class Record:
     """What every study showed, a line each; what stands in the file is not run again.
 
     Args:
-        seconds: after so many no new study begins.
+        seconds, cpu_seconds: after so many no new study begins.
     """
 
-    def __init__(self, path: Path | None, seconds: float | None) -> None:
+    def __init__(self, path: Path | None, seconds: float | None, cpu_seconds: float | None) -> None:
         self._path, self._end = path, None if seconds is None else time.monotonic() + seconds
+        self._cpu_seconds = cpu_seconds
         self._known: dict[tuple[str, int], Row] = {}
         if path is not None and path.exists():
             for line in map(json.loads, path.read_text().splitlines()):
@@ -227,8 +228,9 @@ class Record:
         while go_on(whole, number):
             one = self._known.get((name, number))
             if one is None:
-                if self._end is not None and time.monotonic() > self._end:
-                    raise TimeoutError(f"{name}: stopped before study {number}; the same command goes on")
+                over = self._end is not None and time.monotonic() > self._end
+                if over or (self._cpu_seconds is not None and sum(os.times()[:4]) > self._cpu_seconds):
+                    raise TimeoutError(f"left out: {name} from study {number} on, and the rows below; --record goes on")
                 study(one := Row(name), number)
                 if self._path is not None:
                     with self._path.open("a") as file:
@@ -589,7 +591,7 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     """The table, line by line."""
     calm, start_s, writes = undisturbed(base)
     each = -(-options.kills // 4)
-    record = Record(options.record, options.seconds)
+    record = Record(options.record, options.seconds, options.cpu_seconds)
 
     @contextlib.contextmanager
     def search(row: Row, number: int, storage: str | None = None) -> Iterator[tuple[Search, random.Random]]:
@@ -662,6 +664,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
     parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")
     parser.add_argument("--seconds", type=float, default=None, help="begin no study after so many seconds")
+    parser.add_argument("--cpu-seconds", type=float, default=None, help="the same, CPU seconds")
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="faults-"))
     total = 0

@@ -2,6 +2,7 @@
 would fit."""
 
 import codecs
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,8 +68,12 @@ def _read(file: str) -> tuple[Diagnosis, Snapshot | None]:
         raise UsageError(
             f"{file}: no such file", hint="a log, a traceback or a memory snapshot; - reads what you paste"
         )
-    with path.open("rb") as opened:
+    # O_NONBLOCK: a named pipe into which nobody writes is empty, not waited for; what <(...) gives has its writer
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as opened:
         if not opened.seekable():
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(descriptor, True)
             return diagnose(_text(opened)), None
         if is_snapshot(opened.read(4)):
             snapshot = read_snapshot(path)

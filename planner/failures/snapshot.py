@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from planner.errors import ConfigError
 from planner.failures.message import MAX_FRAMES, Frame, Message
 from planner.failures.phases import phase_of
+from planner.inputs import LARGEST
 from planner.records import dataclass
 
 MAX_FILE_BYTES = 400 * 1024**2
@@ -117,14 +118,14 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
     reserved = allocated = seen = 0
     stacks: Counter[Calls] = Counter()
     for segment in document["segments"]:
-        reserved += int(segment["total_size"])
+        reserved += _bytes(segment["total_size"])
         for block in segment["blocks"]:
             seen += 1
             if seen > MAX_BLOCKS:
                 raise ValueError
             if block["state"] != "active_allocated":
                 continue
-            size = int(block["size"])
+            size = _bytes(block["size"])
             allocated += size
             stacks[_calls(block)] += size
     held: Counter[tuple[str, str]] = Counter()
@@ -145,12 +146,20 @@ def _snapshot(document: Mapping[str, Any]) -> Snapshot:
     return Snapshot(message=message, holders=holders)
 
 
+def _bytes(value: Any) -> int:
+    """A size; ValueError where no card has it."""
+    size = int(value)
+    if not 0 <= size < LARGEST:
+        raise ValueError
+    return size
+
+
 def _failed(traces: Iterable[Any]) -> tuple[tuple[Frame, ...], int | None]:
     """The calls and the size of the last allocation that failed."""
     for events in traces:
         for event in reversed(events):
             if event["action"] == "oom":
-                return _frames(_calls(event)), int(event["size"])
+                return _frames(_calls(event)), _bytes(event["size"])
     return (), None
 
 

@@ -25,9 +25,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[flow.autocast or flow.table],
         hidden_bytes=SIZE_BYTES[flow.residual],
-        head_trained=setup.trains_everything
-        or bool(set(setup.modules_to_save) & set(SAVED_HEADS))
-        or aim.head == "score",
+        head_trained=setup.trains_everything or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
         upcast=by.upcasts_logits and not model.is_encoder_decoder,

@@ -307,6 +307,12 @@ def test_shared_memory_is_told_from_the_hosts() -> None:
     assert [one.name for one in found.causes] == ["shared memory"]
 
 
+def test_a_pipe_into_which_nobody_writes_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "log.txt")
+    assert run(["oom", str(tmp_path / "log.txt")]) == 2
+    assert "no out-of-memory error" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_a_log_is_read_from_a_pipe_and_in_powershells_letters(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -379,6 +385,23 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_calls_nothing(
     assert run(["oom", str(snapshot(tmp_path, document))]) == 2
     assert "hint: write it with torch.cuda.memory._dump_snapshot" in capsys.readouterr().err
     assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("size", [10**400, -1, 2**63, float("nan")], ids=lambda size: str(size)[:12])
+@pytest.mark.parametrize("place", ["total_size", "size", "failed"])
+def test_a_snapshot_of_sizes_that_no_card_has_is_refused(size: float, place: str, tmp_path: Path) -> None:
+    sizes = {"total_size": 9, "size": 9, "failed": 9, place: size}
+    block = {"size": sizes["size"], "state": "active_allocated", "frames": []}
+    segment = {"total_size": sizes["total_size"], "blocks": [block]}
+    document = {"segments": [segment], "device_traces": [[{"action": "oom", "size": sizes["failed"], "frames": []}]]}
+    assert run(["oom", str(snapshot(tmp_path, document))]) == 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--json=brief"]], ids=str)
+def test_half_characters_of_a_snapshot_are_told(form: list[str], tmp_path: Path) -> None:
+    block = {"size": GIB, "state": "active_allocated", "frames": frames("/x/\ud800.py:\ud800")}
+    document = {"segments": [{"total_size": GIB, "blocks": [block]}], "device_traces": []}
+    assert run(["oom", str(snapshot(tmp_path, document)), *form]) == 1
 
 
 def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path) -> None:
