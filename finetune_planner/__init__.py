@@ -11,8 +11,18 @@
 Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
 """
 
-from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Traced
-from finetune_planner.api import check, compare, estimate, plan, trace
+from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Table, Traced
+from finetune_planner.api import (
+    check,
+    compare,
+    compare_targets,
+    estimate,
+    plan,
+    trace,
+    which_cluster,
+    which_gpu,
+    which_model,
+)
 from planner import __version__
 from planner.errors import PlannerError
 
@@ -22,11 +32,16 @@ __all__ = [
     "Estimate",
     "Planned",
     "PlannerError",
+    "Table",
     "Traced",
     "__version__",
     "check",
     "compare",
+    "compare_targets",
     "estimate",
     "plan",
     "trace",
+    "which_cluster",
+    "which_gpu",
+    "which_model",
 ]

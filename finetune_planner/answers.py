@@ -2,7 +2,7 @@
 
 import html
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.check import CheckResult
-    from planner.exporters import Launch
+    from planner.exporters import ExportRequest, Launch
+    from reports.page import Sheet
 
 
 COLUMNS = 100
@@ -141,6 +142,54 @@ class Planned(_Answer):
             force=force,
         )
 
+    def trl(self) -> dict[str, Any]:
+        """Arguments of TRL's configuration for the objective (`SFTConfig(**plan(...).trl())`, DPOConfig, ...), with
+        what the model is loaded with, quantization included, in `model_init_kwargs`; the adapter is `peft()`.
+
+        Raises:
+            UsageError: TRL cannot run the setup.
+        """
+        from planner.exporters.keywords import trainer_keywords
+
+        return trainer_keywords(self._request(), "trl")
+
+    def hf(self) -> dict[str, Any]:
+        """Arguments of transformers' `TrainingArguments`.
+
+        Raises:
+            UsageError: the Trainer cannot run the setup.
+        """
+        from planner.exporters.keywords import trainer_keywords
+
+        return trainer_keywords(self._request(), "hf")
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained`: dtype, attention, quantization as a dictionary."""
+        from planner.exporters.keywords import model_keywords
+
+        return model_keywords(self._request())
+
+    def peft(self) -> dict[str, Any]:
+        """Arguments of peft's configuration (`LoraConfig`); empty for full fine-tuning."""
+        from planner.exporters.keywords import adapter_keywords
+
+        return adapter_keywords(self._request())
+
+    def bitsandbytes(self) -> dict[str, Any]:
+        """Arguments of `BitsAndBytesConfig`; empty where nothing is quantized."""
+        from planner.exporters.keywords import quantization_keywords
+
+        return quantization_keywords(self.chosen.setup)
+
+    def _request(self) -> "ExportRequest":
+        """What the launch files are made of; nothing is held out, which is the trainer's own affair."""
+        from dataclasses import replace
+
+        from planner.cli.writing import request_of
+
+        wish = self.answer.workload
+        return replace(request_of(wish, self.chosen, wish.data, Path()), held_out=0)
+
     def _print(self, console: "Console") -> None:
         from reports.terminal import render_plan
 
@@ -231,6 +280,34 @@ class Traced(_Answer):
 
 
 @dataclass(frozen=True, repr=False)
+class Table(_Answer):
+    """The answer to `which_gpu`, `which_model`, `which_cluster`, `compare_targets`: a table of plans by the formula.
+
+    Attributes:
+        sheet: its rows, and how it is shown.
+    """
+
+    sheet: "Sheet"
+
+    def to_dict(self) -> Any:
+        return self.sheet.document()
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """One row for every row of the document; what is nested has dotted names.
+
+        Raises:
+            EnvironmentProblem: pandas is not installed.
+        """
+        document = self.to_dict()
+        if isinstance(document, Mapping):
+            document = next(value for value in document.values() if isinstance(value, list))
+        return _frame([dict(_flat(row)) for row in document])
+
+    def _print(self, console: "Console") -> None:
+        self.sheet.render(console)
+
+
+@dataclass(frozen=True, repr=False)
 class Comparison(_Answer):
     """Several plans side by side, each with its name."""
 
@@ -278,6 +355,14 @@ def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
         "trade": trade,
         **setup_to_dict(candidate.setup),
     }
+
+
+def _flat(row: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":

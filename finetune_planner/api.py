@@ -1,13 +1,18 @@
 """The questions of the command line as functions, and a comparison of plans."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
-from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Traced
+from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Table, Traced
 from planner.close import close_names
 from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from planner.cli.data_options import DataOptions
+    from planner.cli.wish_options import WishOptions
 
 
 class Options(TypedDict, total=False):
@@ -103,7 +108,6 @@ def plan(
     """
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
-    from planner.cli.data_options import DataOptions
     from planner.cli.options import Lookup
     from planner.cli.wish_options import WishOptions
     from planner.hardware.gpus import card_and_count
@@ -112,7 +116,7 @@ def plan(
     asked = WishOptions(**(_options(wish) | {"gpus": num_gpus}))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
     names = (target,) if isinstance(target, str) else tuple(target)
-    data = DataOptions(dataset=None if dataset is None else str(dataset), columns=columns, loss_on=loss_on).checked()
+    data = replace(_data(dataset), columns=columns, loss_on=loss_on).checked()
     if names:
         from planner.cli.writing import known_targets
 
@@ -134,7 +138,8 @@ def estimate(
 
     Args:
         setup: fields of `planner.setup.TrainSetup` (the interchange form): method, lora_rank, quantization,
-            micro_batch_seqs, seq_len_tokens, ...; what is not given takes its default.
+            micro_batch_seqs, seq_len_tokens, ..., or what trainers call them (lora_r, batch_size, max_length, ...);
+            what is not given takes its default.
 
     Raises:
         PlannerError: a name that is not known, or a setup that cannot exist.
@@ -145,7 +150,9 @@ def estimate(
     from planner.hardware.kernels import default_attention
     from planner.interchange import asked_setup
     from planner.models.resolve import resolve_model
+    from planner.readers.types import SHORT_NAMES
 
+    setup = _named(setup, SHORT_NAMES)
     spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), asked_setup(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
@@ -202,6 +209,95 @@ def trace(
     return Traced(answer_of(order, card, memory))
 
 
+def which_gpu(
+    model: str | Path,
+    *,
+    sort: str = "size",
+    vendor: str | None = None,
+    fitting: bool = True,
+    dataset: str | Path | None = None,
+    **wish: Unpack[Options],
+) -> Table:
+    """The cards that can fine-tune a model, by the formula: `plan which-gpu`.
+
+    Args:
+        sort: "size" (smallest that fits first), "speed" or "cost".
+        fitting: the shown table leaves out cards that do not fit; the document has them all.
+        wish: as `plan`'s; with `gpus` every card stands for so many of them.
+
+    Raises:
+        PlannerError: a model or option that cannot be meant.
+    """
+    from planner.cli.options import Gathering, Lookup
+    from planner.cli.tables import TableOptions, gpus_sheet
+
+    asked, links = _without(wish, "gpus", "nodes", "interconnect")
+    table = TableOptions(vendor=vendor, sort=sort, fitting=fitting)
+    return Table(gpus_sheet(str(model), asked, _data(dataset), table, Gathering(**links), Lookup()))
+
+
+def which_model(gpu: str, match: str = "", *, every: bool = False, **wish: Unpack[Options]) -> Table:
+    """What a card can fine-tune, up to which length and how fast, by the formula: `plan which-model`.
+
+    Args:
+        match: only models whose names contain this.
+        every: show models that do not fit too.
+
+    Raises:
+        PlannerError: a card or option that cannot be meant.
+    """
+    from planner.cli.tables import models_rows
+    from reports.which import ModelsSheet
+
+    asked, _ = _without(wish)
+    rows, job = models_rows(asked.wish(), gpu, match)
+    return Table(ModelsSheet(rows, job, every))
+
+
+def which_cluster(
+    model: str | Path,
+    *,
+    deadline: str | None = None,
+    budget: float | None = None,
+    gpu: str | Sequence[str] = (),
+    max_gpus: int = 64,
+    dataset: str | Path | None = None,
+    **wish: Unpack[Options],
+) -> Table:
+    """The smallest, the cheapest and the fastest set of GPUs for a job, by the formula: `plan which-cluster`.
+
+    Args:
+        deadline: longest time of the training: "90m", "24h", "3d".
+        budget: most that it may cost, in US dollars.
+        gpu: cards to consider; none: those that a cloud rents on demand.
+        wish: as `plan`'s; `dataset_tokens` or `samples` say how much work it is where no `dataset` does.
+
+    Raises:
+        PlannerError: nothing says how much work it is; what cannot be meant.
+    """
+    from planner.cli.options import Lookup
+    from planner.cli.which_cluster import ClustersOptions, LimitOptions, clusters_sheet
+
+    asked, links = _without(wish, "interconnect")
+    cards = [gpu] if isinstance(gpu, str) else list(gpu)
+    clusters = ClustersOptions(gpu=cards or None, max_gpus=max_gpus, **links)
+    limits = LimitOptions(deadline=deadline, budget=budget)
+    return Table(clusters_sheet(str(model), asked, _data(dataset), limits, clusters, Lookup()))
+
+
+def compare_targets(model: str | Path, gpu: str, **wish: Unpack[Options]) -> Table:
+    """The fastest plan of every launch target, by the formula: `plan compare-targets`.
+
+    Raises:
+        PlannerError: a model, GPU or option that cannot be meant.
+    """
+    from planner.cli.options import Lookup
+    from planner.cli.tables import targets_sheet
+
+    asked, _ = _without(wish)
+    return Table(targets_sheet(str(model), gpu, asked, Lookup()))
+
+
 def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:
     """Several answers of `plan` side by side: `plan compare`.
 
@@ -215,6 +311,52 @@ def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:
     return Comparison(tuple(plans.items()))
 
 
+KNOWN_AS = {
+    "batch_size": "global_batch",
+    "lora_r": "rank",
+    "lora_rank": "rank",
+    "r": "rank",
+    "lora_target_modules": "targets",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "gradient_checkpointing": "checkpointing",
+    "attn_implementation": "attention",
+}
+"""What trainers call options of a plan; a batch is the effective one, as `--batch-size`."""
+
+
+def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Values under this program's names.
+
+    Raises:
+        UsageError: one value under two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        own = names.get(name, name)
+        if own in found:
+            raise UsageError(f"{own} is given twice, also as {name}", hint="give it once")
+        found[own] = value
+    return found
+
+
+def _data(dataset: str | Path | None) -> "DataOptions":
+    from planner.cli.data_options import DataOptions
+
+    return DataOptions(dataset=None if dataset is None else str(dataset))
+
+
+def _without(wish: Mapping[str, Any], *names: str) -> "tuple[WishOptions, dict[str, Any]]":
+    """The wish, and those of its options that a command takes apart from it."""
+    from planner.cli.wish_options import WishOptions
+
+    asked = _options(wish)
+    apart = {name: asked.pop(name) for name in names if name in asked}
+    return WishOptions(**asked), apart
+
+
 def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
     """The wish as the command line's options have it: one value of a repeatable option is a list of one.
 
@@ -224,6 +366,7 @@ def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
     from planner.cli.wish_options import WishOptions
 
     kinds = get_type_hints(WishOptions)
+    wish = _named(wish, KNOWN_AS)
     for name in wish:
         if name not in kinds:
             close = close_names(name, kinds, num=1)

@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 
 import finetune_planner
-from finetune_planner import Planned, PlannerError, check, compare, estimate, plan, trace
+from finetune_planner import (
+    Planned,
+    PlannerError,
+    check,
+    compare,
+    compare_targets,
+    estimate,
+    plan,
+    trace,
+    which_cluster,
+    which_gpu,
+    which_model,
+)
 from finetune_planner.api import Options
 from planner.cli.app import run
 from planner.cli.wish_options import WishOptions
@@ -190,3 +202,29 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names["answer"].fits
     assert names["found"].verdict in ("fits", "does_not_fit", "uncertain")
     assert all((tmp_path / "my-plan" / "launch" / one.target).is_dir() for one in names["launches"])
+
+
+def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, table in (
+        (["which-gpu", MODEL, "--vendor", "intel"], which_gpu(MODEL, vendor="intel")),
+        (["which-model", "SmolLM2-135M", "--gpu", "rtx-4090"], which_model("rtx-4090", "SmolLM2-135M")),
+        (
+            ["which-cluster", MODEL, "--gpu", "rtx-4090", "--samples", "1000", "--max-gpus", "2"],
+            which_cluster(MODEL, gpu="rtx-4090", samples=1000, max_gpus=2),
+        ),
+        (["compare-targets", MODEL, "--gpu", "rtx-4090"], compare_targets(MODEL, "rtx-4090")),
+    ):
+        capsys.readouterr()
+        assert run([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(table.to_dict()))
+        assert len(str(table).splitlines()) > 3
+        assert len(table.to_dataframe()) > 0
+
+
+def test_settings_have_the_names_that_trainers_give_them() -> None:
+    one = estimate(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).candidate.setup
+    assert (one.lora_rank, one.micro_batch_seqs, one.seq_len_tokens) == (8, 4, 512)
+    setup = plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, batch_size=4, max_length=512).chosen.setup
+    assert (setup.lora_rank, setup.global_batch_seqs, setup.seq_len_tokens) == (8, 4, 512)
+    with pytest.raises(PlannerError, match="rank is given twice"):
+        plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, rank=16)

@@ -92,18 +92,32 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    cards, spec = table.cards(), options.said(lookup.model(model))
     said = WishOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
+    sheet = gpus_sheet(model, said, data, table, gathering, lookup, charts=out is not None)
+    show_table(out, as_json, sheet)
+    if out is not None:
+        write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in sheet.choices])
+    if not any(one.fits for one in sheet.choices):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def gpus_sheet(
+    model: str,
+    said: WishOptions,
+    data: DataOptions,
+    table: TableOptions,
+    gathering: options.Gathering,
+    lookup: options.Lookup,
+    *,
+    charts: bool = False,
+) -> GpusSheet:
+    """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
+    cards, spec = table.cards(), options.said(lookup.model(model))
     wish = wish_for(spec, said, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
         wish = replace(wish, fixed={**_coarse(), **wish.fixed})
-    answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
-    choices = rank_gpus(answers, sort=table.sort)
-    show_table(out, as_json, GpusSheet(choices, table.fitting))
-    if out is not None:
-        write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in choices])
-    if not any(one.fits for one in choices):
-        raise typer.Exit(EXIT_NOTHING_FITS)
+    answers = _plans(spec, cards, wish, gathering.of, charts=charts)
+    return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
 
 
 def _coarse() -> dict[str, tuple[Any, ...]]:
@@ -168,20 +182,20 @@ def which_model(
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    rows, wish = _rows(asked, options.said(find_gpu(gpu)), match)
+    rows, wish = models_rows(asked, gpu, match)
     show_table(out, as_json, ModelsSheet(rows, wish, every))
     if not any(one.fits for one in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def _rows(asked: Wish, card: GpuSpec, match: str) -> tuple[list[ModelChoice], Workload]:
+def models_rows(asked: Wish, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
     """A row for each model whose name contains `match`, largest first; and the wish for the longest context of them,
     which is what was asked for: models of a shorter one differ.
 
     Raises:
         UsageError: there is none.
     """
-    names = catalogue.names_with(match)
+    card, names = options.said(find_gpu(gpu)), catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     answers = on_cores(partial(_row, asked, card, front_ends=bool(match)), names)
@@ -265,10 +279,15 @@ def compare_targets(
 
     Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
+    sheet = targets_sheet(model, gpu, wish, lookup)
+    show_table(out, as_json, sheet)
+    if sheet.rows[0].candidate is None:
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def targets_sheet(model: str, gpu: str, wish: WishOptions, lookup: options.Lookup) -> TargetsSheet:
+    """The launch targets beside each other for one wish."""
     asked = workload_for(model, gpu, wish, lookup=lookup)
     options.said(asked.model)
     options.said(asked.gpu)
-    rows = choices_of_targets(asked)
-    show_table(out, as_json, TargetsSheet(rows, asked))
-    if rows[0].candidate is None:
-        raise typer.Exit(EXIT_NOTHING_FITS)
+    return TargetsSheet(choices_of_targets(asked), asked)

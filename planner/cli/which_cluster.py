@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,10 +113,26 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
+    said = WishOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch)
+    sheet = clusters_sheet(model, said, data, limits, clusters, lookup)
+    show_table(out, as_json, sheet)
+    if not any(one.meets for one in sheet.options):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def clusters_sheet(
+    model: str,
+    said: WishOptions,
+    data: DataOptions,
+    limits: LimitOptions,
+    clusters: ClustersOptions,
+    lookup: options.Lookup,
+) -> ClustersSheet:
+    """Every set of GPUs with what the job takes there."""
     asked, numbers = limits.limits(), clusters.numbers()
     cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
-    batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
-    said = WishOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=batch)
+    batch = positive("global-batch", said.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
+    said = replace(said, global_batch=batch)
     wish = wish_for(spec, said, data.checked())
     if not wish.data.epoch_tokens and not wish.data.num_samples:
         hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
@@ -124,9 +141,7 @@ def which_cluster(
     asked_for = wish.workload(spec, cards[0])
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
     told = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
-    show_table(out, as_json, ClustersSheet(spec, found, {**asked, **told}))
-    if not any(one.meets for one in found):
-        raise typer.Exit(EXIT_NOTHING_FITS)
+    return ClustersSheet(spec, found, {**asked, **told})
 
 
 def _cards(names: Sequence[str] | None) -> list[GpuSpec]:

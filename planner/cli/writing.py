@@ -170,7 +170,7 @@ def launch_files(
     said; its figure stands above the plan's rung.
     """
     chosen = plan.subject
-    request = _request(plan.workload, chosen, plan.workload.data if data is None else data, folder)
+    request = request_of(plan.workload, chosen, plan.workload.data if data is None else data, folder)
     launches = []
     evaluated = {chosen.setup: chosen}
     names = known_targets(targets)
@@ -205,7 +205,7 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
     return setup.with_(loss="full") if "full" in setup.aim.losses else setup
 
 
-def _request(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
+def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
     """What the launch files of every target are made of."""
     num_steps = None
     if data.epoch_seqs is not None:

@@ -220,24 +220,28 @@ def _model(request: ExportRequest) -> str:
     return "".join(parts)
 
 
-def _quantization(request: ExportRequest) -> str:
-    setup, parts = request.setup, []
-    dequantizing = dequantizing_class(request.model)
-    if dequantizing:
-        parts.append(call("quantization", dequantizing, [Line("dequantize", True, "16-bit weights, which train")]))
+def quantization_lines(setup: TrainSetup) -> list[Line]:
+    """What BitsAndBytesConfig is given; nothing where nothing is quantized."""
     if setup.quantization == "int8":
-        parts.append(call("quantization", "BitsAndBytesConfig", [Line("load_in_8bit", True)]))
-    elif setup.quantized:
-        lines = [
-            Line("load_in_4bit", True),
-            Line("bnb_4bit_quant_type", "nf4"),
-            Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
-            Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
-        ]
-        if setup.parallel in ("fsdp2", "zero3"):
-            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
-        parts.append(call("quantization", "BitsAndBytesConfig", lines))
-    return "".join(parts)
+        return [Line("load_in_8bit", True)]
+    if not setup.quantized:
+        return []
+    lines = [
+        Line("load_in_4bit", True),
+        Line("bnb_4bit_quant_type", "nf4"),
+        Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
+        Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
+    ]
+    if setup.parallel in ("fsdp2", "zero3"):
+        lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
+    return lines
+
+
+def _quantization(request: ExportRequest) -> str:
+    kind, lines = dequantizing_class(request.model), quantization_lines(request.setup)
+    dequantized = [Line("dequantize", True, "16-bit weights, which train")]
+    calls = call("quantization", kind, dequantized) if kind else ""
+    return calls + (call("quantization", "BitsAndBytesConfig", lines) if lines else "")
 
 
 def _adapters(request: ExportRequest) -> str:
@@ -309,38 +313,39 @@ def arguments(
     request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments", more: Sequence[Line | None] = ()
 ) -> str:
     """The Trainer's arguments, of the class `kind`, for the setup that runs, with `more`."""
+    return call("arguments", kind, argument_lines(request, setup, more))
+
+
+def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Line | None] = ()) -> list[Line | None]:
+    """What the Trainer's arguments are given for the setup that runs, with `more`."""
     hyper = request.hyper
     sharded = accelerate.checkpoints(setup)
     kwargs = checkpointing_kwargs(setup)
-    return call(
-        "arguments",
-        kind,
-        [
-            Line("output_dir", shown_path(request.output_dir)),
-            *common.batch_lines(SCRIPT, setup),
-            Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
-            Line("fp16", setup.autocast_dtype == "fp16"),
-            Line(
-                checkpointing_key(setup),
-                setup.checkpointing > 0 and not sharded,
-                "fsdp_activation_checkpointing does it" if sharded else "",
-            ),
-            Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
-            said(SCRIPT, setup, "optimizer"),
-            *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
-            *common.kernels_lines(setup, request.model),
-            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-            *several_gpus.sync_lines(setup),
-            *_ulysses(setup),
-            said(SCRIPT, setup, "compile") if setup.compile else None,
-            Line("seed", hyper.seed),
-            Line("logging_steps", request.logging_steps),
-            Line("report_to", "none"),
-            Line("remove_unused_columns", False),
-            *more,
-            *common.saving_lines(request),
-        ],
-    )
+    return [
+        Line("output_dir", shown_path(request.output_dir)),
+        *common.batch_lines(SCRIPT, setup),
+        Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
+        Line("fp16", setup.autocast_dtype == "fp16"),
+        Line(
+            checkpointing_key(setup),
+            setup.checkpointing > 0 and not sharded,
+            "fsdp_activation_checkpointing does it" if sharded else "",
+        ),
+        Line(f"{checkpointing_key(setup)}_kwargs", kwargs) if setup.checkpointing and not sharded else None,
+        said(SCRIPT, setup, "optimizer"),
+        *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
+        *common.kernels_lines(setup, request.model),
+        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        *several_gpus.sync_lines(setup),
+        *_ulysses(setup),
+        said(SCRIPT, setup, "compile") if setup.compile else None,
+        Line("seed", hyper.seed),
+        Line("logging_steps", request.logging_steps),
+        Line("report_to", "none"),
+        Line("remove_unused_columns", False),
+        *more,
+        *common.saving_lines(request),
+    ]
 
 
 def _ulysses(setup: TrainSetup) -> list[Line]:

@@ -190,8 +190,7 @@ def _notes(request: ExportRequest) -> list[str]:
 
 
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
-    setup, hyper = request.setup, request.hyper
-    warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
+    setup = request.setup
     template = Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
     env = common.environment(request.gpu)
     return [
@@ -206,6 +205,15 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         ),
         section("method", *_method(request)),
         _dataset(request),
+        *training_sections(request, runs),
+    ]
+
+
+def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
+    """What the trainer's own configuration (SFTConfig, DPOConfig, ...) is told."""
+    setup, hyper = request.setup, request.hyper
+    warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
+    return [
         section("batch", *_lengths(setup), *common.batch_lines(TRL, setup)),
         section("memory and speed", *_memory(request, runs)),
         *_objective(setup),

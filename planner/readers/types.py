@@ -57,6 +57,8 @@ SHORT_NAMES = {
     "seq_len": "seq_len_tokens",
     "max_length": "seq_len_tokens",
     "rank": "lora_rank",
+    "lora_r": "lora_rank",
+    "r": "lora_rank",
     "targets": "lora_targets",
     "optim": "optimizer",
     "eval_batch": "eval_seqs",
