@@ -72,6 +72,11 @@ def _compared(stack: str) -> bool:
     return stack in ON_THE_TRAINER
 
 
+def taken_when_asked(target: str) -> bool:
+    """Whether a launch target is a program of its own that no plan takes unasked."""
+    return target in STACKS and not _compared(target)
+
+
 def compile_left_out(workload: Workload, setup: TrainSetup) -> str:
     """Why torch.compile is not taken unasked, "" where its band is known: where compiled runs were compared, and of
     mixtures where dynamo makes one graph of the whole model.

@@ -2,13 +2,15 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.decision.candidates import candidate
 from planner.decision.clusters import best_points
 from planner.decision.facts import Facts
+from planner.decision.policy import taken_when_asked
 from planner.decision.spreads import FIELDS
-from planner.errors import PlannerError
+from planner.errors import PlannerError, UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
@@ -47,6 +49,7 @@ def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
+    yield from _by_another_program(workload, nearest)
     yield from _offloaded(workload, nearest)
     yield from _smaller_batch(workload, nearest)
     yield from _shorter(workload, nearest)
@@ -74,6 +77,21 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
                 return
+
+
+def _by_another_program(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The first of the programs that no plan takes unasked by which something fits on one GPU."""
+    if workload.targets or workload.num_gpus > 1:
+        return
+    for name in workload.aim.targets:
+        with suppress(UsageError):  # it expresses nothing that the options allow
+            found = best_points(replace(workload, targets=(name,))) if taken_when_asked(name) else {}
+            for node, point in found.items():
+                if point is not None:
+                    saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                    words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s"
+                    yield Remedy(action=f"--target {name}: {words}", saves_bytes=saved, fits=True)
+                    return
 
 
 def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:

@@ -253,6 +253,10 @@ def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
     return attention == "sdpa" and (gpu.compute_capability or (0, 0))[0] in (9, 10)
 
 
+XFORMERS_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose attention Unsloth runs itself, without a mask in training, where it is neither capped nor sunk."""
+
+
 def attention_kernel(
     model: ModelSpec, setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, qkv_dtype: str
 ) -> Kernel:
@@ -263,11 +267,12 @@ def attention_kernel(
     256 (193 to 224 have no backward on 8.6, 8.9 and 12.x). Memory-efficient takes masks, fp32 and older cards, but not
     grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide.
 
-    On Apple's GPUs training always takes the math kernel.
+    On Apple's GPUs training always takes the math kernel. Unsloth brings xformers and hands its memory-efficient kernel
+    keys and values repeated to all heads, so that grouped queries run fused on cards without flash attention.
 
     Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13), `_fused_sdp_choice_mps`
     (pytorch pull request 182746: math for every shape); transformers 5.23 `integrations/sdpa_attention.py`,
-    `use_gqa_in_sdpa`.
+    `use_gqa_in_sdpa`; Unsloth `utils/attention_dispatch.py` (November 2026), whose package requires xformers 0.0.35.
     """
     if attention.kind == "linear":
         return "linear"
@@ -297,6 +302,7 @@ def _sdpa_kernel(
     if always and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
-    if grouped or (qkv_dtype == "bf16" and old):
+    by_xformers = setup.stack == "unsloth" and model.model_type in XFORMERS_TYPES and half and old
+    if (grouped and not by_xformers) or (qkv_dtype == "bf16" and old):
         return "math"
     return "efficient"

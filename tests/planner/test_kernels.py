@@ -45,6 +45,9 @@ def kernel(name: str, gpu: str, dtype: str, **setup: object) -> str:
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"packing": True}, "efficient"),  # a mask
         ("meta-llama/llama-2-7b-hf", "t4", "fp16", {}, "efficient"),
         ("meta-llama/llama-2-7b-hf", "t4", "bf16", {}, "math"),
+        ("meta-llama/llama-3.1-8b", "t4", "fp16", {}, "math"),
+        ("meta-llama/llama-3.1-8b", "t4", "fp16", {"stack": "unsloth"}, "efficient"),  # by xformers, heads repeated
+        ("meta-llama/llama-3.1-8b", "t4", "fp32", {"stack": "unsloth"}, "math"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "eager"}, "eager"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "flash-attention-2"}, "flash"),
         ("google/gemma-2-2b", "a100-80gb", "bf16", {}, "eager"),  # the class has no SDPA path

@@ -11,6 +11,7 @@ from planner.memory.trained import trained_parameters
 from planner.memory.weights import int8_bytes, nf4_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
+from planner.models.targets import num_lora_params
 from planner.outcome import Prediction
 from planner.plan import Plan
 from planner.planning.answer import plan_workload
@@ -96,6 +97,38 @@ def test_what_llama2_7b_really_keeps_at_4096_tokens() -> None:
     fused = predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", **long)
     assert term_gib(fused, "attention scores (tokens x tokens)") == 0
     assert term_gib(fused, *rest) == pytest.approx(25, rel=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "kept_gb", "less"), [(512, 4.9, 3.7), (2048, 38.6, 12.7), (4096, 128.7, 24.7)])
+def test_what_flash_attention_saves_of_attention(tokens: int, kept_gb: float, less: float) -> None:
+    """By hand at 512 tokens: scores of 32 heads x 512 x 512 x 6 bytes in 32 layers, 1.5 GiB. FlashAttention's own
+    figures are 10 times at 2,048 and 20 times at 4,096."""
+    scores, own = "attention scores (tokens x tokens)", "attention inputs and outputs"
+    fields = {"checkpointing": 0, "seq_len_tokens": tokens, "accumulation_steps": 1}
+    eager, fused = (
+        predicted("meta-llama/Llama-2-7b-hf", "a100-80gb", attention=one, **fields) for one in ("eager", "sdpa")
+    )
+    rest = ("adapter input copies", "MLP activations", "norm inputs")
+    assert term_gib(eager, scores, own, *rest) * GIB / GB == pytest.approx(kept_gb, rel=ROUNDED)
+    assert term_gib(eager, scores, own) / term_gib(fused, own) == pytest.approx(less, rel=ROUNDED)
+    assert term_gib(eager, scores) == pytest.approx(6 * 32 * 32 * tokens**2 / GIB)
+
+
+def test_what_lora_and_fsdp_save_of_an_8b() -> None:
+    """GPT-3's 10,000 times fewer parameters and a third of the memory; an eighth of the states on 8 GPUs."""
+    plain = {"checkpointing": 1, "accumulation_steps": 1}
+    full = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", **plain}
+    alone = predicted("meta-llama/Llama-3.1-8B", "h100-sxm", **full)
+    lora = predicted("meta-llama/Llama-3.1-8B", "h100-sxm", lora_rank=4, lora_targets=("q_proj", "v_proj"), **plain)
+    assert alone.peak_device_bytes / lora.peak_device_bytes == pytest.approx(7.3, rel=ROUNDED)
+    ddp, fsdp = (
+        predicted("meta-llama/Llama-3.1-8B", "h100-sxm", num_gpus=8, parallel=one, **full) for one in ("ddp", "fsdp2")
+    )
+    assert ddp.peak_device_bytes / fsdp.peak_device_bytes == pytest.approx(8.0, rel=ROUNDED)
+    spec = catalogue.load("meta-llama/Llama-3.1-8B")
+    assert spec is not None
+    assert spec.num_params / num_lora_params(spec, ("q_proj", "v_proj"), 4) == pytest.approx(4713, rel=ROUNDED)
+    assert spec.num_params / num_lora_params(spec, "all-linear", 16) == pytest.approx(191, rel=ROUNDED)
 
 
 def test_70b_in_4_bit_is_37_gib_not_65() -> None:

@@ -215,6 +215,18 @@ def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
     assert "fp32 cast" in answer.reason
 
 
+def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:
+    """Unsloth's xformers keeps no tokens x tokens matrix on a T4."""
+    asked = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
+    refused = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", **asked))
+    assert isinstance(refused, NoPlan)
+    action = refused.remedies[0].action
+    plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **asked))
+    assert isinstance(plan, Plan)
+    assert action == f"--target unsloth: 4-bit QLoRA fits at {plan.chosen.tokens_per_s:,.0f} tokens/s"
+    assert plan.chosen.formula.peak_device_bytes < 11 * 2**30
+
+
 def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
     no_plan = plan_workload(wish("meta-llama/Llama-3.1-70B", "t4"))
     assert isinstance(no_plan, NoPlan)
