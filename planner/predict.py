@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from planner.choices.packages import DELTA, DELTA_TYPES
 from planner.evidence.bands import memory_band, of_a_plan, profile_band, time_band, unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
@@ -163,6 +164,14 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
             risk(
                 f"{model.model_type} mixes tokens in plain PyTorch: its packages (mamba-ssm and causal-conv1d, or "
                 "flash-linear-attention), where they are installed, take less memory and far less time"
+            )
+        )
+    if model.model_type in DELTA_TYPES:
+        notes.append(
+            risk(
+                f"its linear attention is priced as {DELTA} runs it, which run.sh installs: without it transformers' "
+                "own loop ran a Qwen3.5-4B on an H100 at a fifth of what is predicted (docs/accuracy/own-runs.md). The "
+                "memory is that loop's: the package takes less"
             )
         )
     if model.like:

@@ -215,6 +215,14 @@ def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
     assert "fp32 cast" in answer.reason
 
 
+@pytest.mark.parametrize(("model", "said"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen3-4B", False)])
+def test_a_package_that_a_speed_stands_on_is_named(model: str, *, said: bool) -> None:
+    asked = wish(model, "h100-sxm", fixed={"method": ("lora",)})
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    assert any("flash-linear-attention runs it" in one for one in plan.chosen.formula.notes) == said
+
+
 def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:
     """Unsloth's xformers keeps no tokens x tokens matrix on a T4."""
     asked = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
