@@ -1,10 +1,9 @@
 """How long the host takes to issue a call: seconds by class of call, and how fast a machine's host is beside them.
 
 The seconds are those of a rented virtual machine (16 virtual Xeon CPUs beside an H100, torch 2.11, Python 3.12), from
-rows of calls by themselves (host: lines of benchmarks/data/h100/prices.jsonl) but for two that a row of equal calls
-flatters, because caches are warm: products (cuBLAS looks for an algorithm anew for every other shape) and Triton
-launches. Those are what PyTorch's profiler saw inside training steps (profiles.jsonl.gz), without its own 4.5
-microseconds an event.
+rows of calls by themselves (host: lines of benchmarks/data/h100/prices.jsonl) but for Triton launches and
+bitsandbytes' forwards, which a row of equal calls flatters: those are what PyTorch's profiler saw inside training steps
+(profiles.jsonl.gz), without its own 4.5 microseconds an event.
 """
 
 from typing import Protocol
@@ -15,30 +14,40 @@ from planner.throughput.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BAT
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
 
-MODULE_S = 6.9e-6
-"""A module's call with the Python of its forward: LoRA's linear layer, 194.5 microseconds for 5 calls and its
-operators."""
+MODULE_S = 20e-6
+"""A module's call with the Python of its forward: LoRA's linear layer, 194.5 microseconds for 5 calls, three products
+of 21.6 and two launches."""
 VIEW_S, VIEW_IN_ENGINE_S, EMPTY_S = 1.5e-6, 3.0e-6, 2.6e-6
 LAUNCH_S = {_FORWARD: 14.9e-6, _RECOMPUTE: 14.9e-6, _NO_GRAD: 7.6e-6, _ENGINE: 20.0e-6}
 """Operators that launch a kernel: with a graph recorded (`y * 1.5` in a chain), without (`x + x`), as a node of a
 backward (that chain's backward, and LoRA's: 322 microseconds for 13 launches, 5 products and 9 views)."""
-PRODUCT_S = 25e-6
-"""Beyond another launch: 36 to 49 microseconds of `aten::mm` itself in steps, 14 in a row of equal ones."""
+PRODUCT_S = 7e-6
+"""Beyond another launch: 14.4 microseconds against 7.6. In steps a linear layer's eleven events take 71 microseconds,
+20 without the profiler's own (l1-lora-mb1-512); 21.6 in a row."""
 TRITON_S = 190e-6
 """One launch from Python with the autograd function around it: 160 to 250 microseconds in steps (Liger), 128 in a
 row."""
-HOOK_S = 19e-6
+HOOK_S = 25e-6
 """A tensor that a checkpoint's second forward hands over (packed, found, unpacked): 118 microseconds more for a
-checkpointed linear layer, of which 42 are its operators, over four such calls."""
+checkpointed linear layer, of which 42 are its operators, over four such calls, times 1.3: on a CPU 36 layers of a
+transformer that keep 2,166 and 2,418 tensors take 52 and 51 milliseconds more when checkpointed (random states,
+contexts and all: 22.6 a tensor), a row of linear layers 17.4 a tensor."""
 BEYOND_S = {
-    "bitsandbytes.gemm_4bit": 110e-6,
+    "bitsandbytes.gemm_4bit": 203e-6,
     "bitsandbytes.dequantize_4bit": 130e-6,
-    "bitsandbytes.int8_vectorwise_quant": 150e-6,
-    "bitsandbytes.int8_linear_matmul": 100e-6,
+    "bitsandbytes.int8_vectorwise_quant": 345e-6,
+    "bitsandbytes.int8_linear_matmul": 118e-6,
+    "bitsandbytes.int8_mm_dequant": 30e-6,
     "bitsandbytes.optimizer_update_8bit_blockwise": 62e-6,
 }
-"""What calls of libraries' own Python take beyond a launch, in a row: Linear4bit 67 forward and 205 backward,
-Linear8bitLt 361 and 200, AdamW8bit 67 a tensor."""
+"""What calls of libraries' own Python take beyond a launch.
+
+Backward of Linear4bit 205, AdamW8bit 67 a tensor: in a row. The forwards inside training steps: a row of layers with 16
+tokens (67 and 361) takes bitsandbytes' one kernel for few rows and its fp16 path without a warning. Linear4bit 218:
+`MatMul4Bit` 51, `gemm_4bit` 87, the `linear` within and three launches 40, and 40 of peft's and its own Python outside
+(52 by itself on a CPU on which a module's call takes 0.58 of this host's). Linear8bitLt: `MatMul8bitLt` 170, the
+quantization 117, a look at a value 11, writing zeros into no columns 47; products 72, 43 and 25, dequantization 33.
+"""
 TENSOR_S = {"aten._fused_adamw_": 1.1e-6, "aten._foreach_norm": 3e-6}
 """Of multi-tensor operators by tensor in their lists: fused AdamW 5.3 microseconds for five lists, clipping 6 for its
 norms and products, foreach AdamW 15.6."""

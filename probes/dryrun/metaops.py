@@ -67,6 +67,7 @@ class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
         launched("aten.any", [quantized])
         launched(WAIT, ())  # whether there are any
         launched("bitsandbytes.int8_vectorwise_quant", [half], [quantized, row_stats])
+        launched(WAIT, ())  # columns of outliers, even none, are set to a number that comes from the host
         del half
         product = torch.empty((flat.shape[0], codes.shape[0]), dtype=torch.int32, device=hidden.device)
         launched("bitsandbytes.int8_linear_matmul", [quantized, codes], [product])
