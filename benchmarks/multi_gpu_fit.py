@@ -1,6 +1,6 @@
 """Fits the constants of `SpreadConstants` to measured speeds on several GPUs.
 
-As `planner.throughput.fit` does for one GPU: the fit starts from the stated values and moves each only as far as the
+As `benchmarks.constants_fit` does for one GPU: the fit starts from the stated values and moves each only as far as the
 points justify, errors of log(tokens/s) are clipped softly, a source of n points counts sqrt(n) points, and every
 (source, card) may be off as a whole: the compute model's own error there is not communication's to answer for.
 """
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import exp, log
 
+from benchmarks.constants_fit import POINT_NOISE, fit_shift
 from benchmarks.multi_gpu_points import SpreadPoint
 from planner.parallel.speed import spread_step_time
 from planner.throughput.calibration import Calibration, SpreadConstants
-from planner.throughput.fit import POINT_NOISE, fit_shift
 
 UNCERTAINTY = {
     "nvlink_share": 0.15,

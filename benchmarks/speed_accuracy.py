@@ -20,11 +20,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.band_fit import passed_at
+from benchmarks.constants_fit import UNCERTAINTY, fit_constants
 from benchmarks.speed_baselines import boosted_regression, constant_mfu
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
 from planner.throughput.calibration import DATA_FILE, Calibration, family, load_calibration
-from planner.throughput.fit import UNCERTAINTY, FitPoint, fit_constants, log_errors
+from planner.throughput.points import Point, log_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"
@@ -60,12 +61,12 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 class Held:
     """One prediction of a point that was not fitted on: ours and the baselines'."""
 
-    def __init__(self, point: FitPoint, error: float, known: str, mfu: float, boosted: float) -> None:
+    def __init__(self, point: Point, error: float, known: str, mfu: float, boosted: float) -> None:
         self.point, self.error, self.known = point, error, known
         self.mfu, self.boosted = log(mfu / point.tokens_per_s), log(boosted / point.tokens_per_s)
 
 
-def splits(points: Sequence[FitPoint]) -> Iterable[tuple[str, str, Callable[[FitPoint], bool]]]:
+def splits(points: Sequence[Point]) -> Iterable[tuple[str, str, Callable[[Point], bool]]]:
     """(kind, source, which points are held out)."""
     for source in sorted({p.group for p in points}):
         yield "source", source, lambda p, s=source: p.group == s
@@ -83,7 +84,7 @@ def kept_apart(shipped: Calibration) -> dict[str, float]:
     return {name: shipped.constants[name] for name in SET_APART}
 
 
-def predict_held(points: Sequence[FitPoint], start: Calibration) -> dict[str, list[Held]]:
+def predict_held(points: Sequence[Point], start: Calibration) -> dict[str, list[Held]]:
     """Every held-out prediction by kind of split."""
     answers: dict[str, list[Held]] = defaultdict(list)
     for kind, source, held_out in splits(points):
@@ -149,7 +150,7 @@ def coverage(held: Sequence[Held], makers: Sequence[Held]) -> dict[str, Any]:
     }
 
 
-def noise(points: Sequence[FitPoint]) -> list[float]:
+def noise(points: Sequence[Point]) -> list[float]:
     """Distances of repeats from their configuration's median."""
     return [abs(value / median(p.repeats) - 1.0) for p in points if len(p.repeats) > 1 for value in p.repeats]
 
@@ -230,7 +231,7 @@ def main() -> None:
     DOC_FILE.write_text(render(report), encoding="utf-8")
 
 
-def write_calibration(fitted: Calibration, points: Sequence[FitPoint], report: dict[str, Any]) -> None:
+def write_calibration(fitted: Calibration, points: Sequence[Point], report: dict[str, Any]) -> None:
     """The calibration that ships with the planner: constants fitted on every usable point."""
     values = json.loads(DATA_FILE.read_text(encoding="utf-8"))
     sizes: dict[str, int] = defaultdict(int)

@@ -4,23 +4,23 @@ from collections.abc import Sequence
 from math import exp, log
 from statistics import median
 
-from planner.throughput.fit import FitPoint
+from planner.throughput.points import Point
 
 
-def peak(point: FitPoint) -> float:
+def peak(point: Point) -> float:
     """Data-sheet rate for the setup's compute type."""
     gpu = point.gpu
     half = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 1.0
     return half if point.setup.compute_dtype != "fp32" else gpu.fp32_flops_per_s or half
 
 
-def constant_mfu(train: Sequence[FitPoint], held: Sequence[FitPoint]) -> list[float]:
+def constant_mfu(train: Sequence[Point], held: Sequence[Point]) -> list[float]:
     """tokens/s = MFU x peak / (6 x active parameters), the MFU that fits the training points best (median)."""
     mfu = median(p.tokens_per_s * 6 * p.model.num_active_params / peak(p) for p in train)
     return [mfu * peak(p) / (6 * p.model.num_active_params) for p in held]
 
 
-def features(point: FitPoint) -> list[float]:
+def features(point: Point) -> list[float]:
     """What a regression can know of a point: sizes, rates and switches."""
     setup, gpu, model, conditions = point.setup, point.gpu, point.model, point.conditions
     return [
@@ -36,7 +36,7 @@ def features(point: FitPoint) -> list[float]:
     ]  # fmt: skip
 
 
-def boosted_regression(train: Sequence[FitPoint], held: Sequence[FitPoint]) -> list[float]:
+def boosted_regression(train: Sequence[Point], held: Sequence[Point]) -> list[float]:
     """Gradient-boosted trees on log(tokens/s): scikit-learn's histogram form, default depth, 300 rounds."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 

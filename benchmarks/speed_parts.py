@@ -14,13 +14,14 @@ from math import exp
 from statistics import median
 
 from benchmarks import gathered
+from benchmarks.constants_fit import fit_constants
 from benchmarks.speed_accuracy import NOT_FITTED, percentile
 from benchmarks.speed_points import load_points
 from planner.choices.kernels import speed_band
 from planner.cli.accuracy import _lookup
 from planner.predict import predict
 from planner.throughput.calibration import load_calibration
-from planner.throughput.fit import FitPoint, fit_constants, log_errors
+from planner.throughput.points import Point, log_errors
 from reports.accuracy import predicted_figure
 
 COMPILED, FUSED = "torch.compile", "fused kernels"
@@ -28,7 +29,7 @@ Error = tuple[str, str, str, float, float]
 """Source, part, method, error, the stated band."""
 
 
-def part_of(point: FitPoint) -> str:
+def part_of(point: Point) -> str:
     """What of the enlarged space a run has."""
     if point.setup.compile:
         return COMPILED

@@ -12,18 +12,18 @@ from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.throughput.conditions import Conditions
-from planner.throughput.fit import FitPoint
+from planner.throughput.points import Point
 
 FILE = Path(__file__).resolve().parent / "data" / "speed_points.jsonl"
 
 
-def load_points(file: Path = FILE) -> list[FitPoint]:
+def load_points(file: Path = FILE) -> list[Point]:
     """All points."""
     return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _point(row: dict[str, Any]) -> FitPoint:
-    return FitPoint(
+def _point(row: dict[str, Any]) -> Point:
+    return Point(
         model=_model(
             row["model"],
             json.dumps(row.get("config"), sort_keys=True),

@@ -6,22 +6,22 @@ from itertools import combinations
 from math import exp, log
 from typing import Any
 
-from planner.throughput.fit import FitPoint
+from planner.throughput.points import Point
 
-Change = Callable[[FitPoint], Any]
+Change = Callable[[Point], Any]
 
 
-def _setup(point: FitPoint, **changes: Any) -> Any:
+def _setup(point: Point, **changes: Any) -> Any:
     return replace(point.setup, **changes)
 
 
-def _same_method(point: FitPoint) -> Any:
+def _same_method(point: Point) -> Any:
     return _setup(
         point, method="lora", quantization="none", kbit_fp32_cast=False, precision="bf16-pure", adapter_dtype="auto"
     ) if point.setup.method != "full" else point.key  # fmt: skip
 
 
-def _full_as_lora(point: FitPoint) -> Any:
+def _full_as_lora(point: Point) -> Any:
     if point.setup.method == "qlora":
         return point.key
     return _setup(
@@ -70,10 +70,10 @@ RATIOS: dict[str, tuple[Change, Change]] = {
 }
 
 
-def pairs(points: Sequence[FitPoint], name: str) -> Iterator[tuple[FitPoint, FitPoint]]:
+def pairs(points: Sequence[Point], name: str) -> Iterator[tuple[Point, Point]]:
     """All pairs of one source, model and GPU that differ only as `name` says; doublings only where it says doubled."""
     share, differ = RATIOS[name]
-    buckets: dict[Any, list[FitPoint]] = {}
+    buckets: dict[Any, list[Point]] = {}
     for point in points:
         key = (point.group, point.labels["model"], point.gpu.key, share(point))
         buckets.setdefault(key, []).append(point)
@@ -86,7 +86,7 @@ def pairs(points: Sequence[FitPoint], name: str) -> Iterator[tuple[FitPoint, Fit
             yield one, two
 
 
-def ratio_errors(points: Sequence[FitPoint], predicted: Mapping[str, float], name: str) -> list[float]:
+def ratio_errors(points: Sequence[Point], predicted: Mapping[str, float], name: str) -> list[float]:
     """Absolute relative errors of the predicted ratio of every such pair."""
     errors = []
     for one, two in pairs([p for p in points if p.key in predicted], name):

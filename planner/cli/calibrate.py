@@ -1,4 +1,4 @@
-"""`plan calibrate`: fit the speed model's constants to measurements, tested on what the fit did not see."""
+"""`plan calibrate`: how fast this machine's card and host are by measurements, tested on what they did not show."""
 
 import json
 from dataclasses import asdict
@@ -15,9 +15,9 @@ from planner.inputs import parse_object, read_text
 from planner.install import install_command
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
+from planner.speed.own import OwnReport
+from planner.speed.own import calibrate as by_own
 from planner.throughput.calibration import Calibration, calibration_to_dict, load_calibration
-from planner.throughput.holdout import FitReport
-from planner.throughput.holdout import calibrate as fit
 from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench
 from planner.throughput.points import read_points
 
@@ -38,7 +38,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="Write the calibration here.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Fit the constants to measurements, report held-out errors, write a calibration file."""
+    """Learn how fast your card and host are from measurements, report held-out errors, write a calibration file."""
     if measurements is None and not measure and microbench is None:
         raise UsageError(
             "nothing to calibrate from",
@@ -58,7 +58,7 @@ def calibrate(
 def _calibrated(
     start: Calibration, measurements: Path | None, measure: bool, microbench: Path | None, device: str, gpu: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The answer as JSON, and its lines for a person: the card's own figures first, then the fit."""
+    """The answer as JSON, and its lines for a person: the card's own figures first, then what measured steps say."""
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
     if measure or microbench is not None:
@@ -69,7 +69,7 @@ def _calibrated(
             f"{bench['gpu_name']} as {key}: matmul share {share:.2f}" if share else f"{bench['gpu_name']}: {key}"
         )
     if measurements is not None:
-        report, left_out = _fit(measurements, start)
+        report, left_out = _measured(measurements, start)
         held_out = {name: value for name, value in asdict(report).items() if name != "calibration"}
         answer |= {"held_out": held_out, "left_out": left_out, "improved": report.improved}
         lines += _report_lines(report, left_out)
@@ -109,7 +109,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return inner
 
 
-def _fit(file: Path, start: Calibration) -> tuple[FitReport, dict[str, int]]:
+def _measured(file: Path, start: Calibration) -> tuple[OwnReport, dict[str, int]]:
     text = read_text(file, max_bytes=MAX_POINTS_BYTES, hint="give a file of JSON lines")
 
     def find_model(name: str) -> ModelSpec:
@@ -122,24 +122,19 @@ def _fit(file: Path, start: Calibration) -> tuple[FitReport, dict[str, int]]:
     if not read.points:
         why = "; ".join(f"{number} x {reason}" for reason, number in read.left_out.items()) or "the file is empty"
         raise UsageError(f"no usable measurement in {file}: {why}", hint="plan probe stores measurements")
-    try:
-        return fit(read.points, start), dict(read.left_out)
-    except ImportError as error:
-        raise EnvironmentProblem(f"fitting needs scipy: {error}", hint=install_command("search")) from error
+    return by_own(read.points, start), dict(read.left_out)
 
 
-def _report_lines(report: FitReport, left_out: dict[str, int]) -> list[str]:
+def _report_lines(report: OwnReport, left_out: dict[str, int]) -> list[str]:
     lines = [f"left out {number}: {reason}" for reason, number in left_out.items()]
-    lines.append(f"held out, one {report.split} at a time (median error, worst):")
-    for part in report.parts:
-        lines.append(
-            f"  {part.name}: {part.num_points} points, "
-            f"{100 * part.before_median:.1f} % ({100 * part.before_worst:.1f} %) before, "
-            f"{100 * part.after_median:.1f} % ({100 * part.after_worst:.1f} %) fitted"
-        )
+    lines += [
+        f"{name}: kernels take {card:.2f} times as long as taken, the host {host:.2f}"
+        for name, (card, host) in report.scales.items()
+    ]
     verdict = "better than" if report.improved else "no better than"
     lines.append(
-        f"all: {100 * report.before_median:.1f} % before, {100 * report.after_median:.1f} % fitted, {verdict} what is "
-        f"in use; 90 % of unseen points within x or / {1 + report.band_fraction:.2f}"
+        f"held out, one of {report.num_held_out} models and methods at a time: median error "
+        f"{100 * report.before_median:.1f} % before, {100 * report.after_median:.1f} % now, {verdict} what is in use; "
+        f"90 % of unseen points within x or / {1 + report.band_fraction:.2f}"
     )
     return lines

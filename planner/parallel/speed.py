@@ -116,7 +116,7 @@ class Loop:
         families = [rank.profile.family for rank in self.ranks]
         self._micro_s = max(one.trainer_micro_s for one in families)
         self._step_s = max(one.trainer_s for one in families)
-        self._collates = any(one.rented and one.trainer_micro_s for one in families)
+        self._collates = any(one.trainer_micro_s for one in families)
         self._stages: dict[int, list[Stage]] = {}
         self._after: dict[str, Mapping[str, float]] = {}
 

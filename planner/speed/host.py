@@ -8,8 +8,10 @@ bitsandbytes' forwards, which a row of equal calls flatters: those are what PyTo
 
 from typing import Protocol
 
+from planner.hardware.gpu import GpuSpec
 from planner.records import dataclass
 from planner.speed.operators import ISSUERS, TRAINER
+from planner.throughput.calibration import load_calibration
 from planner.throughput.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
@@ -87,6 +89,12 @@ class Host:
     def fastest(self) -> float:
         """The same of a fast one."""
         return self.scale / self.faster
+
+
+def host_of(gpu: GpuSpec) -> Host:
+    """The host beside a card: this machine's where it was measured (`plan calibrate --measure`), else a rented one."""
+    own = load_calibration().architectures.get(gpu.key, {}).get("host_scale")
+    return Host() if own is None else Host(name="this machine's CPU", scale=own)
 
 
 class Named(Protocol):

@@ -122,12 +122,13 @@ def card_rates(
     if gpu.key not in SUSTAINED:
         sustained = calibration.constants_for(gpu).training_share
         matrix = {name: rate * sustained for name, rate in matrix.items()}
-    nominal = gpu.fp16_flops_per_s or matrix["float16"]
+    nominal, slower = gpu.fp16_flops_per_s or matrix["float16"], calibration.constants_for(gpu).card_scale
+    matrix = {name: rate / slower for name, rate in matrix.items()}
     return CardRates(
         matrix=matrix,
         start_up_columns=_START_UP_COLUMNS * nominal / (gpu.sm_count or 100) / _H100_RATE_PER_SM,
         sample_tokens=sample_tokens,
-        copy=gpu.memory_bandwidth_bytes_per_s * COPY_SHARE.get(gpu.key, DEFAULT_COPY_SHARE),
+        copy=gpu.memory_bandwidth_bytes_per_s * COPY_SHARE.get(gpu.key, DEFAULT_COPY_SHARE) / slower,
         l2_bytes=gpu.l2_bytes or DEFAULT_L2_BYTES,
         sms=gpu.sm_count or 100,
         launch_s=1.3e-6,

@@ -9,7 +9,7 @@ from planner.outcome import Prediction
 from planner.predict import paged_overflow
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.speed.host import Host
+from planner.speed.host import Host, host_of
 from planner.speed.operators import Program
 from planner.speed.rates import card_band, card_rates
 from planner.speed.timeline import Loop, RunTime, host_notes, loop_of, run_time
@@ -25,7 +25,7 @@ def run_speed(
     """
     apart = setup.packing and setup.attention == "flash-attention-2"
     rates = card_rates(gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
-    return run_time(program, rates, loop or loop_of(setup), host)
+    return run_time(program, rates, loop or loop_of(setup), host or host_of(gpu))
 
 
 def with_run_speed(

@@ -17,7 +17,7 @@ from planner.memory.profile_store import profiled_kind, structure_key
 from planner.memory.step_profile import MONOMIALS
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.speed.host import Host
+from planner.speed.host import host_of
 from planner.speed.operators import ISSUERS, Layout, Operator
 from planner.speed.prices import Price, launches, price
 from planner.speed.rates import CardRates, card_band, card_rates
@@ -52,15 +52,7 @@ from planner.speed.timeline import (
     loop_of,
     timed,
 )
-from planner.throughput import (
-    CURRENT,
-    StepTime,
-    ThroughputProfile,
-    conditions_of,
-    load_calibration,
-    speed_model,
-    throughput_profile,
-)
+from planner.throughput import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
 
 _NUM = len(ISSUERS)
 _LARGE = 1 << 26
@@ -275,7 +267,7 @@ class ProgramSpeed:
         self._card = facts, id(load_calibration()), setup.attention, setup.packing
         self._one = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
         self._seconds: dict[tuple[str, int, int], float] = {}
-        self._loop = loop_of(setup)
+        self._loop, self._host = loop_of(setup), host_of(gpu)
         self._micro: dict[int, tuple[Course, Course, Timeline]] = {}
         self._ends: dict[tuple[str, int], Course] = {}
 
@@ -298,6 +290,18 @@ class ProgramSpeed:
             unranked = self._programs.worked_out.setdefault((self._card, sizes[:2]), {})
             found = known[key] = Sized(self._programs, rates, *sizes, unranked)
         return found
+
+    def seconds_at(self, setup: TrainSetup, scale: float, *, trainer: bool = True) -> float:
+        """Seconds of a setup's step where the host takes so many times as long as the measured one.
+
+        Args:
+            trainer: whether its trainer goes around the operators, or a bare loop.
+        """
+        seqs, loop = setup.micro_batch_seqs, self._loop_of(setup.micro_batch_seqs, setup.accumulation_steps)
+        if not trainer:
+            loop = replace(loop, waits=False, trainer=False)
+        timeline, step = self.timeline(setup.optimizer, seqs, scale)
+        return timeline.seconds(loop, step) + self._paging_s(setup.optimizer) + between_s(loop, loop.tokens)
 
     def _tiles(self, seqs: int) -> Tiles:
         tokens, vocabulary = seqs * self._one, (self._model.vocab_size, self._model.hidden_size)
@@ -327,7 +331,7 @@ class ProgramSpeed:
         """Of a first and of a later micro-batch."""
         found = self._micro.get(seqs)
         if found is None:
-            timeline, _ = self.timeline(self._setup.optimizer, seqs, Host().scale)
+            timeline, _ = self.timeline(self._setup.optimizer, seqs, self._host.scale)
             found = self._micro[seqs] = (*timeline.micro_batches(self._loop), timeline)
         return found
 
@@ -398,7 +402,7 @@ class ProgramSpeed:
         if optimizer not in program.steps:
             parts["optimizer"] += self._formulas_step_s(optimizer)[0]
         run = timed(
-            partial(self.timeline, optimizer, seqs), parts, self._loop_of(seqs, accumulation), num_calls, Host()
+            partial(self.timeline, optimizer, seqs), parts, self._loop_of(seqs, accumulation), num_calls, self._host
         )
         paging = {"paging": one} if (one := self._paging_s(optimizer)) else {}
         step_s = run.step_s + sum(paging.values())
@@ -462,12 +466,10 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
 
 
 def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | None:
-    """The speeds of a setup by its structure's program; None where it has none, where what it moves to the host is no
-    operator, or where the machine's own host was measured, which the formula knows."""
+    """The speeds of a setup by its structure's program; None where it has none, or where what it moves to the host is
+    no operator."""
     if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
     programs = programs_of(model)
     program = programs.get(structure_key(model, gpu, setup)) if programs is not None else None
-    if programs is None or program is None or not speed_model(model, gpu, conditions=CURRENT).rented_host:
-        return None
-    return ProgramSpeed(model, gpu, setup, programs, program)
+    return ProgramSpeed(model, gpu, setup, programs, program) if programs is not None and program is not None else None

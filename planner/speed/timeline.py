@@ -263,6 +263,7 @@ class RunTime:
         num_calls: of modules and operators in a micro-batch.
         host_bound: whether the device waits much for the host.
         slower_host_s, faster_host_s: the step with a host as slow, and as fast, as such a machine's may be.
+        host: what the host is.
     """
 
     step_s: float
@@ -273,6 +274,7 @@ class RunTime:
     host_bound: bool
     slower_host_s: float
     faster_host_s: float
+    host: str
 
     @property
     def band_fraction(self) -> float:
@@ -299,7 +301,7 @@ def host_notes(run: RunTime) -> tuple[str, ...]:
     return (
         found(
             f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
-            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {Host().name} adds "
+            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {run.host} adds "
             f"{percent(slower)})"
         ),
     )
@@ -354,6 +356,7 @@ def timed(timeline: Scaled, parts: Mapping[str, float], loop: Loop, num_calls: i
         host_bound=device_s < HOST_BOUND_FRACTION * step_s,
         slower_host_s=slower + between,
         faster_host_s=faster + between,
+        host=host.name,
     )
 
 

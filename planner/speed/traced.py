@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.records import dataclass
-from planner.speed.host import issued_s
+from planner.speed.host import host_of, issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
 from planner.speed.rates import card_band, card_rates
@@ -55,7 +55,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
     """The speed of the program whose `rows` a trace wrote (`TraceResult.program`)."""
     program = program_of(rows)
     rates = card_rates(gpu)
-    run = run_time(program, rates, Loop(accumulation=1, tokens=0, waits=False, trainer=False))
+    run = run_time(program, rates, Loop(accumulation=1, tokens=0, waits=False, trainer=False), host_of(gpu))
     times = _times(program)
     flops = tokens = 0.0
     for call, count in times.items():

@@ -1,4 +1,4 @@
-"""Fitted constants of the speed model, apart from the facts of the GPU table, dated and with their points.
+"""Constants of the speed model, apart from the facts of the GPU table, dated and with their points.
 
 `planner/data/calibration.json` holds them: `constants` (all architectures), `architectures` (what differs by
 architecture), `matmul_share` (measured share of the nominal matmul rate by GPU), `bands` (half-widths that held 90 % of
@@ -45,14 +45,11 @@ class Constants:
         int8_rate: matmul rate of LLM.int8() relative to 16 bit (quantization of inputs not included).
         lora_share: of the matmul rate that LoRA's thin matrices reach.
         kernel_gap_s: least time of a kernel on the GPU.
-        host_forward_s, host_backward_s: host time per kernel, with the views and Python around it (eager, autograd).
-        host_quantized_s: extra host time of one bitsandbytes matrix call.
-        host_lora_s: extra host time of one PEFT adapter call beyond its kernels.
-        host_optimizer_tensor_s: host time per trained tensor and step of a per-tensor optimizer.
-        host_scale: host speed of the machine (1: the machines of the measurements).
+        card_scale: seconds of this card's kernels beside those that all else says.
+        host_scale: seconds of this machine's host beside those of the rented one that was measured.
+        published_host: the same of the machines of published runs.
         compile_bytes, compile_host: what torch.compile leaves of elementwise bytes, and of the host's time around
             quantized matrices and adapters.
-        step_overhead_s, micro_overhead_s: the trainer's constant per optimizer step and per micro-batch.
         elementwise_scale: fitted correction of the counted elementwise bytes.
         optimizer_share: of the bandwidth that optimizer kernels reach.
         l2_gain: how much faster elementwise kernels run on tensors far smaller than the L2 cache (1: twice as fast).
@@ -73,16 +70,11 @@ class Constants:
     int8_rate: float = 1.3
     lora_share: float = 0.7
     kernel_gap_s: float = 3.0e-6
-    host_forward_s: float = 2.0e-5
-    host_backward_s: float = 1.2e-5
-    host_quantized_s: float = 2.5e-4
-    host_lora_s: float = 4.0e-5
-    host_optimizer_tensor_s: float = 4.0e-5
+    card_scale: float = 1.0
     host_scale: float = 1.0
+    published_host: float = 0.6
     compile_bytes: float = 0.45
     compile_host: float = 0.15
-    step_overhead_s: float = 4.0e-3
-    micro_overhead_s: float = 2.0e-3
     elementwise_scale: float = 1.0
     optimizer_share: float = 0.86
     l2_gain: float = 0.8

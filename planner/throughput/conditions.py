@@ -25,8 +25,8 @@ class Conditions:
         trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
         masked_attention: batches are really padded. SDPA then gets an explicit mask and skips no causal half;
             flash attention unpads in each layer, which waits for the GPU.
-        rented_host: the host is a rented virtual machine's (`planner.throughput.rented`); else that of the measured
-            runs, by the fitted constants.
+        rented_host: the host is a rented virtual machine's (`planner.throughput.rented`); else that of the published
+            runs, as fast as fitted, no trainer counted around their micro-batches.
         cudnn_attention: SDPA takes cuDNN's kernels on Hopper and data-centre Blackwell: PyTorch 2.13, cuDNN above 9.15.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).

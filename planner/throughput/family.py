@@ -8,8 +8,17 @@ from planner.memory.trained import frozen_below
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.counts import SINGLE_HOST
 from planner.throughput.model import SpeedModel
-from planner.throughput.rented import Issued, launches, micro_batch_s, num_modules
-from planner.throughput.rented import step_s as rented_step_s
+from planner.throughput.rented import (
+    ADAPTER_S,
+    ALONE_S,
+    FORWARD_S,
+    QUANTIZED_S,
+    Issued,
+    launches,
+    micro_batch_s,
+    num_modules,
+    step_s,
+)
 from planner.throughput.types import WITHOUT_GRADIENTS
 from planner.throughput.work import Work, trained_share
 
@@ -25,8 +34,8 @@ Source: github.com/meta-pytorch/tritonbench/pull/1017 and 1016 (6.8 to 9.1 us by
 generated wrapper around it, on a GB200's host); github.com/pytorch/pytorch/issues/191753 (2 ms per forward of the 36
 layers of Qwen3-8B). Not fitted.
 """
-_LOSS_KERNELS = 14
-_EMBEDDING_KERNELS = 12
+_OUTER_KERNELS = 26
+"""Of loss and embedding."""
 
 _RECOMPUTED = ("checkpointing", "activation_offload", "selective_checkpointing")
 _NOT_THE_WORKS = {
@@ -69,12 +78,12 @@ class Family:
         host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; trainer_s:
             host time after every optimizer step, the trainer's and the adapter's own work; trainer_micro_s: the
             trainer's around every micro-batch.
-        rented: whether the host is a rented machine's; modules: of the model's tree.
+        modules: of the model's tree.
     """
 
     __slots__ = (
         "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
-        "modules", "rented", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
+        "modules", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
         "work",
     )  # fmt: skip
 
@@ -85,14 +94,12 @@ class Family:
         self.trained_params, self.trained_tensors = trained.params, trained.tensors
         self.trained_bytes = trained.size_bytes
         self.add_s = GRADIENT_ADD_PASSES * (trained.params * trained.size_bytes) / speed.bandwidth
-        self.rented = speed.rented_host and not setup.compiled
         self.modules = num_modules(inv, trained.calls)
         self.trainer_s = self.trainer_micro_s = 0.0
-        if speed.conditions.trainer_overhead:
-            own = speed.constants
-            self.trainer_s = rented_step_s(self.modules) if self.rented else own.step_overhead_s
-            self.trainer_micro_s = micro_batch_s(self.modules) if self.rented else own.micro_overhead_s
-        self.trainer_s += trained.step_s * speed.constants.host_scale
+        if speed.conditions.trainer_overhead and speed.conditions.rented_host:
+            self.trainer_s = speed.host_scale * step_s(self.modules)
+            self.trainer_micro_s = speed.host_scale * micro_batch_s(self.modules)
+        self.trainer_s += trained.step_s * speed.host_scale
         full, every = setup.method == "full", setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
@@ -123,46 +130,31 @@ class Family:
     def _count_host(self, again: float) -> None:
         """Sets the host's time of a micro-batch and of a forward alone."""
         work, setup, speed = self.work, self._setup, self.work.speed
-        constants, moved, trained, calls = speed.constants, work.moved, work.trained, work.unpacked.calls
+        moved, trained, calls = work.moved, work.trained, work.unpacked.calls
         ahead, back = work.further_kernels
-        forward_kernels = moved.forward_kernels + trained.forward_kernels + ahead
-        backward_kernels = moved.backward_kernels + trained.backward_kernels + back
-        forward_s, backward_s, called = constants.host_forward_s, constants.host_backward_s, 1.0
-        if speed.conditions.single_operations:
-            forward_s, backward_s = forward_s * SINGLE_HOST[0], backward_s * SINGLE_HOST[1]
+        single = SINGLE_HOST if speed.conditions.single_operations else (1.0, 1.0)
+        forward = single[0] * (moved.forward_kernels + ahead)
+        self.forward_host_s = forward * ALONE_S + calls * QUANTIZED_S + trained.calls * ADAPTER_S
+        self.forward_host_s *= speed.host_scale
         if setup.compiled:
-            forward_s, backward_s, called = COMPILED_LAUNCH_S, COMPILED_LAUNCH_S, constants.compile_host
-        host = forward_kernels * (1 + again) * forward_s + backward_kernels * backward_s
-        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (forward_s + backward_s)
-        host += called * calls * (2 + again) * constants.host_quantized_s
-        host += called * trained.calls * (1 + again) * constants.host_lora_s
-        host += speed.inv.num_layers * COMPILED_LOOKUP_S if setup.compiled else 0.0
-        forward_host = forward_kernels * constants.host_forward_s + calls * constants.host_quantized_s
-        self.forward_host_s = (forward_host + trained.calls * constants.host_lora_s) * constants.host_scale
-        if extra := setup.extra_forwards:
-            host += extra * moved.forward_kernels * forward_s
-            host += extra * called * calls * constants.host_quantized_s
-        if self.rented:
-            host = self._rented_host_s(again) + extra * host / (2.0 + again)
+            forward, backward = forward + trained.forward_kernels, moved.backward_kernels + trained.backward_kernels
+            host = (forward * (1 + again) + backward + 2 * _OUTER_KERNELS) * COMPILED_LAUNCH_S
+            called = calls * (2 + again) * QUANTIZED_S + trained.calls * (1 + again) * ADAPTER_S
+            host += speed.constants.compile_host * called + speed.inv.num_layers * COMPILED_LOOKUP_S
+        else:
+            host = Issued(
+                again=again,
+                forward=forward,
+                backward=single[1] * (moved.backward_kernels + back),
+                adapter_backward=trained.backward_kernels,
+                adapted=trained.calls,
+                quantized=calls,
+                launches=launches(speed.inv, setup.fused_parts(speed.model.model_type)),
+            ).host_s(speed.inv.num_layers)
+        host += setup.extra_forwards * host / (2.0 + again)
         if setup.selective_checkpointing:
-            host += 2.0 * again * forward_kernels * SELECTIVE_HOST * forward_s
-        self.host_s = setup.aim.forwards * host * constants.host_scale
-
-    def _rented_host_s(self, again: float) -> float:
-        """The host's time to issue a micro-batch's layers on a rented machine."""
-        work, setup = self.work, self._setup
-        moved, trained, (ahead, back) = work.moved, work.trained, work.further_kernels
-        parts = setup.fused_parts(work.speed.model.model_type)
-        issued = Issued(
-            again=again,
-            forward=moved.forward_kernels + ahead,
-            backward=moved.backward_kernels + back,
-            adapter_backward=trained.backward_kernels,
-            adapted=trained.calls,
-            quantized=work.unpacked.calls,
-            launches=launches(work.speed.inv, parts),
-        )
-        return issued.host_s(work.speed.inv.num_layers)
+            host += 2.0 * again * forward * SELECTIVE_HOST * FORWARD_S
+        self.host_s = setup.aim.forwards * host * speed.host_scale
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""

@@ -31,6 +31,7 @@ from planner.throughput.counts import (
 from planner.throughput.inventory import Inventory, inventory
 from planner.throughput.lora import adapted_linears
 from planner.throughput.rates import Rates, matmul_s, rates_of
+from planner.throughput.rented import LISTED_TENSOR_S, LOOPED_TENSOR_S, UPDATE_S
 
 INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
@@ -126,9 +127,9 @@ class SpeedModel:
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     @property
-    def rented_host(self) -> bool:
-        """Whether the host is taken to be a rented machine's: nobody measured the one of this card."""
-        return self.conditions.rented_host and "host_scale" not in self.calibration.architectures.get(self.gpu.key, {})
+    def host_scale(self) -> float:
+        """How many times longer the host takes than the rented machine's that was measured."""
+        return self.constants.host_scale * (1.0 if self.conditions.rented_host else self.constants.published_host)
 
     @property
     def host_rate(self) -> float:
@@ -369,11 +370,10 @@ class SpeedModel:
         if row.bitsandbytes and row.states.eight_bit:
             update = max(update, num * row.states.eight_bit * EIGHT_BIT_STATE_S * H100_SMS / self.rates.sms)
         gpu = update + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
-        host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
-        host += tensors * row.kernels_per_tensor * constants.host_forward_s
+        host = tensors * ((LOOPED_TENSOR_S if row.looped else LISTED_TENSOR_S) + row.kernels_per_tensor * UPDATE_S)
         part = self.conditions.optimizer_part
         paging = self.paging_s(optimizer, num, size)
-        found = self._optimizers[key] = (gpu * part + paging, host * constants.host_scale * part)
+        found = self._optimizers[key] = (gpu * part + paging, host * self.host_scale * part)
         return found
 
     def paging_s(self, optimizer: str, num: float, size: int) -> float:

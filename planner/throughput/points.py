@@ -1,13 +1,13 @@
-"""Measured throughputs as fit points, read from JSON lines.
+"""Measured throughputs, read from JSON lines, and how far off the formula is.
 
 Two forms of line: a stored probe (`{"sha256": ..., "record": {...}}`, what the measurement store exports) and the
 interchange form, one object with model, gpu, tokens_per_s (of one GPU) and the setup's keys, or those under "setup".
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
-from math import isfinite
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, replace
+from math import isfinite, log
 from statistics import median
 from typing import Any
 
@@ -18,8 +18,11 @@ from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import SPEED_SPOILING_FLAGS
 from planner.records import dataclass
-from planner.throughput.conditions import Conditions
-from planner.throughput.fit import FitPoint
+from planner.setup import TrainSetup
+from planner.throughput.calibration import Calibration
+from planner.throughput.conditions import CURRENT, Conditions
+from planner.throughput.model import SpeedModel
+from planner.throughput.profile import ThroughputProfile
 
 FindModel = Callable[[str], ModelSpec]
 FindGpu = Callable[[str], GpuSpec]
@@ -27,10 +30,40 @@ NOT_SETUP = frozenset({"model", "gpu", "tokens_per_s", "conditions", "source", "
 
 
 @dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured throughput. `group` says with what it is held out together ("fms_acceleration"), `key` who it is."""
+
+    model: ModelSpec
+    gpu: GpuSpec
+    setup: TrainSetup
+    tokens_per_s: float
+    group: str
+    key: str = ""
+    conditions: Conditions = CURRENT
+    repeats: tuple[float, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def log_errors(points: Sequence[Point], calibration: Calibration) -> list[float]:
+    """log(predicted / measured) of each point by the formula; models are shared between points that share them."""
+    speeds: dict[tuple[int, str, Conditions], SpeedModel] = {}
+    errors = []
+    for point in points:
+        key = (id(point.model), point.gpu.key, point.conditions)
+        speed = speeds.get(key)
+        if speed is None:
+            speed = speeds[key] = SpeedModel(point.model, point.gpu, calibration, point.conditions)
+        setup = point.setup
+        answer = ThroughputProfile(speed, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)
+        errors.append(log(answer[1] / point.tokens_per_s))
+    return errors
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadPoints:
     """What a file of measurements held: usable points, and why other lines were left out."""
 
-    points: tuple[FitPoint, ...]
+    points: tuple[Point, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -42,7 +75,7 @@ def read_points(lines: Iterable[str], *, find_model: FindModel, find_gpu: FindGp
     """The points of a file; a line that cannot be used is counted with its reason, never guessed at."""
     models: dict[str, ModelSpec] = {}
     cards: dict[str, GpuSpec] = {}
-    points: list[FitPoint] = []
+    points: list[Point] = []
     reasons: Counter[str] = Counter()
     for line in lines:
         if not line.strip():
@@ -63,7 +96,7 @@ def read_points(lines: Iterable[str], *, find_model: FindModel, find_gpu: FindGp
             reasons[error.message] += 1
             continue
         points.append(
-            FitPoint(
+            Point(
                 model=models[name],
                 gpu=cards[card],
                 setup=setup,
@@ -102,7 +135,7 @@ def _conditions(values: object) -> Conditions:
     if not isinstance(values, dict):
         raise _Unusable("conditions must be an object")
     try:
-        return Conditions(**values)
+        return replace(CURRENT, **values)
     except TypeError:
         raise _Unusable("an unknown condition") from None
 
@@ -136,5 +169,5 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
     step_s = median(times)
     if step_s <= 0:
         raise _Unusable("a stored measurement with no time")
-    bare = Conditions(trainer_overhead=False, gradient_clipping=False)
+    bare = replace(CURRENT, trainer_overhead=False, gradient_clipping=False)
     return name, card, setup, tokens / step_s, "", bare

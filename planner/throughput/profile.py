@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 EXPERTS_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
-HOST_SLOWER = 2.0
-"""How many times slower than the measurements' a host's core may be: published runs do not name theirs. Judgement: a
-rented core at 2.2 GHz against a desktop's 4.5; PEFT's same runs on an L40S differ by 1.4 between dates."""
 HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 
@@ -140,12 +137,12 @@ class ThroughputProfile:
     def _collated_s(self, samples: int, steps: int) -> float:
         """Seconds of the trainer between two steps that their tokens take."""
         family = self._family
-        return collated_s(self._tokens(samples) * steps) if family.rented and family.trainer_micro_s else 0.0
+        return collated_s(self._tokens(samples) * steps) if family.trainer_micro_s else 0.0
 
     def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.work.power, self._family.host_s
-        host += self.beside_host_s + self._family.work.loss_host_s(self._setup.loss, samples) * self._family.rented
+        host += self.beside_host_s + self._family.work.loss_host_s(self._setup.loss, samples)
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -207,12 +204,11 @@ class ThroughputProfile:
         if not setup.aim.supervised:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
         unmeasured = unmeasured / total + beyond
-        slower = HOST_SLOWER_RENTED if family.rented else HOST_SLOWER
         own = self._with_host(busy, seqs)
-        slow_host = unsure_host = steps * (self._with_host(busy, seqs, slower) - own) / total
-        if family.rented:
-            faster = steps * (own - self._with_host(busy, seqs, 1 / HOST_FASTER))
-            unsure_host = max(slow_host, total / (total - faster) - 1)
+        slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
+        slow_host = steps * (self._with_host(busy, seqs, slower) - own) / total
+        faster = steps * (own - self._with_host(busy, seqs, 1 / HOST_FASTER))
+        unsure_host = max(slow_host, total / (total - faster) - 1)
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -306,7 +302,8 @@ def _host_note(slow_host: float, slower: float) -> list[str]:
     """One sentence where the host's kernel launches set the pace."""
     if slow_host < HOST_SAID:
         return []
-    return [f"Launching kernels takes the host much of this step: a CPU {slower:g} times slower adds {slow_host:.0%}."]
+    words = f"a CPU {slower:.2g} times slower adds {slow_host:.0%}"
+    return [f"Launching kernels takes the host much of this step: {words}."]
 
 
 def _beyond_note(beyond: float) -> list[str]:

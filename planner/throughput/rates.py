@@ -56,13 +56,13 @@ def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Ra
     for dtype, rate in measured.items():
         rates[dtype] = rate
     return Rates(
-        matmul={dtype: rate * constants.training_share for dtype, rate in rates.items()},
+        matmul={dtype: rate * constants.training_share / constants.card_scale for dtype, rate in rates.items()},
         nominal={
             "fp32": gpu.fp32_flops_per_s or 0.0,
             "bf16": gpu.bf16_flops_per_s or 0.0,
             "fp16": gpu.fp16_flops_per_s or 0.0,
         },
-        bandwidth=gpu.memory_bandwidth_bytes_per_s,
+        bandwidth=gpu.memory_bandwidth_bytes_per_s / constants.card_scale,
         sms=gpu.sm_count or _DEFAULT_SM_COUNT,
         start_up=(gpu.fp16_flops_per_s or rates["fp16"]) / (gpu.sm_count or _DEFAULT_SM_COUNT) / _REFERENCE_SM_RATE,
         l2=gpu.l2_bytes or 0,

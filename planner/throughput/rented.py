@@ -1,22 +1,27 @@
 """The host of a rented machine: what a dry run's prices of it say, compiled into a closed form of what a model is.
 
 `planner.speed.host` has host seconds by class of call; a dry run has the calls. Fitted to the dry runs of 140 setups
-of 14 models (full, LoRA, QLoRA; eager and Liger; checkpointing; three losses; three attentions): median 2.8 %, 90th
-9.3 %, worst 16.2 % (`python -m benchmarks.host_form`).
+of 14 models (full, LoRA, QLoRA; eager and Liger; checkpointing; three losses; three attentions): median 2.6 %, 90th
+8.7 %, worst 17.2 % (`python -m benchmarks.host_form`).
 """
 
 from typing import NamedTuple
 
 from planner.throughput.inventory import Inventory
 
-FORWARD_S, BACKWARD_S = 23.6e-6, 28.2e-6
+FORWARD_S, BACKWARD_S = 29.3e-6, 18.4e-6
 """A kernel of the layers, with the views and the module around it."""
-ADAPTER_BACKWARD_S, ADAPTER_S = 32.6e-6, 245e-6
+ADAPTER_BACKWARD_S, ADAPTER_S = 19.4e-6, 242e-6
 """A kernel of an adapter's backward; an adapted matrix's forward."""
-QUANTIZED_S, LAUNCH_S = 104.5e-6, 198e-6
+QUANTIZED_S, LAUNCH_S = 151e-6, 181e-6
 """A quantized matrix, forward or backward; a Triton launch."""
-RECOMPUTED_LAYER_S, CHUNK_S, CONSTANT_S = 996e-6, 278e-6, 1.4e-3
+RECOMPUTED_LAYER_S, CHUNK_S, CONSTANT_S = 1024e-6, 236e-6, 0.6e-3
 """A checkpointed layer's hooks; a piece of a loss that is cut; what no layer has."""
+ALONE_S = 22e-6
+"""A kernel of a forward that records no graph: 7.3 microseconds less than one that does."""
+LOOPED_TENSOR_S, LISTED_TENSOR_S, UPDATE_S = 60e-6, 4.0e-6, 7.6e-6
+"""An optimizer's step by trained tensor: in a loop (AdamW8bit 67 a tensor, of which one kernel), in a list of many
+(fused AdamW 5.3); and by kernel without a graph (host: lines of benchmarks/data/h100/prices.jsonl)."""
 _LAYER_MODULES, _OTHER_MODULES, _ADAPTER_MODULES = 4, 7, 10
 
 

@@ -5,6 +5,7 @@ from planner.memory.rollout import cache_bytes
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
+from planner.throughput.rented import UPDATE_S
 
 CACHE_PASSES = {"transformers": 3.0}
 """How often keys and values go over the memory's bus for each token: read, and with DynamicCache copied to a longer
@@ -34,7 +35,7 @@ class Generation:
         self._weights_s = weights * SIZE_BYTES[family.flow.compute] / speed.bandwidth
         self._host_s = 0.0
         if setup.rolls.generator == "transformers":
-            sampling = SAMPLING_KERNELS * speed.constants.host_forward_s * speed.constants.host_scale
+            sampling = SAMPLING_KERNELS * UPDATE_S * speed.host_scale
             self._host_s = family.forward_host_s + sampling
 
     def seconds(self, step_seqs: int) -> float:

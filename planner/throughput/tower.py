@@ -12,6 +12,7 @@ from planner.models.towers import tower_of
 from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
+from planner.throughput.rented import BACKWARD_S, FORWARD_S
 
 
 class TowerTime:
@@ -81,12 +82,12 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 2600, 4900
 def _convolutions(speed: SpeedModel, setup: TrainSetup) -> _Convolutions:
     """From the multiplications at the rate of the text's matrices, and what its backward would keep, written and read
     once; trained, three times that."""
-    flow, constants = flow_of(setup), speed.constants
+    flow = flow_of(setup)
     trained, narrow = setup.method == "full", SIZE_BYTES[flow.autocast or flow.table]
     once = FLOPS / speed.rates.matmul[flow.autocast or flow.compute]
     once += 2.0 * PICTURE_BYTES[narrow, 4 if flow.autocast else narrow].kept / speed.bandwidth
-    host = FORWARD_KERNELS * constants.host_forward_s + trained * BACKWARD_KERNELS * constants.host_backward_s
-    return _Convolutions((1 + 2 * trained) * once, host * constants.host_scale)
+    host = FORWARD_KERNELS * FORWARD_S + trained * BACKWARD_KERNELS * BACKWARD_S
+    return _Convolutions((1 + 2 * trained) * once, host * speed.host_scale)
 
 
 def _by_length(tower: Tower) -> list[tuple[ModelSpec, int]]:

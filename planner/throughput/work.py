@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from planner.choices.losses import LOSSES
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
-from planner.memory.trained import layer_numbers, trained_parameters
+from planner.memory.trained import kind_linears, layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
 from planner.throughput.model import LayerMatmuls, SpeedModel
@@ -17,6 +17,17 @@ keys, values and output, two products, scaling, mask and softmax. Counted by run
 under autocast a cast more forward and three backward."""
 COMPILED_ATTENTION_KERNELS = (2, 4)
 """The same under torch.compile, which makes one kernel of all between the two products."""
+
+
+TIMES_LORA = {"dora": (3.3, 1.9), "adalora": (1.5, 1.3), "vera": (1.8, 1.0), "oft": (1.4, 2.0), "ia3": (1.0, 0.35)}
+"""What other adapters of matrices cost the card and the host, in multiples of LoRA's.
+
+From 76 dry runs of four models on two cards, their operators priced (docs/adapters.md): the card's 3.0 to 3.9 (5.7
+with 2,048 tokens of a 7B model, where DoRA's norms outweigh all), 1.4 to 1.6, 1.6 to 2.2, 1.1 to 1.9, 0.8 to 1.2.
+"""
+ALLOCATOR_S = 5.5e-5
+"""Host seconds of AdaLoRA's rank allocator per trained tensor and step, ten operations outside autograd (peft 0.21
+`tuners/adalora/layer.py` update_ipt): 25 us on a CPU on which LoRA's call takes 0.45 of what the constants say."""
 
 
 class MicroBatch(NamedTuple):
@@ -51,14 +62,14 @@ class Work:
     """
 
     __slots__ = (
-        "_extra", "_full", "_int8", "_losses", "_micro", "_scored", "alone", "attention", "attention_flops",
-        "elementwise", "flow", "forwards", "further_kernels", "length", "moved", "per_byte", "power",
+        "_compiled", "_extra", "_full", "_int8", "_losses", "_micro", "_scored", "alone", "attention",
+        "attention_flops", "elementwise", "flow", "forwards", "further_kernels", "length", "moved", "per_byte", "power",
         "seqs_per_sample", "speed", "trained", "unpacked", "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants = speed.constants
-        self.speed, self._int8 = speed, setup.quantization == "int8"
+        self.speed, self._int8, self._compiled = speed, setup.quantization == "int8", setup.compiled
         self.length, self.forwards = setup.layer_tokens, setup.num_forwards
         self.seqs_per_sample, self._extra = setup.aim.seqs_per_sample, setup.extra_forwards
         self._scored = setup.rolls.completion_tokens if setup.aim.rolls_out else setup.seq_len_tokens
@@ -109,13 +120,13 @@ class Work:
         return found
 
     def loss_host_s(self, loss: str, samples: int) -> float:
-        """A rented machine's host seconds to issue the pieces into which a loss is cut."""
+        """Host seconds to issue the pieces into which a loss is cut."""
         head = self.speed.inv.head
-        if head is None:
+        if head is None or self._compiled:
             return 0.0
         tokens = samples * self._scored
         pieces = -(-tokens // LOSSES[loss].tiling(tokens, head.out_features, head.in_features).tokens)
-        return pieces * CHUNK_S
+        return pieces * CHUNK_S * self.speed.host_scale
 
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
@@ -193,35 +204,33 @@ def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
         part = setup.trained_layers or setup.frozen_encoder
         num = trained_parameters(speed.model, setup).num if part else inv.num_params
         return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
-    constants, apart = speed.constants, 0
-    bytes_left = constants.compile_bytes if setup.compiled else 1.0
-    per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
-    thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
-    if setup.adapter != "lora" and not setup.kind.like_lora:
-        from planner.throughput.adapter_kinds import kind_work  # late: LoRA needs none of it
-
-        work = kind_work(speed.model, setup, flow)
-        moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
-        constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.calls
-        step_s = work.step_s
-    else:
-        moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
-        thin, passes, constant, step_s = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0, 0.0
-        params, tensors = per_rank * setup.lora_rank, 2 * calls
-    token_s, micro_s = _token_and_micro(moved, per_byte, gap)
     share = trained_share(speed, setup)
+    if not setup.kind.adapts_matrices:
+        tensors = 2 * speed.model.num_layers if setup.kind.form == "norms" else 1
+        return _Trained(float(trained_parameters(speed.model, setup).num), tensors, SIZE_BYTES[flow.adapter])
+    card, host = TIMES_LORA.get(setup.adapter, (1.0, 1.0))
+    moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
+    params = per_rank * setup.lora_rank
+    if not setup.kind.like_lora:
+        kind_linears(speed.model, setup.adapter, setup.lora_targets)  # refuses stacked experts
+        params = float(trained_parameters(speed.model, setup).num)
+    bytes_left = speed.constants.compile_bytes if setup.compiled else 1.0
+    per_byte, gap = card * bytes_left / speed.bandwidth, host * speed.constants.kernel_gap_s * bytes_left
+    thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * speed.constants.lora_share
+    token_s, micro_s = _token_and_micro(moved, per_byte, gap)
+    thin = card * 2.0 * setup.lora_rank * edges / thin_rate
     return _Trained(
         params=share * params,
-        tensors=round(share * tensors),
+        tensors=round(share * 2 * calls),
         size_bytes=SIZE_BYTES[flow.adapter],
-        token_s=share * (token_s + passes * thin),
-        micro_s=share * (micro_s + constant),
+        token_s=share * (token_s + 3.0 * thin),
+        micro_s=share * micro_s,
         forward_token_s=share * (moved.forward_bytes * per_byte + thin),
-        forward_micro_s=share * (moved.forward_kernels * gap + constant),
-        forward_kernels=share * moved.forward_kernels,
-        backward_kernels=share * moved.backward_kernels,
-        calls=share * (calls - apart),
-        step_s=step_s,
+        forward_micro_s=share * moved.forward_kernels * gap,
+        forward_kernels=host * share * moved.forward_kernels,
+        backward_kernels=host * share * moved.backward_kernels,
+        calls=host * share * (calls - apart),
+        step_s=ALLOCATOR_S * 3 * calls if setup.adapter == "adalora" else 0.0,
     )
 
 

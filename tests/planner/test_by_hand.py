@@ -322,9 +322,7 @@ def test_optimizer_steps_move_what_their_form_says(
     update = max(1e8 * bytes_per_bf16_parameter / bandwidth, coded)
     assert gpu == pytest.approx(update + gap + there_and_back)
     looped = optimizer not in ("adamw", "adamw-fused", "sgd")
-    each = model.constants.host_optimizer_tensor_s if looped else 4e-6
-    expected = 300 * each + 300 * kernels * model.constants.host_forward_s
-    assert host == pytest.approx(expected * model.constants.host_scale)
+    assert host == pytest.approx(300 * (60e-6 if looped else 4e-6) + 300 * kernels * 7.6e-6)
 
 
 def test_paged_states_pay_for_what_has_no_room() -> None:

@@ -24,7 +24,7 @@ from tests.planner.helpers import wish
 
 GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
-QLORA_SPEED = ((256, 0.54), (512, 0.60), (1024, 0.78), (2048, 0.94))
+QLORA_SPEED = ((256, 0.73), (512, 0.75), (1024, 0.85), (2048, 0.94))
 
 
 def test_textbook_adam_70b_is_1043_gib() -> None:
@@ -168,12 +168,12 @@ def test_lora_is_18_percent_faster_than_full_fine_tuning() -> None:
     assert speed_ratio({"checkpointing": 1}, {**full, "checkpointing": 1}) == pytest.approx(1.02, abs=0.03)
 
 
-def test_lora_at_its_best_is_35_percent_faster_than_full_fine_tuning_at_its_best() -> None:
+def test_lora_at_its_best_is_27_percent_faster_than_full_fine_tuning_at_its_best() -> None:
     plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "h200", targets=("trl",), fixed={"compile": (False,)}))
     assert isinstance(plan, Plan)
     full = next(one.candidate for one in plan.alternatives if one.label == "full fine-tuning")
     assert plan.chosen.setup.method == "lora"
-    assert plan.chosen.tokens_per_s / full.tokens_per_s == pytest.approx(1.35, abs=0.03)
+    assert plan.chosen.tokens_per_s / full.tokens_per_s == pytest.approx(1.27, abs=0.03)
 
 
 @pytest.mark.parametrize(("tokens", "ratio"), QLORA_SPEED)

@@ -390,7 +390,7 @@ def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None
     )
     assert (even.extra_forwards, odd.extra_forwards) == (0, 1)
     rates = [speed_profile(model, CARD, one).at(2, one.accumulation_steps)[1] for one in (even, odd)]
-    assert rates[1] < 0.97 * rates[0]
+    assert rates[1] < 0.98 * rates[0]
 
 
 def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:

@@ -11,7 +11,7 @@ from benchmarks.speed_accuracy import JSON_FILE, spearman
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import ratio_errors
 from planner.throughput import load_calibration
-from planner.throughput.fit import log_errors
+from planner.throughput.points import log_errors
 
 POINTS = load_points()
 ERRORS = log_errors(POINTS, load_calibration())

@@ -116,7 +116,7 @@ def test_with_microbench_replaces_the_familys_guess() -> None:
     assert own.fp32_share_for(card) == pytest.approx(0.5)
     general = Constants(**SHIPPED.constants)
     constants = own.constants_for(card)
-    assert constants.host_scale == pytest.approx(2.0)
+    assert constants.host_scale == pytest.approx(10 / 7.6)
     assert constants.bandwidth_share == pytest.approx(
         general.bandwidth_share * 1.8e12 / card.memory_bandwidth_bytes_per_s / 0.90
     )

@@ -1,25 +1,17 @@
-"""Fits the speed model's constants to measured throughputs: what `plan calibrate` and the benchmark run.
+"""Fits the formula's constants to published throughputs (`benchmarks.speed_accuracy`).
 
 A fit starts from the constants in use and may move each of them only as far as the points justify: the loss is the
 error of log(tokens/s) with a soft clip, one vote per group whatever its size, plus the squared distance of each
 log-constant from its start in units of its stated uncertainty. With no points, the constants stay.
-
-numpy and scipy are imported only when a fit runs.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from math import exp, log, sqrt
+from math import exp, sqrt
 
-from planner.hardware.gpu import GpuSpec
-from planner.models.spec import ModelSpec
-from planner.records import dataclass
-from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
-from planner.throughput.conditions import CURRENT, Conditions
-from planner.throughput.model import SpeedModel
-from planner.throughput.profile import ThroughputProfile
+from planner.throughput.points import Point, log_errors
 
 UNCERTAINTY: dict[str, float] = {
     "training_share": 0.08,
@@ -33,12 +25,7 @@ UNCERTAINTY: dict[str, float] = {
     "dequantize_share": 0.35,
     "lora_share": 0.4,
     "kernel_gap_s": 0.3,
-    "host_forward_s": 0.4,
-    "host_backward_s": 0.4,
-    "host_quantized_s": 0.4,
-    "host_lora_s": 0.4,
-    "micro_overhead_s": 0.5,
-    "step_overhead_s": 0.5,
+    "published_host": 0.5,
     "elementwise_scale": 0.25,
     "optimizer_share": 0.15,
     "compile_bytes": 0.3,
@@ -53,37 +40,7 @@ POINT_NOISE = 0.05
 GROUP_NOISE = 0.08  # what a whole source is off by (clocks, cooling, host, versions), never carried to another source
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitPoint:
-    """One measured throughput. `group` says with what it is held out together ("fms_acceleration"), `key` who it is."""
-
-    model: ModelSpec
-    gpu: GpuSpec
-    setup: TrainSetup
-    tokens_per_s: float
-    group: str
-    key: str = ""
-    conditions: Conditions = CURRENT
-    repeats: tuple[float, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def log_errors(points: Sequence[FitPoint], calibration: Calibration) -> list[float]:
-    """log(predicted / measured) of each point; models are shared between points that share them."""
-    speeds: dict[tuple[int, str, Conditions], SpeedModel] = {}
-    errors = []
-    for point in points:
-        key = (id(point.model), point.gpu.key, point.conditions)
-        speed = speeds.get(key)
-        if speed is None:
-            speed = speeds[key] = SpeedModel(point.model, point.gpu, calibration, point.conditions)
-        setup = point.setup
-        answer = ThroughputProfile(speed, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)
-        errors.append(log(answer[1] / point.tokens_per_s))
-    return errors
-
-
-def group_weights(points: Sequence[FitPoint]) -> list[float]:
+def group_weights(points: Sequence[Point]) -> list[float]:
     """A weight per point so that a group of n points counts sqrt(n) points: many runs of one place say little more."""
     sizes: dict[str, int] = {}
     for point in points:
@@ -92,17 +49,13 @@ def group_weights(points: Sequence[FitPoint]) -> list[float]:
 
 
 def fit_constants(
-    points: Sequence[FitPoint],
+    points: Sequence[Point],
     start: Calibration,
     *,
     names: Sequence[str] = tuple(UNCERTAINTY),
-    group_noise: float = GROUP_NOISE,
     max_evaluations: int = 12,
 ) -> Calibration:
     """The start's calibration with its general constants moved to fit the points.
-
-    `group_noise` is what a group as a whole may be off without the constants answering for it: above 0 for other
-    people's machines, 0 for one's own, whose very offset is to be learned.
 
     Raises:
         ValueError: no points.
@@ -121,7 +74,7 @@ def fit_constants(
             len(names),
             weights=[weight / POINT_NOISE for weight in group_weights(points)],
             offsets_of=[point.group for point in points],
-            offset_noise=group_noise,
+            offset_noise=GROUP_NOISE,
             step=0.02,
             max_evaluations=max_evaluations,
         )
@@ -147,7 +100,7 @@ def fit_shift(
         offset_noise: standard deviation of such an offset's logarithm.
         step: relative step of the numerical derivative.
     """
-    from scipy.optimize import least_squares
+    from scipy.optimize import least_squares  # late: slow
 
     groups = {name: index for index, name in enumerate(sorted(set(offsets_of), key=str))}
     member = [groups[name] for name in offsets_of]
@@ -172,15 +125,3 @@ def _soft(error: float) -> float:
     if size <= SOFT_CLIP:
         return error
     return (SOFT_CLIP * sqrt(2.0 * size / SOFT_CLIP - 1.0)) * (1.0 if error > 0 else -1.0)
-
-
-def band_from(errors: Sequence[float], *, coverage: float = 0.9) -> float:
-    """Half-width (as a fraction) that held `coverage` of held-out log errors: the conformal quantile.
-
-    Source: Vovk et al. 2005, Algorithmic learning in a random world, split conformal: the ceil((n + 1) c)-th smallest.
-    """
-    if not errors:
-        raise ValueError("a band needs at least one held-out error")
-    ordered = sorted(abs(error) for error in errors)
-    rank = min(len(ordered), -(-int((len(ordered) + 1) * coverage * 1000) // 1000))
-    return exp(ordered[rank - 1]) - 1.0

@@ -1,4 +1,5 @@
-"""The fit finds constants that made the points, moves nothing without reason, and is tested on what it did not see."""
+"""Own measurements: two numbers a card that are found again, moved by nothing else, and tested on what they did not
+show. Points of published runs likewise move the formula's constants."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.speed_accuracy import FITTED, SET_APART, kept_apart
 from planner.cli import calibrate as command
 from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
@@ -18,18 +18,19 @@ from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput import Calibration, Constants, load_calibration
+from planner.speed.own import band_of, calibrate
+from planner.speed.rates import card_rates
+from planner.speed.sized import program_speed
+from planner.throughput import Calibration, load_calibration
 from planner.throughput.calibration import calibration_from_dict
-from planner.throughput.fit import FitPoint, band_from, fit_constants, log_errors
-from planner.throughput.holdout import calibrate
-from planner.throughput.points import read_points
+from planner.throughput.points import Point, log_errors, read_points
 
 pytest.importorskip("scipy")
 
 SHIPPED = load_calibration()
 SHRINKAGE = 0.4  # a dozen points do not outweigh the stated uncertainty entirely
 A100 = find_gpu("a100-80gb")
-MODELS = ("meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1", "Qwen/Qwen2.5-1.5B")
+MODELS = ("EleutherAI/pythia-1b", "mistralai/Mistral-7B-v0.1", "microsoft/Phi-3-mini-4k-instruct")
 SETUPS = (
     TrainSetup(method="full", lora_rank=0, precision="bf16-pure", micro_batch_seqs=4),
     TrainSetup(micro_batch_seqs=4, seq_len_tokens=4096),
@@ -44,76 +45,65 @@ def spec(name: str) -> ModelSpec:
     return found
 
 
-def made_by(truth: Calibration, *, models: Sequence[str] = MODELS, group: str = "") -> list[FitPoint]:
+def made_by(truth: Calibration, *, models: Sequence[str] = MODELS, group: str = "") -> list[Point]:
     """Points whose speeds the given constants predict exactly."""
     points = []
     for name in models:
         for setup in SETUPS:
-            blank = FitPoint(model=spec(name), gpu=A100, setup=setup, tokens_per_s=1.0, group=group or name)
+            blank = Point(model=spec(name), gpu=A100, setup=setup, tokens_per_s=1.0, group=group or name)
             speed = exp(log_errors([blank], truth)[0])
             points.append(replace(blank, tokens_per_s=speed, labels={"model": name}))
     return points
 
 
-def slower(factor: float) -> Calibration:
-    """The shipped constants on a machine that sustains only `factor` of them in matmuls."""
-    return replace(
-        SHIPPED, constants={**SHIPPED.constants, "training_share": SHIPPED.constants["training_share"] * factor}
-    )
+def slower(card: float, host: float = 1.0) -> Calibration:
+    """The shipped constants on a machine whose card and host take so many times as long."""
+    return replace(SHIPPED, constants={**SHIPPED.constants, "card_scale": card, "host_scale": host})
 
 
-def test_fit_finds_the_constant_that_made_the_points() -> None:
-    truth = slower(0.88)  # within its stated uncertainty: a fit far outside would distrust the points
-    points = made_by(truth)
-    names = ("training_share", "bandwidth_share", "host_forward_s")
-    fitted = fit_constants(points, SHIPPED, names=names, group_noise=0.0)
-    assert fitted.constants["training_share"] == pytest.approx(truth.constants["training_share"], rel=0.06)
-    assert fitted.constants["bandwidth_share"] == pytest.approx(SHIPPED.constants["bandwidth_share"], rel=0.06)
-    before, after = log_errors(points, SHIPPED), log_errors(points, fitted)
-    assert max(map(abs, after)) < SHRINKAGE * max(map(abs, before))
-
-
-def test_fit_moves_nothing_when_the_points_already_fit() -> None:
-    fitted = fit_constants(made_by(SHIPPED), SHIPPED, names=("training_share", "k_half", "host_forward_s"))
-    for name in ("training_share", "k_half", "host_forward_s"):
-        assert fitted.constants[name] == pytest.approx(SHIPPED.constants[name], rel=1e-3)
-
-
-def test_fit_is_not_bent_by_one_odd_row() -> None:
-    points = made_by(SHIPPED)
-    odd = [*points[:-1], replace(points[-1], tokens_per_s=points[-1].tokens_per_s * 10)]
-    fitted = fit_constants(odd, SHIPPED, names=("training_share", "host_forward_s"))
-    assert fitted.constants["training_share"] == pytest.approx(SHIPPED.constants["training_share"], rel=0.1)
-
-
-def test_fit_needs_a_point() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        fit_constants([], SHIPPED)
-
-
-def test_band_from_holds_nine_of_ten() -> None:
-    """Errors 0.01 to 1.00: the conformal rank is ceil(101 x 0.9) = 91."""
-    errors = [0.01 * (index + 1) for index in range(100)]
-    band = band_from(errors)
-    assert band == pytest.approx(2.718281828**0.91 - 1, rel=1e-6)
-    with pytest.raises(ValueError, match="at least one"):
-        band_from([])
-
-
-def test_calibrate_holds_out_whole_models_and_reports_both_errors() -> None:
-    report = calibrate(made_by(slower(0.7), group="one place"), SHIPPED)
-    assert report.split == "model"
-    assert {part.name for part in report.parts} == set(MODELS)
+def test_both_numbers_are_found_again() -> None:
+    report = calibrate(made_by(slower(1.4, 2.5)), SHIPPED)
+    card, host = report.scales["a100-80gb"]
+    assert card == pytest.approx(1.4, rel=0.03)
+    assert host == pytest.approx(2.5, rel=0.1)
     assert report.improved
-    assert report.after_median < 0.5 * report.before_median
-    assert report.calibration.points["sources"] == {"one place": 12}
+    assert report.after_median < 0.1 * report.before_median
+    assert report.calibration.constants_for(A100).card_scale == pytest.approx(card)
     assert report.calibration.date >= "2026"
 
 
-def test_calibrate_says_when_it_does_not_help() -> None:
+def test_points_that_fit_move_nothing() -> None:
     report = calibrate(made_by(SHIPPED), SHIPPED)
-    assert not report.improved
-    assert report.after_median < 0.01
+    assert report.scales["a100-80gb"] == pytest.approx((1.0, 1.0), rel=0.01)
+    assert not report.improved or report.before_median < 0.01
+
+
+def test_one_odd_row_bends_nothing() -> None:
+    points = made_by(SHIPPED)
+    odd = [*points[:-1], replace(points[-1], tokens_per_s=points[-1].tokens_per_s * 10)]
+    assert calibrate(odd, SHIPPED).scales["a100-80gb"][0] == pytest.approx(1.0, rel=0.03)
+
+
+def test_programs_are_held_against_measurements_too() -> None:
+    """A model that ships programs: what a card's own number says goes into them."""
+    model, h200 = spec("Qwen/Qwen3-8B"), find_gpu("h200")
+    lora = TrainSetup(micro_batch_seqs=4, seq_len_tokens=2048, lora_rank=16, kernels="liger", loss="chunked")
+    full = lora.with_(method="full", precision="bf16-mixed", lora_rank=0, checkpointing=1)
+    points = []
+    for setup in (lora, lora.with_(checkpointing=0), full, full.with_(seq_len_tokens=1024)):
+        speed = program_speed(model, h200, setup)
+        assert speed is not None
+        rate = setup.tokens_per_step / (1.3 * speed.seconds_at(setup, 1.0))
+        points.append(Point(model=model, gpu=h200, setup=setup, tokens_per_s=rate, group="own"))
+    report = calibrate(points, SHIPPED)
+    assert report.scales["h200"][0] == pytest.approx(1.3, rel=0.03)
+    own = card_rates(h200, calibration=report.calibration)
+    assert own.copy == pytest.approx(card_rates(h200).copy / report.scales["h200"][0])
+
+
+def test_band_holds_nine_of_ten() -> None:
+    """Errors 0.01 to 1.00: the conformal rank is ceil(101 x 0.9) = 91."""
+    assert band_of([0.01 * (index + 1) for index in range(100)]) == pytest.approx(0.91)
 
 
 def test_calibrate_refuses_what_cannot_be_tested() -> None:
@@ -124,7 +114,7 @@ def test_calibrate_refuses_what_cannot_be_tested() -> None:
         calibrate(same, SHIPPED)
 
 
-def interchange_lines(points: Sequence[FitPoint]) -> list[str]:
+def interchange_lines(points: Sequence[Point]) -> list[str]:
     return [
         json.dumps(
             {"model": p.labels["model"], "gpu": p.gpu.key, "tokens_per_s": p.tokens_per_s, **setup_to_dict(p.setup)}
@@ -133,7 +123,7 @@ def interchange_lines(points: Sequence[FitPoint]) -> list[str]:
     ]
 
 
-def stored_line(point: FitPoint, *flags: str, **environment: object) -> str:
+def stored_line(point: Point, *flags: str, **environment: object) -> str:
     where = {"gpu_key": point.gpu.key, "gpu_name": point.gpu.driver_name, "device": "cuda", **environment}
     step_s = point.setup.tokens_per_step / point.tokens_per_s
     outcome = {
@@ -183,17 +173,16 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 def test_calibrate_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     source, out = tmp_path / "runs.jsonl", tmp_path / "own.json"
-    source.write_text("\n".join([*interchange_lines(made_by(slower(0.8))), "{torn"]))
+    source.write_text("\n".join([*interchange_lines(made_by(slower(1.2))), "{torn"]))
     code, text = invoke(str(source), "--out", str(out), "--json")
     assert code == 0
     answer = json.loads(text)
     assert answer["improved"]
     assert answer["held_out"]["after_median"] < answer["held_out"]["before_median"]
     assert answer["left_out"] == {"not a line of JSON": 1}
-    own = calibration_from_dict(json.loads(out.read_text()))
-    assert Constants(**own.constants).training_share < SHIPPED.constants["training_share"]
+    assert calibration_from_dict(json.loads(out.read_text())).constants_for(A100).card_scale > 1.1
     code, text = invoke(str(source))
-    assert "held out, one source at a time" in text
+    assert "kernels take 1.18 times as long" in text
     assert "better than what is in use" in text
 
 
@@ -219,13 +208,3 @@ def test_calibrate_command_refuses_nothing_and_nonsense(tmp_path: Path) -> None:
     empty.write_text('{"model": "unknown/model", "gpu": "a100-80gb", "tokens_per_s": 3}\n')
     with pytest.raises(UsageError, match="not in the catalogue"):
         invoke(str(empty))
-
-
-def test_a_refit_on_the_points_leaves_torch_compiles_constants() -> None:
-    """They were set on other runs: a fit on points of which some are compiled must not overwrite them."""
-    start = replace(SHIPPED, constants=kept_apart(SHIPPED))
-    setups = [replace(SETUPS[0], compile=True, checkpointing=0), SETUPS[1]]
-    points = [FitPoint(model=spec(MODELS[0]), gpu=A100, setup=one, tokens_per_s=5e4, group="g") for one in setups]
-    fitted = fit_constants(points, start, names=FITTED)
-    assert {name: fitted.constants[name] for name in SET_APART} == kept_apart(SHIPPED)
-    assert fitted.constants["training_share"] != Constants().training_share
