@@ -3,6 +3,7 @@
     python -m benchmarks.oracle --judge 100 [--seed 1] [--out FILE]   # step profiles made now, beside the formula
     python -m benchmarks.oracle --summary FILE                        # the same from what --judge wrote
     python -m benchmarks.oracle --own                                 # against this project's runs on GPUs
+    python -m benchmarks.oracle --ranks                               # DDP's ranks, against their frozen dry runs
     python -m benchmarks.oracle --refresh FILE [--loss liger]         # dry-runs points anew (0.5 s each), resumable
     python -m benchmarks.oracle --merge FILE                          # takes what was refreshed into the frozen data
 
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 
 DATA = Path(__file__).parent / "data" / "oracle.jsonl.gz"
+RANKS = DATA.with_name("spread_dry_runs.jsonl")
 
 
 def frozen() -> list[dict[str, Any]]:
@@ -111,6 +114,34 @@ def own() -> str:
     for (figure, level), errors in seen.items():
         lines += _line(f"{figure}, {level}", errors)
     return "\n".join(lines)
+
+
+def ranks() -> str:
+    """Profiles made now, and the formula, against the frozen dry runs of DDP's ranks."""
+    from probes.tracing.profile_builder import NOT_PROFILED, ProfileBuilder
+
+    gpu, lines = find_gpu("a100-80gb"), []
+    rows = [row for row in map(json.loads, RANKS.read_text().splitlines()) if row["setup"]["parallel"] == "ddp"]
+    seen: dict[tuple[str, str], list[float]] = {}
+    for name, group in groupby(sorted(rows, key=lambda row: str(row["model"])), lambda row: str(row["model"])):
+        model, builder = _loaded(name), ProfileBuilder(_loaded(name))
+        for row in group:
+            setup = setup_from_dict(row["setup"])
+            try:
+                step = step_of(builder.profile(engine_of(setup).computes(setup), gpu), model, setup)
+            except NOT_PROFILED as error:
+                lines.append(f"{name} {type(error).__name__}: {error}")
+                continue
+            assert step is not None, setup
+            state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=setup.adds_gradients)
+            for level, found in (
+                ("profile", profiled_breakdown(step, gpu, setup, state)),
+                ("formula", predict_memory(model, gpu, setup)),
+            ):
+                for figure in ("allocated", "reserved"):
+                    off = getattr(found, f"peak_{figure}_bytes") / row[figure] - 1
+                    seen.setdefault((figure, level), []).append(off)
+    return "\n".join([*lines, *(line for key, errors in seen.items() for line in _line(", ".join(key), errors))])
 
 
 def _loaded(name: str) -> ModelSpec:
@@ -201,12 +232,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the errors there too, point by point")
     parser.add_argument("--summary", type=Path, metavar="FILE")
     parser.add_argument("--own", action="store_true")
+    parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--refresh", type=Path, metavar="FILE")
     parser.add_argument("--loss", default="")
     parser.add_argument("--merge", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.own:
         print(own())
+    elif args.ranks:
+        print(ranks())
     elif args.refresh:
         refresh(args.refresh, args.loss)
     elif args.merge:

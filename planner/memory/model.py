@@ -11,14 +11,16 @@ from planner.setup import TrainSetup
 
 
 def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
-    """The memory of every distinct rank, the largest device peak first: of one GPU by the structure's step profile
-    where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
+    """The memory of every distinct rank, the largest device peak first: of one GPU and of DDP by the structure's step
+    profile where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
     step = profiled_step(model, gpu, setup)
     if step is None:
         return rank_memories(model, gpu, setup)
     (part,) = rank_parts(model, setup)
     state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
-    return (RankMemory(name=part.name, num_ranks=1, breakdown=profiled_breakdown(step, gpu, setup, state)),)
+    return (
+        RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=profiled_breakdown(step, gpu, setup, state)),
+    )
 
 
 def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:

@@ -87,10 +87,18 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def profiled_kind(setup: TrainSetup) -> bool:
-    """Whether profiles are made of such setups: supervised training of text on one GPU with LoRA or whole weights."""
-    plain = setup.alone and setup.objective == "sft" and setup.images is None and not setup.compile
-    whole = not setup.trained_layers and not setup.modules_to_save and not setup.frozen_encoder
-    return plain and whole and setup.adapter == "lora"
+    """Whether profiles are made of such setups: text on one GPU, whole weights or adapters whose matrices have a rank,
+    objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
+    """
+    known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
+    plain = setup.alone and known and setup.images is None and not setup.compile
+    return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
+
+
+_OBJECTIVES = ("dpo", "orpo", "reward", "classification")
+_LIKE_LORA = ("lora", "rslora", "pissa")
+"""Adapters that differ in numbers alone."""
+_ADAPTERS = (*_LIKE_LORA, "dora", "vera")
 
 
 def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
@@ -108,7 +116,18 @@ def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     values = [
         str(getattr(setup, name)) for name in _FIELDS if name != "resolved_adapter_dtype" or setup.method != "full"
     ]
-    return " ".join(["+".join(sorted({*kernels})), *values, "dropout" if setup.lora_dropout else "-"])
+    adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
+    rarer = (
+        ("objective", setup.objective, "sft"),
+        ("adapter", adapter, "lora"),
+        ("saved", "+".join(setup.modules_to_save), ""),
+        ("reference", "precomputed" if setup.precomputed_reference else "", ""),
+    )
+    values += [
+        "dropout" if setup.lora_dropout else "-",
+        *(f"{name}={own}" for name, own, usual in rarer if own != usual),
+    ]
+    return " ".join(["+".join(sorted({*kernels})), *values])
 
 
 _FIELDS = (
@@ -119,7 +138,9 @@ _FIELDS = (
 
 
 def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
-    """The profile of a setup's structure, None where there is none."""
+    """The profile of a setup's structure, None where there is none. A rank of DDP does what one GPU does."""
+    if setup.parallel == "ddp" and not setup.is_split:
+        setup = setup.trusted_with(num_gpus=1, parallel="none")
     if not profiled_kind(setup):
         return None
     known = profiles_of(model)
@@ -197,3 +218,4 @@ def save_profiles(path: Path, profiles: Mapping[str, StepProfile], versions: Map
         found[key] = pieces
     raw = {"schema": SCHEMA, "versions": dict(versions), **{name: [*table] for name, table in shared.items()}}
     write_packed(path, {**raw, "profiles": found})
+    load_profiles.cache_clear()

@@ -1,4 +1,5 @@
 """The memory of a setup by its structure's step profile: what runs of the real step showed, and the optimizer's states.
+One GPU, or a rank of DDP, whose buckets come beside.
 
 The counterpart of `planner.memory.step`, which composes the same from closed forms where nobody made a profile.
 """
@@ -8,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from planner.hardware.gpu import GpuSpec
 from planner.memory.allocator import GAP_FLOOR_BYTES, fixed_segments_gap_bytes
 from planner.memory.profile_store import find_profile
-from planner.memory.state import RankState
+from planner.memory.state import Held, RankState
 from planner.memory.step_profile import LOSS_BEGINS, ProfiledStep, StepProfile
 from planner.memory.types import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
-from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -33,10 +34,10 @@ def step_of(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> Profil
 
 
 def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
-    """The terms of one setup on one GPU.
+    """The terms of one setup on one GPU, or on a rank of DDP.
 
     Args:
-        state: what it holds, for the optimizer's states and temporaries.
+        state: what it holds, for the optimizer's states and temporaries and for DDP's buckets.
     """
     micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
     states, temporaries = state.optimizer_bytes(setup.optimizer)
@@ -50,6 +51,8 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
     for phase in PHASES:
         for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
             add(category, name, size, phase)
+    for one in _buckets(state):
+        add(one.category, one.name, one.size_bytes, *PHASES)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu), *PHASES[1:])
     add("optimizer", f"states of {setup.optimizer}", states, *PHASES[1:])
     add("optimizer", f"temporaries of {setup.optimizer}", temporaries, "step")
@@ -58,7 +61,13 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
         for (category, name, size), alive in found.items()
     )
     gap = _gap_bytes(step, setup, sizes, temporaries)
-    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=context_bytes(gpu), profiled=True)
+    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+    return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap, context_bytes=outside, profiled=True)
+
+
+def _buckets(state: RankState) -> list[Held]:
+    """DDP's, which are there all along and no part of what one GPU does."""
+    return [one for one in state.held if one.resident and one.category == "gradients"]
 
 
 def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:
@@ -73,13 +82,17 @@ def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], 
     return max(before, at_end + GAP_FLOOR_BYTES) - max(largest, at_end)
 
 
-def profiled_peaks(step: ProfiledStep, gpu: GpuSpec, pairs: Pairs, optimizers: Iterable[Stepping]) -> list[list[int]]:
+def profiled_peaks(
+    step: ProfiledStep, state: RankState, beside_bytes: int, pairs: Pairs, optimizers: Iterable[Stepping]
+) -> list[list[int]]:
     """Per optimizer, the peak at every (micro-batch, accumulation), without the CUDA context.
 
     Args:
+        state: for DDP's buckets.
+        beside_bytes: workspaces and communicators.
         optimizers: of each, by whether gradients add up, bytes of its (states, temporaries).
     """
-    beside = cublas_workspace_bytes(gpu)
+    beside = beside_bytes + sum(one.size_bytes for one in _buckets(state))
     stepping = [*optimizers]
     found: list[list[int]] = [[] for _ in stepping]
     for micro, steps in pairs:

@@ -230,7 +230,7 @@ class Family:
         """Per optimizer, the peak at every (micro-batch, accumulation) without the CUDA context, by the step profile
         where there is one."""
         whole = self._setup.trusted_with(loss=loss)
-        step = profiled_step(self._rank.part.model, self._rank.gpu, whole) if whole.alone else None
+        step = profiled_step(self._rank.part.model, self._rank.gpu, whole)
         return self._by_closed_forms(loss, optimizers) if step is None else self._profiled(step, loss, optimizers)
 
     def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
@@ -240,7 +240,7 @@ class Family:
             at_end = held.state.moment_bytes["step"]
             for one, (states, step_bytes) in zip(stepping, self._rank.stepping(held, optimizers), strict=True):
                 one[accumulated] = states, step_bytes - at_end
-        return profiled_peaks(step, self._rank.gpu, self.pairs, stepping)
+        return profiled_peaks(step, held.state, self._rank.beside, self.pairs, stepping)
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         rank, setup, (until, asked) = self._rank, self._setup, self._activations.until_loss

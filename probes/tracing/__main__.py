@@ -2,33 +2,47 @@
 minutes.
 
     python -m probes.tracing MODEL      # a hub id, an alias, or a directory with a config.json
+    python -m probes.tracing MODEL --objective dpo --adapter dora   # also those; what is there is kept
 
 Plans of it then stand on them instead of the formula (docs/step-profiles.md, docs/step-programs.md).
 """
 
+import argparse
 import sys
 import time
 
 from planner.errors import PlannerError, UsageError
-from planner.memory.profile_store import save_profiles, user_path
+from planner.memory.profile_store import load_profiles, save_profiles, user_path
 from planner.models.resolve import resolve_model
 from planner.speed.step_program import save_programs, user_programs
-from probes.tracing.profile_builder import build_profiles, versions
+from planner.wish import Wish
+from probes.tracing.profile_builder import CARDS, asked_structures, build_profiles, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs
 
 
 def main(arguments: list[str]) -> int:
     """The exit code: 0 where profiles were made, 2 where the model is none, 3 where no structure of it can be run."""
+    parser = argparse.ArgumentParser(prog="python -m probes.tracing")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--objective", choices=("sft", "dpo", "orpo", "reward", "classification"), default="sft")
+    parser.add_argument("--adapter", choices=("lora", "dora", "vera"), default="lora")
+    given = parser.parse_args(arguments)
     try:
-        if len(arguments) != 1:
+        if given.model is None:
             raise UsageError("one model is asked for", hint="python -m probes.tracing MODEL")
-        model = resolve_model(arguments[0])
+        model = resolve_model(given.model)
+        rarer = {"objective": (given.objective,)} if given.objective != "sft" else {}
+        rarer |= {"adapter": (given.adapter,)} if given.adapter != "lora" else {}
+        asked = asked_structures(model, CARDS, Wish(fixed=rarer)) | asked_structures(model)
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
     started, path = time.monotonic(), user_path(model)
+    kept = load_profiles(path)
+    known = {} if kept is None or kept.versions != versions() else {key: kept.get(key) for key in kept.keys}
     print(f"running the structures that plans of {model.model_id} ask for ...", file=sys.stderr)
-    found, failures = build_profiles(model)
+    made, failures = build_profiles(model, {key: one for key, one in asked.items() if key not in known})
+    found = {key: one for key, one in (known | dict(made)).items() if one is not None}
     for why in sorted(set(failures.values())):
         print(f"no profile of {sum(one == why for one in failures.values())} structures: {why[:200]}", file=sys.stderr)
     if not found:

@@ -130,7 +130,7 @@ class _Walk:
                         number += 1
             elif isinstance(item, Phase):
                 name = item.name.partition("/")[0]
-                key = (name, key[1] + (name == "forward" != key[0]))
+                key = (name, key[1] + (name == "forward" and key[0] in ("load", "backward")))
                 if name == "loss":
                     begins.setdefault((LOSS_BEGINS, key[1]), [(index, 0)])
                 if key not in found:

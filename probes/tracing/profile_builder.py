@@ -41,12 +41,14 @@ NOT_PROFILED = (NoPolynomial, SpliceError, ValueError, TypeError, RuntimeError, 
 """What a structure's runs end with where it has no profile: a step that is no polynomial, or that cannot be traced."""
 
 
-def asked_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+def asked_structures(
+    model: ModelSpec, cards: Sequence[str] = CARDS, wish: Wish | None = None
+) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model on such cards walk, by key: all but what others outrun at the same memory."""
     found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     for name in cards:
         gpu = find_gpu(name)
-        workload = Wish().workload(model, gpu)
+        workload = (wish or Wish()).workload(model, gpu)
         for run in Known().runs(workload, planned_values(workload, dimension_values(workload)), ()):
             if run.rival is not None:
                 continue
@@ -132,11 +134,11 @@ SHORTEST = 512
 
 
 def build_profiles(
-    model: ModelSpec, cards: Sequence[str] = CARDS
+    model: ModelSpec, asked: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None
 ) -> tuple[Mapping[str, StepProfile], Mapping[str, str]]:
-    """All profiles that plans of a model ask for, and why others are missing, by key."""
+    """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key."""
     builder = ProfileBuilder(model)
-    return builder.all(asked_structures(model, cards)), builder.failures
+    return builder.all(asked_structures(model) if asked is None else asked), builder.failures
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner.engines import engine_of
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory import profile_store
 from planner.memory.model import memory_of, predict_memory
@@ -140,14 +141,25 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     found = predict(model, GPU, setup)
     assert found.rung is Rung.PROFILE
     assert found.memory_band_fraction < predict(model, GPU, setup.with_(loss="full")).memory_band_fraction
-    for other in (setup.with_(checkpointing=0), setup.with_(stack="axolotl"), setup.with_(num_gpus=2, parallel="ddp")):
-        assert predict(model, GPU, other).rung is Rung.FORMULA
+    for fields in ({"checkpointing": 0}, {"stack": "axolotl"}, {"num_gpus": 2, "parallel": "fsdp2"}):
+        assert predict(model, GPU, setup.with_(**fields)).rung is Rung.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]
     mine = memory_of(model, GPU, setup)[0].breakdown
     assert mine.phase_bytes["load"] == 100 * MIB + setup.tokens_per_micro_batch * 24
     assert sum(one.size_bytes for one in mine.terms if one.name == f"states of {setup.optimizer}") == states
     assert mine.phase_bytes != predict_memory(model, GPU, setup).phase_bytes
+
+
+def test_a_rank_of_ddp_holds_what_one_gpu_does_and_its_buckets(shipped: Any) -> None:
+    model, setup = _fresh(shipped[0]), shipped[1]
+    alone, (rank,) = (memory_of(model, GPU, one) for one in (setup, setup.with_(num_gpus=4, parallel="ddp")))
+    state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
+    assert rank.num_ranks == 4
+    assert rank.breakdown.profiled
+    more = rank.breakdown.peak_allocated_bytes - alone[0].breakdown.peak_allocated_bytes
+    assert more == state.trained.size_bytes
+    assert rank.breakdown.context_bytes > alone[0].breakdown.context_bytes
 
 
 def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installed(
@@ -163,9 +175,12 @@ def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installe
     assert find_profile(_fresh(shipped[0]), GPU, shipped[1]) == _profile()
 
 
-def test_the_walk_takes_the_same_peaks(shipped: Any) -> None:
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_the_walk_takes_the_same_peaks(shipped: Any, num_gpus: int) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     asked = Wish(seq_len=1024, global_batch=8).workload(model, GPU)
+    if num_gpus > 1:
+        asked = replace(asked, cluster=make_cluster(GPU, num_gpus))
     seen = 0
     for point in walk(asked):
         if find_profile(model, GPU, point.setup) is not None:

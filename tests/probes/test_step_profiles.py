@@ -18,6 +18,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed import step_program
+from planner.wish import Wish
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
@@ -171,12 +172,24 @@ def test_the_command_makes_profiles_for_this_user(
         monkeypatch.setattr(module, "user_directory", lambda: tmp_path)
     setup = TrainSetup(loss="chunked", kernels="liger")
     key = structure_key(_model(SMALL), GPU, setup)
-    for name in ("profile_builder.asked_structures", "__main__.asked_programs"):
-        monkeypatch.setattr(f"probes.tracing.{name}", lambda *_: {key: (setup, GPU)})
-    assert main([SMALL]) == 0
+    preferences = TrainSetup(objective="dpo", kernels="liger", micro_batch_seqs=2, seq_len_tokens=512)
+
+    def asked(model: ModelSpec, cards: Any = (), wish: Wish | None = None) -> Any:
+        own = [setup if wish is None or not wish.fixed else preferences]
+        return {structure_key(model, GPU, one): (one, GPU) for one in own}
+
+    monkeypatch.setattr("probes.tracing.__main__.asked_structures", asked)
+    monkeypatch.setattr("probes.tracing.__main__.asked_programs", lambda *_: {key: (setup, GPU)})
+    assert main([SMALL]) == main([SMALL, "--objective", "dpo"]) == 0
     model = replace(_model(SMALL), model_id="a copy")
     assert find_profile(model, GPU, setup) is not None
     made = step_program.load_programs(step_program.user_programs(model))
     assert made is not None
     assert made.keys == {key}
+    assert find_profile(model, GPU, setup.with_(adapter="rslora")) == find_profile(model, GPU, setup)
+    assert find_profile(model, GPU, setup.with_(adapter="dora")) is None
+    profile = find_profile(model, GPU, preferences)
+    assert profile is not None
+    errors = _against_dry_run(profile, model, preferences)
+    assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
     assert find_profile(model, GPU, setup.with_(checkpointing=0)) is None

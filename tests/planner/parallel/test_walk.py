@@ -1,4 +1,4 @@
-"""The walk over spreads: peaks are `rank_memories`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
+"""The walk over spreads: peaks are `memory_of`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
 
 import random
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from planner.decision.spreads import STAGES, all_spreads
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory.model import rank_memories
+from planner.memory.model import memory_of
 from planner.models import catalogue
 from planner.parallel.speed import spread_step_time
 from planner.planning.space import dimension_values
@@ -46,14 +46,14 @@ def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -
         ("allenai/olmoe-1b-7b-0924", "h100-sxm", 8),
     ],
 )
-def test_walk_peak_equals_the_worst_rank_of_rank_memories(name: str, gpu: str, num_gpus: int) -> None:
+def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_gpus: int) -> None:
     workload = _workload(name, gpu, num_gpus)
     spreads = [one for one in all_spreads(workload) if not one.reason]
     assert {one.stage for one in spreads} >= set(STAGES[:2])
     points = list(walk(workload, dimension_values(workload), some(spreads, 3)))
     draw = random.Random(0)
     for point in draw.sample(points, 200 if WHOLE else 60):
-        exact = rank_memories(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
+        exact = memory_of(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
         error = point.peak_device_bytes / exact - 1.0
         assert abs(error) <= ROUNDING, (error, point.setup)
 
@@ -65,7 +65,7 @@ def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) 
     points = list(walk(workload, dimension_values(workload), spreads))
     assert {point.shared.parallel for point in points} == {parallel}
     for point in random.Random(1).sample(points, 60):
-        exact = rank_memories(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
+        exact = memory_of(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
         assert point.peak_device_bytes == pytest.approx(exact, rel=ROUNDING)
 
 
