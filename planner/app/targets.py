@@ -46,7 +46,10 @@ class TargetChoice:
 def compare_targets(workload: Workload) -> list[TargetChoice]:
     """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
     nothing last."""
-    names = [name for name in workload.aim.targets if workload.num_gpus > 1 or name not in LAUNCHERS]
+    apart = LAUNCHERS if workload.num_gpus == 1 else ()
+    if workload.gpu.vendor != "Apple":
+        apart = (*apart, "mlx")
+    names = [name for name in workload.aim.targets if name not in apart]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 
 

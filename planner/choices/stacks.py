@@ -262,6 +262,16 @@ _ROWS = (
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf; peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
+        name="mlx",
+        title="MLX-LM",
+        traces_masks=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        compiles_loss=False,
+        source="mlx-lm 0.32 tuner/trainer.py (default_loss: logits in their own type, no clipping), tuner/lora.py "
+        "(adapters in fp32)",
+    ),
+    Stack(
         name="llamafactory",
         title="LLaMA-Factory",
         widens_outputs=True,
@@ -330,6 +340,7 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     "unsloth": TargetRow(title="Unsloth", objectives=_SUPERVISED, kernels=("fused", "eager")),
     "accelerate": TargetRow(title="Accelerate", objectives=_SUPERVISED),
     "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
+    "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
     "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
 }
 """Every launch target by its name."""

@@ -50,6 +50,8 @@ class Target:
             return (
                 f"{TARGET_ROWS[self.name].title} does not run on {gpu.name if gpu else 'it'}: its kernels are Triton's"
             )
+        if gpu is not None and gpu.vendor != "Apple" and self.name == "mlx":
+            return f"MLX-LM's file is written for Apple's GPUs, not for {gpu.name}"
         if self.name not in setup.aim.targets:
             others = ", ".join(setup.aim.targets)
             return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"

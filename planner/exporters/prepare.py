@@ -18,7 +18,14 @@ NAME = "prepare_data.py"
 CACHE = "launch/data/axolotl"
 """Where Axolotl 0.21 keeps its copy, under a name made of settings and not of contents (`utils/data/shared.py`
 generate_dataset_hash_from_config)."""
-FORMS = {"trl": "tokens", "hf": "tokens", "unsloth": "tokens", "axolotl": "tokens", "torchtitan": "text"}
+FORMS = {
+    "trl": "tokens",
+    "hf": "tokens",
+    "unsloth": "tokens",
+    "axolotl": "tokens",
+    "torchtitan": "text",
+    "mlx": "answers",
+}
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
 
 
@@ -39,6 +46,8 @@ def form(request: ExportRequest, target: str) -> str:
         return "rows"
     if target == "llamafactory":
         return "text" if request.columns == "text" else "chats"
+    if target == "mlx" and (request.columns == "text" or request.loss_on == "all"):
+        return "text"
     return FORMS.get(target, "")
 
 
@@ -59,6 +68,8 @@ def refusal(request: ExportRequest, target: str) -> str:
     answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
     if target == "torchtitan" and answered and request.setup.aim.supervised:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
+    if target == "mlx" and answered and request.columns == "prompt-completion" and request.setup.aim.supervised:
+        return "MLX-LM puts a chat template around prompts and completions: plan with --loss-on all"
     return ""
 
 
@@ -75,7 +86,7 @@ def file(request: ExportRequest) -> LaunchFile:
     """The program: what a person changes, how rows are read (the planner's own code), what is written."""
     dataset, setup = request.dataset, request.setup
     head = (
-        "Makes launch/data/ of a data set, once for every target: python launch/prepare_data.py tokens|chats|text|rows",
+        "Makes launch/data/ of a data set, once for all: python launch/prepare_data.py tokens|chats|answers|text|rows",
         f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
     )
     placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"

@@ -12,6 +12,7 @@ from planner.readers import (
     litgpt,
     llamafactory,
     llamafactory_v1,
+    mlx,
     nemo,
     own,
     schema,
@@ -27,12 +28,12 @@ from planner.tools import TOOLS
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
-    "nemo-automodel", "litgpt", "firefly", "hf-script", "notebook", "shell script",
+    "nemo-automodel", "litgpt", "mlx", "firefly", "hf-script", "notebook", "shell script",
 )  # fmt: skip
 READERS: dict[str, Callable[[Settings], ReadConfig]] = {
     one.FORMAT: one.read
     for one in (
-        trl, axolotl, llamafactory, llamafactory_v1, unsloth, swift, litgpt, torchtune, firefly, nemo, own,
+        trl, axolotl, llamafactory, llamafactory_v1, unsloth, swift, litgpt, torchtune, firefly, mlx, nemo, own,
     )
 }  # fmt: skip
 OTHER_TOOLS = {
@@ -41,7 +42,6 @@ OTHER_TOOLS = {
     "prime-rl": {"orchestrator"},
     "verl's SFT": {"data", "model", "optim", "trainer"},
     "Megatron": {"tensor_model_parallel_size"},
-    "mlx-lm": {"lora_parameters", "model"},
     "MMEngine": {"train_dataloader", "optim_wrapper"},
 }
 """Engines that are not planned -> settings that only their files have together."""
@@ -67,6 +67,8 @@ def detect(values: dict[str, Any]) -> str:
         return litgpt.FORMAT
     if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
         return firefly.FORMAT
+    if "model" in keys and keys & mlx.MARKS and not keys & {"training", "lora"}:
+        return mlx.FORMAT
     if keys & swift.MODELS and keys & swift.MARKS:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())

@@ -78,7 +78,8 @@ class ReadConfig:
     """One existing config, understood.
 
     Attributes:
-        format: "trl", "axolotl", "llamafactory", "unsloth", "hf-script", "accelerate", "deepspeed" or "torchtitan".
+        format: "trl", "axolotl", "llamafactory", "unsloth", "hf-script", "accelerate", "deepspeed",
+            "mlx" or "torchtitan".
         path: the file.
         model_id: None where the format does not say (Accelerate, DeepSpeed).
         setup: with the tool's own defaults for what is absent; what `missing` names stands there for nothing.

@@ -3,7 +3,7 @@ values from it, and slips of the pen are told by it. To add a setting of a tool,
 
 from collections.abc import Mapping
 
-from planner.tools import axolotl, llamafactory, others, transformers, trl, unsloth
+from planner.tools import axolotl, llamafactory, mlx, others, transformers, trl, unsloth
 from planner.tools.field import Field, Tool, changed_fields
 
 TOOLS: Mapping[str, Tool] = {
@@ -14,6 +14,7 @@ TOOLS: Mapping[str, Tool] = {
         axolotl.AXOLOTL,
         llamafactory.LLAMAFACTORY,
         llamafactory.V1,
+        mlx.MLX,
         unsloth.UNSLOTH,
         unsloth.SCRIPT,
         *others.TOOLS,

@@ -79,7 +79,10 @@ SWAPS = {
 def on_cpu(text: str, model: Path | str) -> str:
     """An emitted file (YAML or Python) with the weights of `model` and the precision, quantization and kernels of a
     CPU, stopped after one step; every other line is as it was."""
-    for names, (old, new) in {**SWAPS, "model_name_or_path|base_model|MODEL": (r"\S+", f'"{model}"')}.items():
+    for names, (old, new) in {
+        **SWAPS,
+        "model_name_or_path|base_model|model(?=: )|MODEL": (r"\S+", f'"{model}"'),
+    }.items():
         text = re.sub(rf"(?m)^( *(?:{names})(?:: |=| = )){old}(?=,?(?:  #.*)?$)", rf"\g<1>{new}", text)
     # tiny weights are stored in 16 bits
     text = re.sub(r"(?s)^(.*\nquantization = )(?:Mxfp4|FineGrainedFP8)Config\(.*?\)\n", r"\1None\n", text)

@@ -112,7 +112,9 @@ def why_not(case: Case, gpu: GpuSpec, num: int) -> str:
     several = {"deepspeed": "DeepSpeed shards", "torchtitan": "for several GPUs"}
     if case.target in several and num == 1:
         return several[case.target]
-    if case.target == "torchtitan" and not re.search(r"/(Meta-)?Llama-3\.1-|/Qwen3-", SPOKEN[case.typed]):
+    if case.target == "torchtitan" and not re.search(
+        r"/(Meta-)?Llama-3\.1-|/Qwen3-|-Distill-Llama-", SPOKEN[case.typed]
+    ):
         return "torchtitan 0.2.2 has"
     if case.target == "torchtitan" and gpu.compute_capability == (7, 5):  # no bf16
         return "torchtitan 0.2.2 trains whole models"

@@ -311,15 +311,31 @@ def _text(one: tuple[str, Any]) -> tuple[str, str]:
 
 
 OTHERS: dict[str, tuple[Any, set[str]]] = {
-    "learning_rate": (3e-4, {"learning_rate", "lr"}),
-    "lora_alpha": (11, {"lora_alpha", "alpha"}),
-    "warmup_fraction": (0.3, {"warmup_ratio", "warmup_steps"}),
-    "lr_schedule": ("cosine", {"lr_scheduler_type", "lr_scheduler", "decay_type"}),
+    "learning_rate": (3e-4, {"learning_rate", "lr", "arguments"}),
+    "lora_alpha": (11, {"lora_alpha", "alpha", "scale"}),
+    "warmup_fraction": (0.3, {"warmup_ratio", "warmup_steps", "warmup", "arguments"}),
+    "lr_schedule": ("cosine", {"lr_scheduler_type", "lr_scheduler", "decay_type", "name", "arguments"}),
     "weight_decay": (0.2, {"weight_decay"}),
-    "adam_beta2": (0.9, {"adam_beta2", "beta2"}),
+    "adam_beta2": (0.9, {"adam_beta2", "beta2", "betas"}),
     "max_grad_norm": (9.0, {"max_grad_norm", "max_norm", "gradient_clipping"}),
     "num_epochs": (7.0, {"num_train_epochs", "num_epochs"}),
-    "max_steps": (50, {"max_steps", "steps", "num_train_epochs", "num_epochs", "save_steps", "eval_steps", "interval"}),
+    "max_steps": (
+        50,
+        {
+            "max_steps",
+            "steps",
+            "num_train_epochs",
+            "num_epochs",
+            "save_steps",
+            "eval_steps",
+            "interval",
+            "iters",
+            "steps_per_eval",
+            "save_every",
+            "warmup",
+            "arguments",
+        },
+    ),
     "seed": (5, {"seed", "random_state"}),
 }
 """Hyperparameter -> (another value, the keys that say it)."""

@@ -1,4 +1,4 @@
-"""One tool's cases of the product (tests/launch/product.py), inside the tool's venv: product.py llamafactory
+"""One tool's cases of the product (tests/launch/product.py), inside the tool's venv: product.py llamafactory|mlx
 
 `plan` is typed, `launch/prepare_data.py` makes the data, and the tool itself loads them and trains one step of a tiny
 model of the same type from the emitted file, of which weights, precision, quantization and GPU kernels are swapped.
@@ -8,13 +8,15 @@ Every eighth case; all with TESTS_WHOLE=1. Exit 1 when one did not train.
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import yaml
 
@@ -40,8 +42,40 @@ def llamafactory(file: Path) -> None:
     run_exp(yaml.safe_load(file.read_text()))
 
 
+def mlx(file: Path) -> None:
+    """`mlx_lm.convert ...` where the run starts with it, and `mlx_lm.lora --config FILE`, on MLX's own CPU build."""
+    from mlx_lm import convert, lora  # the function and the program
+
+    text = file.read_text()
+    if made := re.search(r"(mlx_lm\.convert .*? --mlx-path \S+?);? ?(&& cp (\S+) (\S+?);)?", RUN.read_text()):
+        words = shlex.split(made[1].rstrip(";"))
+        base = Path(words[-1])
+        model = re.search(r"(?m)^model: (.*?)(  #.*)?$", text)
+        assert model is not None
+        convert(model[1].strip('"'), str(base), quantize="-q" in words, q_bits=4, q_group_size=64)
+        if made[2]:
+            (base / "chat_template.jinja").write_bytes(Path(made[3]).read_bytes())
+        text = text.replace(model[0], f"model: {base}")
+    values = yaml.safe_load(text)
+    losses: list[float] = []
+
+    class Told(lora.TrainingCallback):  # type: ignore[misc, name-defined]
+        def on_train_loss_report(self, train_info: dict[str, float]) -> None:
+            losses.append(train_info["train_loss"])
+
+    steps = values["grad_accumulation_steps"]
+    args = {**lora.CONFIG_DEFAULTS, **values, "iters": steps, "steps_per_report": steps, "val_batches": 1}
+    lora.get_reporting_callbacks = lambda *_, **__: Told()  # `run` takes no other
+    lora.run(SimpleNamespace(**args))
+    state = {"log_history": [{"loss": one} for one in losses]}
+    Path("outputs/trainer_state.json").write_text(json.dumps(state))
+
+
+RUN = Path("launch/run.sh")
+MAC = "MacBook Pro M4 Max 64GB"
 TOOLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "llamafactory": ("llamafactory/llamafactory.yaml", llamafactory),
+    "mlx": ("mlx/mlx.yaml", mlx),
 }
 
 
@@ -59,8 +93,9 @@ def train(case: Case, place: Path, out: Path) -> str:
     name, run = TOOLS[case.target]
     for path in (launch / "prepare_data.py", launch / name):
         path.write_text(on_cpu(path.read_text("utf-8"), model), "utf-8")
-    form = "text" if case.data in data_formats.TEXTS else "chats"
-    made = [sys.executable, "launch/prepare_data.py", form]
+    form = re.search(r"python launch/prepare_data.py (\w+)", (launch / "run.sh").read_text())
+    assert form is not None
+    made = [sys.executable, "launch/prepare_data.py", form[1]]
     subprocess.run(made, cwd=out, env=environment, check=True, stdout=subprocess.DEVNULL)
     os.chdir(out)
     run(launch / name)
@@ -71,6 +106,13 @@ def train(case: Case, place: Path, out: Path) -> str:
     return ""
 
 
+def chosen(tool: str) -> list[Case]:
+    """The tool's cases; of MLX-LM, which is planned on two cards alone, every model and form of data on one."""
+    if tool != "mlx":
+        return [one for one in cases() if one.target == tool]
+    return [*dict.fromkeys(one._replace(card=MAC) for one in cases() if one.target == tool)]
+
+
 def main(tool: str) -> int:
     found: Counter[str] = Counter()
     failures = []
@@ -79,7 +121,7 @@ def main(tool: str) -> int:
         place = Path(where)
         for name, write in data_formats.FORMATS.items():
             write(place if name == "who/what" else place / name)
-        for number, case in enumerate([one for one in cases() if one.target == tool][::STEP]):
+        for number, case in enumerate(chosen(tool)[::STEP]):
             try:
                 found[train(case, place, place / f"out-{number}")] += 1
             except (Exception, SystemExit) as error:
