@@ -5,7 +5,7 @@ check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
-	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/fuzz_doors.py tools/mutation.py tools/trace_kills.py
+	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/fuzz_doors.py tools/mutation.py tools/trace_kills.py tools/command_kills.py
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest
@@ -26,8 +26,9 @@ mutants: # planted faults, each against its room's tests; a second call on the s
 	$(PY) tools/mutation.py --cpu-seconds 660 --record $(RECORDS)-mutants.jsonl
 faults: # kills, full disks, read-only homes and restarted databases under real searches; likewise
 	mkdir -p $(dir $(RECORDS))
-	$(PY) tools/faults.py --kills 24 --every 12 --restarts 1 --cpu-seconds 480 --record $(RECORDS)-faults.jsonl
+	$(PY) tools/faults.py --kills 24 --every 12 --restarts 1 --cpu-seconds 440 --record $(RECORDS)-faults.jsonl
 	$(PY) tools/trace_kills.py 60
+	$(PY) tools/command_kills.py 42
 lock: # requirements.lock: the tested set with the hash of every file of it, whatever the platform
 	.venv/bin/uv pip compile -q --generate-hashes --no-deps --no-annotate constraints.txt -o requirements.lock
 release: check whole lock audit # what a release waits for, the vulnerabilities of its own set among it

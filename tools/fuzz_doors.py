@@ -104,6 +104,8 @@ def _call(folder: Path, dice: random.Random) -> tuple[str, dict[str, Any]]:
     tool, arguments = dice.choice(tools)
     for _ in range(dice.choice((0, 0, 1, 2))):
         what = dice.random()
+        if not arguments:
+            break
         if what < 0.7:
             arguments[dice.choice(sorted(arguments))] = dice.choice(NASTY)
         elif what < 0.85:

@@ -108,7 +108,9 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
     variables = slurm.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
     variables["@"] = shlex.join(arguments)
-    filled = _SUBSTITUTION.sub(put_in, _OPTION.sub(given, text))
+    filled = _SUBSTITUTION.sub(
+        put_in, _OPTION.sub(given, re.sub(r"[\x00-\x08]", " ", text))
+    )  # `_Held`'s marks are ours
     found = tuple(_commands(with_ifs(_lines(filled)), dict(variables)))
     if all(command.tool == "script" for command in found):  # a menu: without a word it shows its help
         found = tuple(_commands(_lines(filled), variables))

@@ -156,6 +156,17 @@ def test_a_chain_that_python_runs_is_followed(kind: str, tmp_path: Path, capsys:
     assert ("micro_batch_seqs" in said) == (kind == "unknown"), said
 
 
+@pytest.mark.parametrize("mark", ["\x01", "\x02"], ids=repr)
+@pytest.mark.parametrize("number", [0, 7])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_script_may_hold_the_marks_of_its_reader(mark: str, number: int, quoted: bool, tmp_path: Path) -> None:
+    words = f"{mark}{number}{mark}"
+    words = f'"{words} $(echo {words})"' if quoted else words
+    script = f"trl sft --model_name_or_path gpt2 --max_length 64 --run_name {words}; echo {words}\n"
+    (tmp_path / "run.sh").write_text(script)
+    assert run(["check", str(tmp_path / "run.sh"), "--gpu", "rtx-4090", "--no-dry-run"]) == 0
+
+
 SETTINGS = "base_model: HuggingFaceTB/SmolLM2-135M\nmicro_batch_size: 512\nsequence_len: 4096\nadapter: lora\n"
 
 

@@ -1,12 +1,16 @@
 """`plan which-model`: lengths that are really the longest, rows that say what `plan` says."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from planner.app.cores import on_cores
 from planner.cli.app import run
 from planner.decision.reach import STEP_TOKENS, longest_tokens
+from planner.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
@@ -56,3 +60,11 @@ def test_nothing_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 of 1 model can be fine-tuned" in capsys.readouterr().out
     assert run(["which-model", "no-such-model", "--gpu", "t4"]) == 2
     assert "hint: `plan models`" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_fork_that_the_system_ends_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with pytest.raises(EnvironmentProblem, match="ended by the system"):
+        list(on_cores(lambda one: os.kill(os.getpid(), signal.SIGKILL), [1, 2, 3]))
+    assert sorted(on_cores(lambda one: one * one, [1, 2, 3])) == [1, 4, 9]
