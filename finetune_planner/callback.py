@@ -142,7 +142,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
 
         assert self.checked is not None
         setup = self.checked.config.setup
-        target = "hf" if self.checked.config.format == "hf-script" and "SFT" not in type(args).__name__ else "trl"
+        target = "trl" if _library_class(args).__module__.startswith("trl.") else "hf"
         taken = memory_seen()
         request = ProbeRequest(
             model_id=self._model_id,
@@ -215,13 +215,18 @@ def program(args: Any, model: Any, model_id: str) -> str:
         parts[1] += f"from peft import {type(adapter).__name__}, get_peft_model\n"
         parts.append(call("adapter", type(adapter).__name__, _lines(settings)))
         parts.append("model = get_peft_model(model, adapter)\n")
-    known = next(one.__name__ for one in type(args).__mro__ if one.__module__.startswith(("trl.", "transformers.")))
+    known = _library_class(args).__name__
     trainer = f"{known.removesuffix('Config')}Trainer" if known.endswith("Config") else "Trainer"
     if known.endswith("Config"):
         parts[1] += f"from trl import {known}, {trainer}\n"
     parts.append(call("arguments", known, _lines(_said(args))))
     parts.append(f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows)\ntrainer.train()\n")
     return "".join(parts)
+
+
+def _library_class(args: Any) -> type:
+    """The library's own class of these arguments, also of a program's subclass."""
+    return next(one for one in type(args).__mro__ if one.__module__.startswith(("trl.", "transformers.")))
 
 
 def _said(args: Any) -> dict[str, Any]:
