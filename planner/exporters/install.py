@@ -38,8 +38,9 @@ Source: transformers 5.22.0 and 5.23.0 `utils/import_utils.py` KERNELS_MIN_VERSI
 """
 OLDER = {"llamafactory": {DELTA: "0.5.2"}}
 """Versions of packages for a target's older transformers: flash-linear-attention 0.6 wants 5.6.2."""
-BRINGS = {"axolotl": {LIGER, DELTA, CONV}}
-"""What a target has among its own requirements, or does without (Axolotl's convolution of hybrids is fla's)."""
+BRINGS = {"axolotl": {LIGER, DELTA, CONV}, "mlx": {"bitsandbytes"}}
+"""What a target has among its own requirements, or does without (Axolotl's convolution of hybrids is fla's; MLX
+quantizes by itself)."""
 
 
 def from_hub(setup: TrainSetup) -> bool:

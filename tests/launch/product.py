@@ -54,13 +54,17 @@ PAIRED = {
 
 
 def cases() -> list[Case]:
-    """A form of data and a target for every model on every card."""
-    data, targets = list(FORMATS), list(TARGET_ROWS)
-    return [
+    """A form of data and a target for every model on every card; MLX-LM, which takes one vendor's, beside them."""
+    data, models = list(FORMATS), list(SPOKEN)
+    targets = [name for name in TARGET_ROWS if name != "mlx"]
+    found = [
         Case(typed, card, data[(at + by) % len(data)], targets[(at + 2 * by) % len(targets)])
-        for at, typed in enumerate(SPOKEN)
+        for at, typed in enumerate(models)
         for by, card in enumerate(CARDS)
     ]
+    for at, card in enumerate(CARDS):
+        found.append(Case(models[at % len(models)], card, data[at % len(data)], "mlx"))
+    return found
 
 
 # An emitted file on a CPU

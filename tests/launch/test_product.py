@@ -27,6 +27,7 @@ pytest.importorskip("trl")
 from accelerate.state import AcceleratorState  # noqa: E402
 
 from planner.cli.app import run  # noqa: E402
+from planner.exporters.mlx import TYPES  # noqa: E402
 from planner.hardware.gpu import GpuSpec  # noqa: E402
 from planner.hardware.gpus import find_gpus  # noqa: E402
 from tests.launch.conftest import run_script, run_trl  # noqa: E402
@@ -105,6 +106,10 @@ def why_not(case: Case, gpu: GpuSpec, num: int) -> str:
         return "has no column audio"
     if case.target == "sentence-transformers" and case.data not in PAIRED:
         return "trains on anchor and positive"
+    if case.target == "mlx" and gpu.vendor != "Apple":
+        return "for Apple's GPUs"
+    if case.target == "mlx" and case.kind not in TYPES:
+        return "was not read in MLX-LM"
     if case.target == "unsloth" and (num > 1 or gpu.vendor == "Apple"):
         return "is written for one GPU" if num > 1 else "its kernels are Triton's"
     if case.target == "unsloth" and case.kind in ("bloom", "gemma2", "gptj"):  # which transformers runs without SDPA

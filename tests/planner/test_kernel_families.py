@@ -50,6 +50,12 @@ def load(name: str) -> ModelSpec:
     return model
 
 
+def unprofiled() -> ModelSpec:
+    """Llama-3.1-8B as the closed forms see it: with a key of its own it has no profile and no program."""
+    model = load(LLAMA)
+    return replace(model, config={**model.config, "of_a_test": True})
+
+
 def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
     return activation_parts(load(name), GPU, setup).stored
 
@@ -243,7 +249,7 @@ def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> N
 
 def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
     plain, compiled = (
-        speed_profile(load(LLAMA), GPU, one).step_time(one) for one in (TrainSetup(), TrainSetup(compile=True))
+        speed_profile(unprofiled(), GPU, one).step_time(one) for one in (TrainSetup(), TrainSetup(compile=True))
     )
     assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
     assert any("6 pairs of runs (B200, A100, H100)" in note for note in compiled.notes)
@@ -261,7 +267,7 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
         predict_memory(load(LLAMA), GPU, alone).peak_device_bytes
         == predict_memory(load(LLAMA), GPU, eager).peak_device_bytes
     )
-    both = [speed_profile(load(LLAMA), GPU, one).step_time(one) for one in (alone, eager)]
+    both = [speed_profile(unprofiled(), GPU, one).step_time(one) for one in (alone, eager)]
     assert both[0].step_time_s == both[1].step_time_s
     assert any("compile gains nothing" in note for note in both[0].notes)
     plan = plan_workload(wish(LLAMA, fixed={"compile": (True,)}))
@@ -277,7 +283,7 @@ def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_s
     assert isinstance(plan, Plan)
     said = next(answer for answer in plan.tree if answer.question == "torch.compile?")
     assert (plan.chosen.setup.compile, said.choice) == (False, "no")
-    assert "faster is predicted" in said.reason
+    assert "is predicted" in said.reason
     assert "in a step of one sequence, such gains are off by 28 %" in said.reason
     mixture = plan_workload(wish("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
     assert isinstance(mixture, Plan)
@@ -381,7 +387,7 @@ def test_offloading_costs_the_copies_over_the_link() -> None:
     """Llama-3.1-8B, 2,048 tokens, PCIe 4.0 x16 at 82 % of 31.5 GB/s: 32 inputs out and back, on the compute stream."""
     setup = TrainSetup()
     plain, away = (
-        speed_profile(load(LLAMA), GPU, setup.with_(activation_offload=off)).step_time(
+        speed_profile(unprofiled(), GPU, setup.with_(activation_offload=off)).step_time(
             setup.with_(activation_offload=off)
         )
         for off in (False, True)
@@ -441,7 +447,7 @@ def test_sdpa_on_hopper_is_cudnns_attention() -> None:
     for card, times in (("h100-sxm", 1.7), ("a100-80gb", 1.0)):
         gpu = find_gpu(card)
         sdpa, flash = (
-            speed_profile(load(LLAMA), gpu, one).step_time(one).parts_s["attention"]
+            speed_profile(unprofiled(), gpu, one).step_time(one).parts_s["attention"]
             for one in (long, long.with_(attention="flash-attention-2"))
         )
         assert flash / sdpa == pytest.approx(times)
@@ -456,7 +462,7 @@ def test_a_mask_costs_sdpa_the_causal_half() -> None:
     alone = compiled.with_(stack="torchtitan")
     for card, times in (("a100-80gb", 2 / 0.6), ("h100-sxm", 2.0), ("b200", 2.0)):
         attention = {
-            one: speed_profile(load(LLAMA), find_gpu(card), one).step_time(one).parts_s["attention"]
+            one: speed_profile(unprofiled(), find_gpu(card), one).step_time(one).parts_s["attention"]
             for one in (long, packed, compiled, alone)
         }
         assert attention[packed] == attention[compiled] == pytest.approx(times * attention[long])
@@ -470,7 +476,7 @@ def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     setups = [
         TrainSetup(kernels=one, checkpointing=0, loss="chunked", micro_batch_seqs=4) for one in ("liger", "fused")
     ]
-    liger, fused = (speed_profile(load(LLAMA), find_gpu("h100-sxm"), one).step_time(one) for one in setups)
+    liger, fused = (speed_profile(unprofiled(), find_gpu("h100-sxm"), one).step_time(one) for one in setups)
     assert fused.band_fraction == pytest.approx(liger.band_fraction + 0.187, abs=0.02)
     assert "above the largest measured (21%)" in " ".join(fused.notes)
     assert "above the largest" not in " ".join(liger.notes)
@@ -491,7 +497,7 @@ def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> 
     before, after = (activation_parts(load(LLAMA), GPU, setup) for setup in (plain, kept))
     assert after.stored["attention"] - before.stored["attention"] == 32 * one
     assert before.recomputed - after.recomputed == one
-    again = [speed_profile(load(LLAMA), GPU, setup).step_time(setup).parts_s for setup in (plain, kept)]
+    again = [speed_profile(unprofiled(), GPU, setup).step_time(setup).parts_s for setup in (plain, kept)]
     forward = again[0]["attention"] / (1 + 2.5 * 0.8177 / 0.6899)  # five products back for two forward, at their rates
     assert again[0]["recompute"] - again[1]["recompute"] == pytest.approx(forward, rel=0.01)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from planner.choices.adapters import ADAPTERS
+from planner.engines import engine_of
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.memory import profile_store
 from planner.memory.allocator import GAP_FLOOR_BYTES
 from planner.memory.profile_store import StepProfile, config_digest, save_profiles
 from planner.memory.profiled import profiled_peaks
+from planner.memory.rank_part import rank_parts
 from planner.memory.step_profile import MONOMIALS, Piece, ProfiledStep, ProfileMoment
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
@@ -196,7 +198,8 @@ def test_the_step_is_the_peak_where_its_temporaries_make_it_one(
     )
     gpu = find_gpu("a100-80gb")
     kinds = {accumulation > 1: (states, temporaries), accumulation <= 1: (1 << 40, 1 << 40)}
-    ((found,),) = profiled_peaks(step, gpu, [(2, accumulation)], [kinds])
+    state = engine_of(SETUP).state(rank_parts(model(), SETUP)[0], SETUP, accumulated=accumulation > 1)
+    ((found,),) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), [(2, accumulation)], [kinds])
     highest = max(loss, 8 * MIB + GAP_FLOOR_BYTES + temporaries)
     assert found == cublas_workspace_bytes(gpu) + states + highest
 
@@ -212,12 +215,12 @@ def test_profiles_are_of_cudas_cards(gpu: str, profiled: bool, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_profiles_are_of_loras_own_kind(name: str) -> None:
+def test_profiles_are_of_adapters_whose_matrices_have_a_rank(name: str) -> None:
     row = ADAPTERS[name]
     some = {"loss": "full", "checkpointing": 0, "packing": False}
     bits = {} if "none" in row.quantizations else {"method": "qlora", "quantization": row.quantizations[0]}
     setup = TrainSetup(adapter=name, lora_rank=8 if row.size else 0, **some, **bits)
-    assert profile_store.profiled_kind(setup) == (name == "lora")
+    assert profile_store.profiled_kind(setup) == (name in ("lora", "rslora", "pissa", "dora", "vera"))
 
 
 def test_a_users_programs_of_other_versions_are_not_this_machines(
