@@ -65,15 +65,6 @@ def norm_behind(layer: LayerSpec) -> NormSpec | None:
     )
 
 
-def keeps_stream(norm: NormSpec, context: LayerContext) -> bool:
-    """Whether a norm on the residual stream keeps the stream itself, not a copy in another type."""
-    if norm_fused(norm, context):
-        return True
-    if context.flow.residual == "fp32":
-        return context.traits.norm != "layer-composed"
-    return context.traits.norm == "layer" and not context.flow.autocast
-
-
 def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
     """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
     where the class casts back itself."""

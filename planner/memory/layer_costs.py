@@ -53,8 +53,7 @@ class LayerCosts:
         entry: a checkpointed layer's input.
         held: what selective checkpointing keeps of it.
         forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
-        beside: in a forward that keeps everything: DoRA's largest norm and its copies, probabilities held to the end,
-            what stands beside the last matrix's adapter.
+        beside: in a forward that keeps everything: DoRA's largest norm, or what stands at the last matrix's adapter.
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
         mask: the attention's mask, which layers of one window share.

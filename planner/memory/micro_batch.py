@@ -8,6 +8,7 @@ computes it once for each precision, adapter, kernel and checkpointing, and what
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
@@ -109,15 +110,8 @@ def activation_parts(
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
     behind = _gone_behind(model, setup, costs, kept)
-    sound = 0
-    if model.is_encoder_decoder:
-        stored["output"] = encoder_output_bytes(model, setup, ground.flow)
-    if model.front_end is not None:
-        sound = sound_bytes(model.front_end, setup)
-        if not ground.below:
-            stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.flow)
     layer_moments = _largest_moments(setup, costs, counts, kept, behind)
-    largest = max(layer_moments, key=_total)
+    largest = max(layer_moments, key=_TOTAL)
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()} if forwards > 1 else stored,
         recomputed=largest.recomputed,
@@ -129,7 +123,7 @@ def activation_parts(
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_cache,
         forwards=forwards,
-        sound=sound,
+        sound=sound_bytes(model.front_end, setup) if model.front_end is not None else 0,
         asked=asked_bytes(model, setup, ground.flow, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
     )
@@ -186,6 +180,9 @@ def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts
     return gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
 
 
+_TOTAL = attrgetter("total")
+
+
 def _largest_moments(
     setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], behind: int
 ) -> tuple[LayerMoment, ...]:
@@ -201,16 +198,12 @@ def _largest_moments(
             moments.append([_moment(0, *one) for one in cost.moments])
     if len(moments) == 1:
         return tuple(moments[0])
-    return tuple([max(of_all_kinds, key=_total) for of_all_kinds in zip(*moments, strict=True)])
+    return tuple([max(of_all_kinds, key=_TOTAL) for of_all_kinds in zip(*moments, strict=True)])
 
 
 def _moment(recomputed: int, transient: int, constant: int) -> LayerMoment:
     """One moment, where less than nothing beside what is recomputed is part of that which is not there."""
     return LayerMoment(max(0, recomputed + min(0, transient)), max(0, transient), constant)
-
-
-def _total(moment: LayerMoment) -> int:
-    return moment.recomputed + moment.transient + moment.dequantized
 
 
 def _forward_temporaries(
@@ -236,6 +229,10 @@ def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Seque
     stored["bias"] = position_bias_bytes(
         model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept)
     )
+    if model.is_encoder_decoder:
+        stored["output"] = encoder_output_bytes(model, setup, ground.flow)
+    if model.front_end is not None and not ground.below:
+        stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.flow)
     return stored
 
 

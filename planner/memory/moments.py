@@ -41,15 +41,14 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
 
     The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
-    each at every moment of a layer, or when all activations are
-    gone and the embedding's gradient comes.
+    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes.
 
     Args:
         last: whether the part has the loss.
     """
     of_text, seen = stored_terms(parts), _seen(parts)
-    stored = (*of_text, *seen[:3])
-    found = _ahead(parts, of_text, seen, last=last)
+    stored = (*of_text, *seen)
+    found = _ahead(parts, stored, seen, last=last)
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
     at_last: Term = ("activations", LEFT, max(others, size // max(1, model.num_layers)))
@@ -57,14 +56,13 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         at_last = ("activations", HOOKED, parts.hooked)
     for moment in parts.layer_moments:
         of_layer = _of_layer(moment)
-        found += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen[:3], *of_layer))]
+        found += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
     return (*found, Moment("end", (("activations", LEFT, others),) if others else ()))
 
 
-def _ahead(parts: ActivationParts, of_text: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
+def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
     """Before the layers' backward, and the backward of a tower, which comes behind it."""
-    stored = (*of_text, *seen[:3])
-    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache))
+    kept = (*stored, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
     unpacked: Term = ("dequantization", "one dequantized matrix in the forward", parts.dequantized)
     norm: Term = ("activations", "final norm", parts.final_norm)
@@ -106,5 +104,4 @@ def _seen(parts: ActivationParts) -> tuple[Term, ...]:
         ("activations", "the tower's activations", parts.tower.stored),
         ("activations", "the tower's mask (patches x patches)", parts.tower.mask),
         ("activations", "between tower and text", parts.tower.behind),
-        ("activations", "the tower's outputs", parts.tower.held),
     )

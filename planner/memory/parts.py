@@ -22,7 +22,6 @@ class TowerBytes:
         stored: from the tower's forward to its backward; 0 where nothing asks for a gradient there.
         mask: as long, of all frames with all: it grows with the square of the micro-batch.
         behind: between its layers and the text, gone when the layers' backward comes.
-        held: outputs that the model's forward holds until it ends.
         forward: the tower's own forward at its largest beyond what is stored.
         backward: its backward's moments beyond what is stored.
     """
@@ -31,7 +30,6 @@ class TowerBytes:
     stored: int = 0
     mask: int = 0
     behind: int = 0
-    held: int = 0
     forward: int = 0
     backward: tuple[int, ...] = ()
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ FEW = 20
 """Kinds with fewer points are counted with all others alone."""
 
 
-def rows(name: str) -> Iterator[dict[str, object]]:
+def rows(name: str) -> Iterator[dict[str, Any]]:
     yield from map(json.loads, (DATA / name).read_text().splitlines())
 
 
@@ -54,13 +55,13 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
         )
     for row in rows("sound.jsonl"):
         case = row["case"]
-        setup = sound.setup_of(sound.METHODS[str(row["method"])], tuple(case))  # type: ignore[arg-type]
-        yield "sound", "whisper", load(row["model"]), case[0], setup, row["dry_run"]  # type: ignore[index, misc]
+        setup = sound.setup_of(sound.METHODS[str(row["method"])], tuple(case))
+        yield "sound", "whisper", load(row["model"]), case[0], setup, row["dry_run"]
     for name in RANKS:
         for row in rows(f"spread_{name}.jsonl"):
             if "allocated" in row:
-                setup = setup_from_dict(row["setup"])  # type: ignore[arg-type]
-                yield "ranks", name, load(row["model"]), "a100-80gb", setup, row["allocated"]  # type: ignore[misc]
+                setup = setup_from_dict(row["setup"])
+                yield "ranks", name, load(row["model"]), "a100-80gb", setup, row["allocated"]
 
 
 Errors = dict[tuple[str, str], list[tuple[float, bool]]]
