@@ -134,6 +134,15 @@ def beta_lines(hyper: Hyperparameters) -> list[Line]:
     return [tuned("adam_beta2", hyper, "adam_beta2")] if hyper.adam_beta2 != ADAM_BETA2 else []
 
 
+STEPS = 1000
+"""Optimizer steps in the file of a tool that counts no epochs, where no number was given."""
+
+
+def counted_steps(request: ExportRequest) -> int:
+    """Optimizer steps of a run, for a tool that counts no epochs."""
+    return request.hyper.max_steps or request.num_steps or STEPS
+
+
 def steps_between(request: ExportRequest) -> float:
     """Steps from one checkpoint, and one evaluation, to the next."""
     return steps_between_saves(request.hyper.max_steps or request.num_steps)

@@ -19,8 +19,6 @@ FILE = "mlx/mlx.yaml"
 VALIDATED_WITH = {"mlx-lm": "0.32.2", "datasets": "5.2.0"}
 BASE = "launch/mlx/base"
 """Where a base is written that is not used as the hub has it, by its bits."""
-STEPS = 1000
-"""MLX-LM counts micro-batches, not epochs: the optimizer steps where no number was given."""
 TYPES = frozenset({
     "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granite", "llama", "mistral", "olmo2",
     "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
@@ -91,7 +89,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     files, setup = [], request.setup
     notes = [
         "It counts micro-batches (iters), not epochs: "
-        f"{_steps(request):,} optimizer steps of {setup.accumulation_steps} of them.",
+        f"{common.counted_steps(request):,} optimizer steps of {setup.accumulation_steps} of them.",
         "No run of MLX's was compared: memory and speed are those of PyTorch's step on this GPU, and MLX caches freed "
         "buffers beside them.",
     ]
@@ -121,15 +119,11 @@ def _base(request: ExportRequest) -> str:
     return f"{BASE}-bf16" if chat.brought_along(request) else ""
 
 
-def _steps(request: ExportRequest) -> int:
-    return request.hyper.max_steps or request.num_steps or STEPS
-
-
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     made, model = _base(request), common.model_line("model", request)
-    iters = _steps(request) * setup.accumulation_steps
-    often = round(steps_between_saves(_steps(request))) * setup.accumulation_steps
+    iters = common.counted_steps(request) * setup.accumulation_steps
+    often = round(steps_between_saves(common.counted_steps(request))) * setup.accumulation_steps
     answers = request.columns != "text" and request.loss_on != "all"
     return [
         section("model", Line("model", made, f"made of {shown_path(request.model_id)}") if made else model),
@@ -187,7 +181,7 @@ def _method(request: ExportRequest) -> list[Line]:
 def _optimization(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     runs = "adamw" if setup.optimizer == "adamw-fused" else setup.optimizer
-    steps = _steps(request)
+    steps = common.counted_steps(request)
     warmup = round(hyper.warmup_fraction * steps)
     lines = [Line("optimizer", runs), common.tuned("learning_rate", hyper, "learning_rate")]
     if runs == "adamw":

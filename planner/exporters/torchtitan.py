@@ -7,7 +7,7 @@ architectures, loaded from and saved to transformers' format.
 import json
 
 from planner.exporters import prepare, slurm
-from planner.exporters.common import differing
+from planner.exporters.common import counted_steps, differing
 from planner.exporters.several_gpus import PER_NODE, context_refusal, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, section, shown_path
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -38,8 +38,6 @@ NAMES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
 LLAMA_ROPE_FACTOR = 8
 """torchtitan's Llama scales its rotary frequencies like Llama 3.1 does."""
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
-STEPS = 1000
-"""torchtitan counts steps, not epochs: what stands in the file when no number of steps was given."""
 
 
 def flavor(model: ModelSpec | None) -> str:
@@ -98,7 +96,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     command = torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
-        f"It counts steps, not epochs: training.steps is yours to set (here {_steps(request)}).",
+        f"It counts steps, not epochs: training.steps is yours to set (here {counted_steps(request)}).",
         "Accepted by torchtitan's own parser; it was not run here (no GPU).",
     ]
     if request.num_nodes > 1:
@@ -106,10 +104,6 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     main = LaunchFile(path=FILE, text="".join(_table(block) for block in _sections(request)))
     job = slurm.job_file(request, TARGET, f"torchrun {torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
     return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
-
-
-def _steps(request: ExportRequest) -> int:
-    return request.hyper.max_steps or request.num_steps or STEPS
 
 
 def _sections(request: ExportRequest) -> list[Section]:
@@ -134,7 +128,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section(
             "lr_scheduler",
-            Line("warmup_steps", max(1, round(hyper.warmup_fraction * _steps(request)))),
+            Line("warmup_steps", max(1, round(hyper.warmup_fraction * counted_steps(request)))),
             Line("decay_type", "cosine" if hyper.lr_schedule == "cosine" else "linear"),
             Line("min_lr_factor", 0.0),
         ),
@@ -146,7 +140,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             "checkpoint",
             Line("enable", True, "also what loads the model"),
             Line("initial_load_in_hf", True, "the weights in model.hf_assets_path"),
-            Line("interval", steps_between_saves(_steps(request)) if request.save else _steps(request)),
+            Line("interval", steps_between_saves(counted_steps(request)) if request.save else counted_steps(request)),
             Line("last_save_in_hf", True),
         ),
         section("metrics", Line("log_freq", request.logging_steps)),
@@ -175,7 +169,7 @@ def _training(request: ExportRequest) -> list[Line]:
         Line("global_batch_size", setup.global_batch_seqs),
         Line("seq_len", setup.seq_len_tokens),
         Line("max_norm", max_norm),
-        Line("steps", _steps(request)),
+        Line("steps", counted_steps(request)),
         Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
         Line("mixed_precision_param", compute),
         Line("enable_cpu_offload", setup.offload == "parameters"),

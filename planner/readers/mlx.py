@@ -8,11 +8,13 @@ from planner.readers.fields import config, said
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.mlx import MLX
+from planner.tools.mlx import OPTIMIZERS as WORDS
 
 FORMAT = "mlx"
-KINDS = {"lora": "lora", "dora": "dora", "full": "lora"}
+KINDS = ("lora", "dora", "full")
 MARKS = {"fine_tune_type", "lora_parameters", "grad_checkpoint", "num_layers", "mask_prompt", "steps_per_report"}
 """Settings that no other tool has together with a `model`."""
+OPTIMIZERS = {"adam": "adamw-fused"} | {word: kind for kind, word in WORDS.items()}
 NUM_LAYERS = 16
 """Layers, counted from the end, that it adapts where nobody says."""
 
@@ -31,9 +33,8 @@ def read(settings: Settings) -> ReadConfig:
     if kind not in KINDS:
         raise settings.error("fine_tune_type", f"one of {', '.join(KINDS)}", kind)
     optimizer = settings.text("optimizer", "adam")
-    words = {"adam": "adamw-fused", "adamw": "adamw-fused", "adafactor": "adafactor", "sgd": "sgd"}
-    if optimizer not in words:
-        raise NotPlanned(f"{settings.name}: optimizer {optimizer} is not planned", hint=f"{', '.join(words)} are")
+    if optimizer not in OPTIMIZERS:
+        raise NotPlanned(f"{settings.name}: optimizer {optimizer} is not planned", hint=f"{', '.join(OPTIMIZERS)} are")
     layers = settings.raw("num_layers", NUM_LAYERS)
     if not settings.has("num_layers"):
         settings.assume(f"num_layers absent: the last {NUM_LAYERS}, MLX-LM's default")
@@ -51,7 +52,7 @@ def read(settings: Settings) -> ReadConfig:
         "method": "full" if kind == "full" else "lora" if quantization == "none" else "qlora",
         "quantization": quantization,
         "precision": "bf16-pure",
-        "optimizer": words[optimizer],
+        "optimizer": OPTIMIZERS[optimizer],
         "attention": "sdpa",
         "checkpointing": int(settings.flag("grad_checkpoint", False)),
         "loss": "full",
@@ -67,7 +68,7 @@ def read(settings: Settings) -> ReadConfig:
             **said(block, MLX, "lora_rank", "lora_dropout"),
             "lora_targets": common.targets(block, keys) if keys else "all-linear",
             "adapter_dtype": "fp32",
-            "adapter": KINDS[kind],
+            "adapter": kind,
         }
     data = settings.raw("data")
     return config(MLX, settings, fields, dataset=data if isinstance(data, str) else None)
