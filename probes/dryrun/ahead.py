@@ -65,12 +65,17 @@ class _Helper:
         return found
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child and forgets it: for the thread that reads its answers."""
+        self.kill()
         child, self._child = self._child, None
         if child is not None:
-            child.kill()
             with suppress(OSError), child:  # a request that never went out
                 pass
+
+    def kill(self) -> None:
+        """Ends the child from any thread. Its pipes stay open: one closed under a reader gives it no end of file."""
+        if (child := self._child) is not None:
+            child.kill()
 
 
 _HELPER: _Helper | None = None
@@ -96,7 +101,7 @@ def tree_answer(config: Mapping[str, Any], limit_s: float) -> Mapping[str, Any] 
     if helper is None:
         answer: Mapping[str, Any] = resolve_name(TREE)(config)
         return answer
-    end = threading.Timer(limit_s, helper.close)
+    end = threading.Timer(limit_s, helper.kill)
     end.daemon = True
     end.start()
     try:
