@@ -50,8 +50,8 @@ def _check_degrees(setup: SetupValues) -> None:
     if not isinstance(setup.reshard_after_forward, bool):
         raise SetupError(f"reshard_after_forward must be true or false, got {setup.reshard_after_forward!r}")
     if setup.num_gpus == 1:
-        if setup.parallel in SHARDED and setup.offload != "none":  # a rank of one: what it shards lies in the host
-            return
+        if setup.zero or (setup.parallel in SHARDED and setup.offload != "none"):
+            return  # a rank of one: DeepSpeed's fp32 masters, or what is sharded in the host's memory
         if setup.parallel != "none":
             raise SetupError(f"parallel {setup.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
         raise SetupError("tensor, context, expert, pipeline and shard degrees, and offloading, need more than one GPU")

@@ -10,7 +10,7 @@ from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
 from planner.choices.rollouts import Rollout
-from planner.choices.spreads import SHARDED
+from planner.choices.spreads import SHARDED, ZERO
 from planner.choices.stacks import DEFAULT as _DEFAULT_STACK
 from planner.choices.stacks import STACKS, Stack
 from planner.records import dataclass
@@ -283,7 +283,7 @@ class SetupValues:
     @property
     def zero(self) -> bool:
         """Whether DeepSpeed's ZeRO shards it, at whichever stage."""
-        return self.parallel in ("zero1", "zero2", "zero3")
+        return self.parallel in ZERO
 
     @property
     def quantized(self) -> bool:

@@ -4,7 +4,8 @@ PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-ma
 """What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
 (nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
 "device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
-SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+ZERO = ("zero1", "zero2", "zero3")
+SHARDED = (*ZERO, "fsdp2")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""

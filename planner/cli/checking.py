@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.check import Change, CheckResult, check
-from planner.errors import ConfigError, UsageError
+from planner.errors import ConfigError, UnknownModelError, UsageError
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
@@ -122,7 +122,12 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
         )
     name = asked.model or first.model_id
     assert name is not None
-    built = resolve_model(name, like=asked.like or "")
+    try:
+        built = resolve_model(name, like=asked.like or "")
+    except UnknownModelError as error:
+        if asked.model is None:
+            error.hint = f"--model MODEL says what lies there; {error.hint}"
+        raise
     spec = of_transformers_4(built) if first.older else built
     config = determined(_read(file, spec, card, asked))
     said = [built.taken_as, card.taken_as, *_not_followed(asked, first, config)]

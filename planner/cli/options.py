@@ -14,7 +14,7 @@ from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
 from planner.choices.rollouts import GENERATORS, Rollout, open_rollouts
-from planner.choices.spreads import SPLIT_DEGREES
+from planner.choices.spreads import SPLIT_DEGREES, ZERO
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.setup_flags import MAX_GPUS, ROLLOUT, SPREAD, given, takes_flags
 from planner.errors import UsageError
@@ -275,15 +275,18 @@ def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
         raise UsageError(f"no engine spreads a job over several {gpu.name}", hint="leave --gpus out")
 
 
-def spread_fields(num_gpus: int, **asked: Any) -> dict[str, tuple[Any, ...]]:
-    """Setup fields of the spread that the user decided, each with its allowed values; `asked` by option.
+def spread_fields(num_gpus: int, *, one_setup: bool = False, **asked: Any) -> dict[str, tuple[Any, ...]]:
+    """Setup fields of the spread that the user decided, each with its allowed values; `asked` by option. One setup may
+    be DeepSpeed's on a single GPU, which a plan never chooses: it shards nothing there.
 
     Raises:
         UsageError: an unknown value, or a flag that needs more than one GPU.
     """
     rows = [row for row in SPREAD if asked.get(row.key) not in (None, [])]
     offloads = asked.get("offload") not in (None, [], "none", ["none"])
-    several = [row for row in rows if not offloads or row.of not in ("offload", "parallel")]
+    zero = one_setup and set(asked.get("parallel") or ()) <= {*ZERO}
+    alone = ("offload", "parallel") if offloads else ("parallel",) if zero else ()
+    several = [row for row in rows if row.of not in alone]
     if num_gpus == 1 and several:
         raise UsageError(f"--{several[0].word} needs more than one GPU", hint="give --gpus 2 or more")
     found = {row.of: row.wished(asked[row.key]) for row in rows}
@@ -301,7 +304,7 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
     FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
     know no other.
     """
-    if num_gpus == 1 and "offload" not in spread:
+    if num_gpus == 1 and not {"offload", "parallel"} & set(spread):
         return {}
     values = {name: allowed[0] for name, allowed in spread.items()}
     if "parallel" not in values:

@@ -195,7 +195,7 @@ class SetupOptions:
             found["method"] = "qlora"
         num_gpus = self.num_gpus()
         shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.SPREAD}
-        return found | options.one_setup(num_gpus, options.spread_fields(num_gpus, **shared))
+        return found | options.one_setup(num_gpus, options.spread_fields(num_gpus, one_setup=True, **shared))
 
     def _more(self) -> dict[str, Any]:
         """Fields that have no row of their own."""

@@ -8,7 +8,7 @@ from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
 from planner.readers import common, partial, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Spread, device_map, fsdp, hybrid, parallel_of, zero_stage
+from planner.readers.sharding import Spread, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
@@ -68,8 +68,9 @@ def read(settings: Settings) -> ReadConfig:
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = _selects(settings, fields)
     fields |= _adapter_dtype(settings, fields)
-    fields |= device_map(settings, settings) or parallel_of(settings, _parallel(settings))
-    if "context_degree" in fields:
+    cuts = settings.first("context_parallel_size", "sequence_parallel_degree")
+    fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
+    if fields.get("parallel") == "fsdp2" and "context_degree" in fields:
         fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= partial.adapted_layers(settings, "peft_layers_to_transform", fields)
@@ -277,38 +278,22 @@ def _parallel(settings: Settings) -> Spread:
         inner = settings.raw("fsdp_config", {})
         version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
         inner = inner if isinstance(inner, dict) else {}
-        return fsdp(settings, inner, version=version) | _mesh(settings, cuts=True)
+        return fsdp(settings, inner, version=version) | _mesh(settings)
     return {"parallel": "none", **_mesh(settings)}
 
 
-def _mesh(settings: Settings, *, cuts: bool = False) -> Spread:
-    """The mesh of the run.
-
-    Args:
-        cuts: whether FSDP shards over the GPUs of one sequence, as PyTorch's own context parallelism has it.
-
-    Source: Axolotl 0.21 `monkeypatch/ring_attn` (ring-flash-attn's Llama 3 form, which gathers all keys).
-    """
+def _mesh(settings: Settings) -> Spread:
+    """The mesh of the run."""
     num_gpus = settings.outside.num_gpus
     names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
-    sizes = {key: settings.integer(key, 1, at_least=1) for key in names}
-    context = sizes["context_parallel_size"] if num_gpus > 1 else 1
-    if context > 1:
-        how = "as by PyTorch's ring" if cuts else "as if they were whole"
-        settings.approximate(f"sequences split over GPUs (context_parallel_size) are counted {how}")
+    shard, copies, tensor, context = (settings.integer(key, 1, at_least=1) for key in names)
     if settings.integer("expert_parallel_size", 1, at_least=1) > 1:
         settings.approximate(
             "experts dealt out by DeepEP (expert_parallel_size), with all the rest on every GPU that shares them, are "
             "counted as if FSDP2 sharded everything"
         )
-    return hybrid(
-        settings,
-        num_gpus,
-        shard=sizes["dp_shard_size"],
-        copies=sizes["dp_replicate_size"],
-        tensor=sizes["tensor_parallel_size"] if num_gpus > 1 else 1,
-        context=context if cuts else 1,
-    )
+    tensor = tensor if num_gpus > 1 else 1
+    return hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor, context=context)
 
 
 def _dataset(settings: Settings) -> str | None:

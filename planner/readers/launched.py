@@ -42,18 +42,19 @@ class Launches:
         name = self.name
         problems: list[ConfigError] = []
         launches = shell.commands(text, name, around.num_gpus, around.arguments or ())
-        given_up: set[str] = set()
+        given_up: set[tuple[str, ...]] = set()
         waiting = list(reversed(launches))
         while waiting:
             command = waiting.pop()
-            if command.target in given_up:
+            alike = (command.target, *(word for word in command.arguments if word.startswith("-")))
+            if alike in given_up:
                 continue  # a loop over sizes or seeds of a program in which nothing is read
             try:
                 found = self.of_command(command, around)
             except ConfigError as error:
                 problems.append(error)
                 if command.tool in ("python", "script"):
-                    given_up.add(command.target)
+                    given_up.add(alike)
                 inner = shell.nested(command.arguments) if command.tool == "python" else None
                 waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
                 continue
@@ -78,6 +79,7 @@ class Launches:
             num_gpus=command.num_gpus or around.num_gpus,
             arguments=command.arguments,
             environment={**around.environment, **dict(command.environment)},
+            written={**around.written, **command.written},
         ).below(command.folder)
         if command.tool == "script":
             text = inside.by_end(command.target) if around.depth < MAX_SCRIPTS else None

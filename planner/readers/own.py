@@ -3,6 +3,7 @@
 What stands there counts; what does not is asked for, never a default: the program that reads the file has its own.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind, config
 from planner.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
 from planner.readers.program.reading import PARTS_OF_LENGTH
-from planner.readers.sharding import parallel_of
+from planner.readers.sharding import Spread, fsdp, with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools import tool_of
@@ -67,6 +68,10 @@ NAMES = {
     "saved": ("modules_to_save", "lora_modules_to_save"),
     "use_dora": ("use_dora",),
     "use_rslora": ("use_rslora",),
+    "context": (
+        "sequence_parallel_size", "sequence_parallel_degree", "context_parallel_size", "context_parallel_degree",
+        "ulysses_sequence_parallel_size", "sp_size", "cp_size",
+    ),
 }  # fmt: skip
 """What is asked -> the names that it has; one with a dot stands in a block of that name."""
 SPOKEN = frozenset(
@@ -100,7 +105,7 @@ def is_training(values: Mapping[str, Any]) -> bool:
 
 
 ABSENT = " does not say; the program that reads it may"
-NUMBERS = ("micro", "accumulation", "length", "rank")
+NUMBERS = ("micro", "accumulation", "length", "rank", "context")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
 SWITCHES = (
@@ -157,11 +162,50 @@ def read(settings: Settings) -> ReadConfig:
     }
     fields |= _preferences(settings, objective, certain=certain)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    fields |= parallel_of(settings, {})
+    fields |= with_cut_sequences(settings, "context", _spread(settings, values), fields)
     keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
     named = settings.raw("model")
     answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
     return replace(answer, values=values)
+
+
+ENGINES = ("engine", "strategy", "backend", "parallel", "distributed", "accelerator", "shard")
+"""Parts of the names of settings that say in a word how a job is spread."""
+
+
+def _spread(settings: Settings, values: Mapping[str, Any]) -> Spread:
+    """How the job is spread, by libraries' own blocks and by words for them; what a word leaves open is asked for."""
+    blocks = dict(_named(values, ("deepspeed", "deepspeed_config", "fsdp_config", "fsdp")))
+    for key, value in blocks.items():
+        if key.startswith("deepspeed") and isinstance(value, (str, Mapping)) and value:
+            return zero_stage(settings, value)
+    block = blocks.get("fsdp_config")
+    said = [str(value).lower() for value in (blocks.get("fsdp"), block) if value]
+    said += [
+        str(value).lower()
+        for path, value in _leaves(values, ())
+        if any(part in name.lower() for name in path for part in ENGINES) and isinstance(value, str)
+    ]
+    words = " ".join(said)
+    if re.search(r"deepspeed|\bzero[_-]?[123]?\b", words) and "fsdp" not in words:
+        settings.ask("parallel", " names DeepSpeed, and not of which stage")
+        return {}
+    if re.search(r"fsdp|(?:full|hybrid)_shard|shard_grad_op", words):
+        return fsdp(settings, dict(block) if isinstance(block, Mapping) else {"sharding_strategy": _strategy(words)})
+    return {}
+
+
+def _strategy(words: str) -> str:
+    return next((word.upper() for word in ("shard_grad_op", "hybrid_shard", "no_shard") if word in words), "FULL_SHARD")
+
+
+def _named(values: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Settings of these names, at whatever depth."""
+    for key, value in values.items():
+        if key.lower() in names:
+            yield key.lower(), value
+        elif isinstance(value, Mapping):
+            yield from _named(value, names)
 
 
 def _ask_for_what_is_absent(settings: Settings, opened: Mapping[str, str]) -> None:

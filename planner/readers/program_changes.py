@@ -1,6 +1,7 @@
 """What a program does to its model beside the call that loads it: casts, frozen parts, other sizes, other models."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from planner.choices.objectives import OBJECTIVES
@@ -212,11 +213,24 @@ def _on_gpu(value: Made, loader: Made) -> bool:
     return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
 
 
+TRAINED_QUANTIZERS = ("pytorch_quantization", "brevitas", "neural_compressor", "torchao.quantization.qat")
+"""Packages that put quantizers between a model's layers which hold more than the layers alone."""
+
+
+def trained_quantizers(text: str) -> str:
+    """The package that makes a training aware of a later quantization, "" where none does."""
+    return next(
+        (name for name in TRAINED_QUANTIZERS if re.search(rf"^\s*(?:from|import) {re.escape(name)}\b", text, re.M)), ""
+    )
+
+
 def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     lora.leave_out(NOT_COUNTED)
     if found.trainer is not None and OBJECTIVES[found.objective].supervised and own_steps.forwards(found.trainer) == 1:
         arguments.approximate(f"the loss of {found.trainer.owner} is its own: counted as the stack's")
+    if package := trained_quantizers(text):
+        arguments.approximate(f"what the quantizers of {package} hold beside the layers is not counted")
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     switched = " ".join(subject.lower() for _, subject in _switches(text)) if found.pictures else ""

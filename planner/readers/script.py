@@ -17,7 +17,7 @@ from planner.readers.objectives import CONFIGS, rollout_fields
 from planner.readers.outside import Surroundings
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
-from planner.readers.program.source import Source, imported, of_script
+from planner.readers.program.source import Source, environment_word, imported, of_script
 from planner.readers.program.values import Value
 from planner.readers.program_loading import Adapters, heard, pictures, quantization
 from planner.readers.sharding import cut_sequences, device_map, loaded, parallel_of
@@ -221,7 +221,8 @@ class _Script:
     def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
         arguments = self.arguments
         if self.unsloth:
-            return {"loss": "chunked", "kernels": own_kernels(fields)}
+            whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
+            return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields)}
         whole = evaluating.given(self.found.trainer, "compute_loss_func")
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":

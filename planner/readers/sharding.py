@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.choices.spreads import SHARDED, ZERO
 from planner.errors import ConfigError, NotPlanned, Undetermined
 from planner.readers import common, schema
 from planner.readers.fields import config
@@ -13,7 +14,6 @@ from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
-from planner.setup_fields import SHARDED
 from planner.tools.others import ACCELERATE, DEEPSPEED
 
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -23,14 +23,15 @@ Spread = dict[str, Any]
 
 
 def parallel_of(settings: Settings, spread: Spread, num_gpus: int = 0) -> dict[str, Any]:
-    """`num_gpus` (0: the run's) and the spread of a setup. Sharding needs several; without it they are plain copies."""
+    """`num_gpus` (0: the run's) and the spread of a setup. Several without sharding are plain copies; of one GPU what
+    DeepSpeed holds for itself (fp32 masters) and what lies in the host's memory count."""
     num_gpus = num_gpus or settings.outside.num_gpus
-    parallel = spread.get("parallel", "none")
+    parallel, offload = spread.get("parallel", "none"), spread.get("offload", "none")
     if num_gpus == 1:
         if parallel != "none":
-            settings.assume(f"{parallel} is counted over one GPU, where it saves nothing (say how many with --gpus)")
-        if spread.get("offload", "none") != "none":
-            settings.approximate("offloading from one GPU is counted as if nothing left it")
+            settings.assume(f"{parallel} is counted over one GPU, where it shards nothing (say how many with --gpus)")
+        if parallel in ZERO or (parallel in SHARDED and offload != "none"):
+            return {"num_gpus": 1, "parallel": parallel, "offload": offload}
         return {"num_gpus": 1, "parallel": "none"}
     degrees = {name: spread.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
     split = degrees["tensor_degree"] * degrees["pipeline_degree"]
@@ -45,6 +46,42 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int = 0) -> dict[s
         return {**degrees, **dealt, "num_gpus": num_gpus, "parallel": "none"}
     version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in spread else {}
     return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
+
+
+def with_cut_sequences(
+    settings: Settings, key: str, spread: Spread, fields: Mapping[str, Any], num_gpus: int = 0
+) -> dict[str, Any]:
+    """As `parallel_of`, for a tool that cuts every sequence over GPUs by attention of its own (`key`: over how many):
+    counted as PyTorch's ring beside FSDP2, else as DeepSpeed's Ulysses. Sequences are padded to whole pieces.
+
+    Source: Axolotl 0.21 `monkeypatch/ring_attn` (ring-flash-attn), ms-swift 4 `swift/trainers/sequence_parallel`
+    (Ulysses, then a ring): each GPU holds its piece of a sequence, and whole states as its sharding has them.
+
+    Raises:
+        Undetermined: the run's GPUs are no multiple of those of one sequence.
+        NotPlanned: full fine-tuning whose states nothing shards.
+    """
+    degree, num_gpus = settings.integer(key, 1, at_least=1), num_gpus or settings.outside.num_gpus
+    if degree == 1:
+        return parallel_of(settings, spread, num_gpus)
+    if num_gpus % degree:
+        raise Undetermined(
+            f"{settings.name}: {key} {degree} cuts every sequence over {degree} GPUs, of {num_gpus} in the run",
+            hint=f"say how many the run has: --gpus {degree}, or a multiple of it",
+        )
+    if spread.get("parallel", "none") not in SHARDED:
+        if fields["method"] == "full":
+            raise NotPlanned(
+                f"{settings.name}: {key} {degree} beside states that nothing shards is not planned",
+                hint="plan check answers with DeepSpeed's ZeRO or FSDP in the config",
+            )
+        spread = {**spread, "parallel": "zero1"}  # of adapters: their few states alone are cut
+    ring = spread["parallel"] == "fsdp2"
+    how = "PyTorch's ring" if ring else "DeepSpeed's Ulysses"
+    settings.approximate(f"sequences cut over GPUs ({key}) are counted as by {how}")
+    pieces = degree * (2 if ring else 1)
+    tokens = -(-int(fields["seq_len_tokens"]) // pieces) * pieces
+    return {"seq_len_tokens": tokens, **parallel_of(settings, {**spread, "context_degree": degree}, num_gpus)}
 
 
 def device_map(settings: Settings, kwargs: Settings) -> dict[str, Any]:
@@ -168,9 +205,10 @@ def zero_stage(settings: Settings, value: Any) -> Spread:
         return stage_of(settings, value)
     if not isinstance(value, str):
         raise settings.error("deepspeed", "a path or a block of settings", value)
-    if (found := settings.outside.find(value)) is not None:
-        text = read_bounded(found)
-        told = parse_json(text, value) if found.suffix == ".json" else parse_yaml(text, value).values
+    found = settings.outside.find(value)
+    text = read_bounded(found) if found is not None else settings.outside.beside(value)  # a file, or one written before
+    if text is not None:
+        told = parse_json(text, value) if value.endswith(".json") else parse_yaml(text, value).values
         return stage_of(settings, told)
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:

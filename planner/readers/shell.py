@@ -17,6 +17,7 @@ from planner.errors import NotATraining
 from planner.readers import launch_words, slurm
 from planner.readers.launch_words import LAUNCHERS
 from planner.readers.shell_branches import Branches, with_ifs
+from planner.readers.shell_text import MARK, MAX_CALLS, Script, positional, without_documents, without_functions
 from planner.records import dataclass
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -37,6 +38,10 @@ _OPTION = re.compile(r"^([ \t]*(?:-\w\s*\|\s*)?(--[\w-]+)\)\s*)(\w+)=[\"']?\$\{?
 """A script's own option in its `case`: `--name) NAME="$2"`."""
 _OWN_FOLDER = re.compile(r"dirname|BASH_SOURCE|\$\{?0")
 _CONTROL = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "(")
+WRAPPERS = ("env", "exec", "time", "nohup", "srun", "uv", "run", "sudo", "poetry", "pdm", "eval", *_CONTROL)
+"""Words before a command that start it."""
+OF_FUNCTION = "FUNCNAME"
+"""The variable that tells a function from the script."""
 SAID_ONLY = (
     "echo", "printf", "cat", "grep", "which", "pkill", "kill", "rm", "cp", "mv", "ls", "sed", "awk", "tee", "find",
     "alias", "trap", "test", "[", "[[",
@@ -70,6 +75,7 @@ class Command:
         open_gpus: the launcher's word for the processes that only the shell or the machine knows.
         folder: where the script went with `cd` before, relative to its own folder.
         environment: variables that the script exports, or sets for this launch.
+        written: files that the script has written itself, by their paths.
     """
 
     tool: str
@@ -82,6 +88,7 @@ class Command:
     open_gpus: str = ""
     folder: str = ""
     environment: tuple[tuple[str, str], ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] = ()) -> tuple[Command, ...]:
@@ -108,12 +115,14 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
     variables = slurm.variables(text) | {str(place): word for place, word in enumerate(arguments, start=1)}
     variables["@"] = shlex.join(arguments)
-    filled = _SUBSTITUTION.sub(
-        put_in, _OPTION.sub(given, re.sub(r"[\x00-\x08]", " ", text))
-    )  # `_Held`'s marks are ours
-    found = tuple(_commands(with_ifs(_lines(filled)), dict(variables)))
+    script = Script()
+    own = without_documents(re.sub(r"[\x00-\x08]", " ", text), script)  # marks are ours
+    lines = tuple(_lines(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, own))))
+    found = tuple(_commands(with_ifs(without_functions(lines, script)), dict(variables), script))
+    script.functions = {}  # what nothing calls, or calls in a way that is not followed
+    found = found or tuple(_commands(with_ifs(lines), dict(variables), script))
     if all(command.tool == "script" for command in found):  # a menu: without a word it shows its help
-        found = tuple(_commands(_lines(filled), variables))
+        found = tuple(_commands(lines, variables, script))
     if not found:
         raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
@@ -127,10 +136,13 @@ def _one_by_one(line: str) -> list[str]:
     return [f"export {one}" for one in _PAIR.findall(line)] if _EXPORTS.fullmatch(line) else [line]
 
 
-def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Command]:
-    folder, exported, branches = ".", set[str](), Branches(_filled, is_open)
+def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -> Iterator[Command]:
+    folder, exported, branches = ".", script.exported, Branches(_filled, is_open)
     for line in chain.from_iterable(map(_one_by_one, lines)):
         if branches.skips(line, variables):
+            continue
+        if line.startswith(MARK):
+            _write(line, variables, script)
             continue
         exported.update(_EXPORTED.findall(line))
         if unless_set := _DEFAULT.match(line):
@@ -146,15 +158,60 @@ def _commands(lines: Iterable[str], variables: dict[str, str]) -> Iterator[Comma
                 folder = os.path.normpath(os.path.join(folder, words[1]))
             if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3 and not is_open(words[3]):
                 variables[words[1]] = words[3]  # the first turn
+            if words[:1] == ["shift"]:
+                _shift(words[1:], variables)
+            if called := _call(words, script):
+                yield from _called(called, variables, script, folder)
+                continue
             inner = _handed_to_shell(words)
             alone = None if inner else _command(words, own)
-            for command in _commands(with_ifs(_lines(inner)), own) if inner else () if alone is None else (alone,):
+            handed = _commands(with_ifs(_lines(inner)), own, script) if inner else ()
+            for command in handed if alone is None else (alone,):
                 said = {key: value for key, value in own.items() if key in exported or variables.get(key) != value}
                 yield replace(
                     command,
                     folder=os.path.normpath(os.path.join(folder, command.folder or ".")),
                     environment=(*said.items(), *command.environment),
+                    written=dict(script.files),
                 )
+
+
+def _write(line: str, variables: dict[str, str], script: Script) -> None:
+    """Notes a file that the script writes, by its path and by its name."""
+    number, _, path = line.removeprefix(MARK).partition(" ")
+    text, filled = script.documents[int(number)]
+    text = _filled(text, variables) if filled else text
+    for name in (_filled(path, variables), path.rpartition("/")[2]):
+        script.files[os.path.normpath(name)] = text
+
+
+def _shift(words: Sequence[str], variables: dict[str, str]) -> None:
+    """Drops a function's first parameters, of which only its call is followed."""
+    if OF_FUNCTION not in variables:
+        return
+    rest = shlex.split(variables.get("@", ""))[int(words[0]) if words and words[0].isdigit() else 1 :]
+    for name in [name for name in variables if name.isdigit()]:
+        del variables[name]
+    variables |= positional(rest, shlex.join(rest))
+
+
+def _call(words: list[str], script: Script) -> list[str]:
+    """The words of a call of one of the script's functions, [] where they are none."""
+    while words and words[0] not in script.functions and (words[0] in WRAPPERS or _SET.match(words[0])):
+        words = words[1:]
+    return words if words and words[0] in script.functions and script.called < MAX_CALLS else []
+
+
+def _called(words: list[str], variables: dict[str, str], script: Script, folder: str) -> Iterator[Command]:
+    """The launches of a function for these words; what it sets, the script has set."""
+    script.called += 1
+    outer = {name: variables.pop(name) for name in list(variables) if name.isdigit() or name in ("@", OF_FUNCTION)}
+    variables |= positional(words[1:], shlex.join(words[1:])) | {OF_FUNCTION: words[0]}
+    for command in _commands(with_ifs(script.functions[words[0]]), variables, script):
+        yield replace(command, folder=os.path.normpath(os.path.join(folder, command.folder or ".")))
+    for name in [name for name in variables if name.isdigit() or name in ("@", OF_FUNCTION)]:
+        del variables[name]
+    variables |= outer
 
 
 def _handed_to_shell(words: list[str]) -> str:
@@ -317,8 +374,7 @@ def is_open(word: str) -> bool:
 
 
 def _command(words: list[str], variables: dict[str, str]) -> Command | None:
-    wrappers = ("env", "exec", "time", "nohup", "srun", "uv", "run", "sudo", "poetry", "pdm", "eval", *_CONTROL)
-    while words and (_SET.match(words[0]) or words[0] in wrappers or (words[0][:1] == "-" and len(words) > 1)):
+    while words and (_SET.match(words[0]) or words[0] in WRAPPERS or (words[0][:1] == "-" and len(words) > 1)):
         assigned = _SET.match(words[0])
         if assigned:
             variables[assigned[1]] = assigned[2]

@@ -110,6 +110,12 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
         values = {"quantization": "nf4-double", **values}
     if method != "full" and not config.setup.lora_rank:
         values.setdefault("lora_rank", TrainSetup().lora_rank)
+    if values.get("images") is not None and config.setup.num_gpus == 1:
+        values = {
+            "parallel": "none",
+            "offload": "none",
+            **values,
+        }  # ZeRO's share of a model of pictures is not modelled
     try:
         setup = config.setup.with_(**values)
     except SetupError as error:

@@ -6,7 +6,7 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import parallel_of, zero_stage
+from planner.readers.sharding import with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import SWIFT
@@ -57,7 +57,7 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
     spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
-    fields |= parallel_of(settings, spread)
+    fields |= with_cut_sequences(settings, "sequence_parallel_size", spread, fields)
     return config(SWIFT, settings, fields)
 
 

@@ -19,7 +19,7 @@ from planner.readers.objectives import (
 from planner.readers.outside import Surroundings
 from planner.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
-from planner.readers.program.values import Table, Value
+from planner.readers.program.values import Instance, Table, Value
 from planner.readers.values import Settings
 from planner.records import dataclass
 
@@ -100,7 +100,7 @@ def find(program: Program, name: str) -> Training:
         raise _other_objective(name, aim, "a trainer of its own")
     if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
         raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
-    _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None)
+    _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None, name)
     if found.loader is None and found.model is None:
         _only_loader(found, program)
     _find_loading(found, program, name)
@@ -175,7 +175,8 @@ def _find_loading(found: Training, program: Program, name: str) -> None:
             found.objective = "classification"
         if found.objective not in ("reward", "classification", "embedding"):
             _check_model_class(found, found.loader, program, name)
-        found.quantization = found.loader.argument("quantization_config")
+        given = found.loader.argument("quantization_config")
+        found.quantization = None if isinstance(given, Known) and given.data is None else given
     elif found.trainer is not None:
         calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
         given_to = (one.argument("model_init_kwargs") for one in calls if one is not None)
@@ -284,9 +285,15 @@ def _built_elsewhere(model: Made) -> str:
     return f"{model.where}: what {model.name}() makes of the model" if foreign else ""
 
 
-def _follow_model(found: Training, model: Value | None) -> None:
-    """From what the trainer got back to what loaded the model."""
+def _follow_model(found: Training, model: Value | None, name: str) -> None:
+    """From what the trainer got back to what loaded the model.
+
+    Raises:
+        NotPlanned: its class has a forward of the program's own, which may ask a loaded model any number of times.
+    """
     for step in range(16):
+        if own := _own_class(model):
+            raise refusal(f"{name} trains a model of its own ({own})", run_it(name))
         if isinstance(model, Known) and isinstance(model.data, str) and model.data:
             found.model = model
             last = found.touched[-1] if step else None
@@ -324,6 +331,13 @@ def _follow_model(found: Training, model: Value | None) -> None:
             found.unknown_model = f"{model.where}: the model is built from a configuration"
             return
         model = model.argument("model", 0) or model.receiver
+
+
+def _own_class(model: Value | None) -> str:
+    """The name of the program's own class with a forward that a model, or what a call is made on, is of; "" of none."""
+    one = model.receiver if isinstance(model, Made) else model
+    own = one.made_by if isinstance(one, Instance) else None
+    return own.name if own is not None and "forward" in own.attributes else ""
 
 
 def _handed_to_peft(call: Made) -> Value | None:

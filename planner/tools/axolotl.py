@@ -85,6 +85,11 @@ AXOLOTL = Tool(
         Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora_target_modules", more=("lora_target_linear",), fix=False),
         Field(of="modules_to_save", key="lora_modules_to_save", fix=False),
-        Field(of="parallel", key="deepspeed", more=("fsdp", "fsdp_config", "context_parallel_size"), fix=False),
+        Field(
+            of="parallel",
+            key="deepspeed",
+            more=("fsdp", "fsdp_config", "context_parallel_size", "sequence_parallel_degree"),
+            fix=False,
+        ),
     ),
 )

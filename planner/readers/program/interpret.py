@@ -169,7 +169,7 @@ class Reader(Functions):
                 raise Loop
             case ast.Raise():
                 ended = self.value(node.exc, scope) if node.exc is not None else None
-                raise (Return if isinstance(ended, Made) and ended.name == "SystemExit" else Raise)(Known(None))
+                raise (Return if objects.ends_well(ended) else Raise)(Known(None))
         value = self.value(node.value, scope) if node.value is not None else Known(None)
         if self.uncertain and self.maybe_returned:
             self.maybe_returned[-1].append(value)

@@ -88,6 +88,13 @@ def is_followed(path: str) -> bool:
     return path.rpartition(".")[2].endswith((*ARGUMENT_CLASSES, "Trainer"))
 
 
+def ends_well(raised: Value | None) -> bool:
+    """Whether what a program raises is its end, `SystemExit(main())`, and no error, `SystemExit("no GPU")`."""
+    if not isinstance(raised, Made) or raised.name != "SystemExit":
+        return False
+    return plain(raised.argument("code", 0)) in (None, 0) or isinstance(plain(raised.argument("code", 0)), Unknown)
+
+
 def truth(value: Value) -> bool | None:
     """Whether a value is true; None where that is not known."""
     if isinstance(value, Instance):  # true, where its class does not say when

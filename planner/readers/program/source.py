@@ -179,3 +179,9 @@ def _requoted(line: str) -> str:
         found.append(character)
         index += 1
     return "".join(found)
+
+
+def environment_word(text: str, given: Mapping[str, str], name: str) -> str:
+    """What a program sets a variable of its environment to, else what it is given; "" where nobody sets it."""
+    said = re.search(rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']", text)
+    return said[1] if said is not None else given.get(name, "")

@@ -1,0 +1,299 @@
+"""Kinds of files in which something was taken for known that is not, or left out: found in 83 public files of 60
+repositories, each told here in spellings of its own, and its opposite beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import NotATraining, NotPlanned, Undetermined
+from planner.readers import ReadConfig, Surroundings, read_config, read_text
+from planner.readers.supply import parse_sets, supply
+
+HEAD = """
+import os, sys, torch
+from torch import nn
+from peft import LoraConfig, get_peft_model
+from transformers import *
+from trl import SFTConfig, SFTTrainer
+NAME = "Qwen/Qwen3-0.6B"
+args = SFTConfig(per_device_train_batch_size=1, max_length=512)
+"""
+LOADED = "model = AutoModelForCausalLM.from_pretrained(NAME, {})\n"
+ADAPTED = "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-linear'))\n"
+TRAINED = "SFTTrainer(model=model, args=args, train_dataset=ds).train()\n"
+
+
+def read(body: str, num_gpus: int = 1) -> ReadConfig:
+    return read_text(HEAD + body, "train.py", around=Surroundings(num_gpus=num_gpus))
+
+
+def open_fields(found: ReadConfig) -> set[str]:
+    return {one.field for one in found.missing}
+
+
+@pytest.mark.parametrize(
+    ("given", "quantization"),
+    [
+        ("load_in_8bit=True, quantization_config=None", "int8"),
+        ("load_in_4bit=bits == 4, quantization_config=BitsAndBytesConfig() if bits == 8 else None", "nf4"),
+        ("**{'quantization_config': None, 'load_in_8bit': True}", "int8"),
+        ("quantization_config=None", "none"),
+    ],
+)
+def test_no_configuration_leaves_the_older_switches(given: str, quantization: str) -> None:
+    found = read("bits = 4\n" + LOADED.format(given) + ADAPTED + TRAINED)
+    assert (found.setup.quantization, open_fields(found)) == (quantization, set())
+
+
+FORWARD = "    def forward(self, input_ids, labels=None):\n        return self.inner(input_ids), self.inner(labels)\n"
+OWN = (
+    "class Net({}):\n    def __init__(self, inner=None):\n        super().__init__()\n        self.inner = {}\n"
+    + FORWARD
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        OWN.format("nn.Module", "AutoModel.from_pretrained(NAME)") + "model = Net()\n",
+        LOADED.format("") + OWN.format("PreTrainedModel", "inner") + "model = Net(model)\n",
+        LOADED.format("") + OWN.format("torch.nn.Module", "inner") + "model = Net(model).to('cuda')\n" + ADAPTED,
+    ],
+)
+def test_a_model_of_the_programs_own_is_none_that_is_known(body: str) -> None:
+    with pytest.raises(NotPlanned, match=r"a model of its own \(Net\)"):
+        read(body + TRAINED)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "class Run:\n    def __init__(self):\n        self.model = AutoModelForCausalLM.from_pretrained(NAME)\n"
+        "model = Run().model\n",
+        "class Net(LlamaForCausalLM):\n" + FORWARD + "model = Net.from_pretrained(NAME)\n",
+    ],
+)
+def test_a_class_that_holds_or_extends_a_known_model_is_read(body: str) -> None:
+    assert read(body + TRAINED).model_id == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "if os.environ.get('CUDA_VISIBLE_DEVICES', '') == '':\n    raise SystemExit(1)\n",
+        "def need():\n    if '.venv' not in sys.executable:\n        raise SystemExit('wrong Python')\nneed()\n",
+        "if torch.cuda.device_count() < 0 or not os.getenv('TOKEN'):\n    raise SystemExit(f'no {NAME}')\n",
+    ],
+)
+def test_a_program_that_trains_does_not_end_at_its_guards(guard: str) -> None:
+    body = "".join(f"    {line}\n" for line in (guard + LOADED.format("") + TRAINED).splitlines())
+    found = read(f"def main():\n{body}    return 0\nraise SystemExit(main())\n")
+    assert found.setup.method == "full"
+
+
+UNSLOTH = "from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel.from_pretrained(NAME)\n" + (
+    "model = FastLanguageModel.get_peft_model(model, r=8)\n" + TRAINED
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "environment", "loss"),
+    [
+        ("os.environ['UNSLOTH_RETURN_LOGITS'] = '1'\n", {}, "full"),
+        ('os.environ.setdefault("UNSLOTH_RETURN_LOGITS", "1")\n', {}, "full"),
+        ("os.environ.update({'UNSLOTH_RETURN_LOGITS': '1'})\n", {}, "full"),
+        ("", {"UNSLOTH_RETURN_LOGITS": "1"}, "full"),
+        ("os.environ['UNSLOTH_RETURN_LOGITS'] = '0'\n", {}, "chunked"),
+        ("", {}, "chunked"),
+    ],
+)
+def test_unsloth_gives_its_logits_back_where_it_is_told_to(said: str, environment: dict[str, str], loss: str) -> None:
+    around = Surroundings(environment=environment)
+    assert read_text(HEAD + said + UNSLOTH, "train.py", around=around).setup.loss == loss
+
+
+@pytest.mark.parametrize("package", ["pytorch_quantization.nn", "torchao.quantization.qat", "brevitas"])
+def test_quantizers_that_train_along_are_said_not_to_be_counted(package: str) -> None:
+    body = LOADED.format("") + TRAINED
+    assert any(package.partition(".nn")[0] in one for one in read(f"import {package}\n" + body).approximations)
+    assert not read("import torchao.quantization\n" + body).approximations
+
+
+FACTORY = """
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+model_name_or_path: {}
+cutoff_len: 512
+per_device_train_batch_size: 4
+bf16: true
+"""
+DEEPSPEED = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
+WRITES = {
+    "a config": "MODEL=Qwen/Qwen3-0.6B\ncat > conf/lora.yaml <<EOF" + FACTORY.format("$MODEL") + "EOF\n"
+    "llamafactory-cli train conf/lora.yaml\n",
+    "the redirection behind": "cat <<'END' > $(pwd)/lora.yaml" + FACTORY.format("Qwen/Qwen3-0.6B") + "END\n"
+    "llamafactory-cli train ./lora.yaml\n",
+    "tee": "sudo tee -a lora.yaml > /dev/null <<-X" + FACTORY.format("Qwen/Qwen3-0.6B") + "\tX\n"
+    "llamafactory-cli train lora.yaml\n",
+    "a program": "cat >train.py <<PY" + HEAD + LOADED.format("") + ADAPTED + TRAINED + "PY\npython train.py\n",
+    "a script": "cat > go.sh << 'S'\nllamafactory-cli train lora.yaml\nS\ncat > lora.yaml << S"
+    + FACTORY.format("Qwen/Qwen3-0.6B")
+    + "S\nbash go.sh\n",
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_file_that_a_script_writes_is_read(name: str) -> None:
+    found = read_text(WRITES[name], "run.sh")
+    assert (found.model_id, found.setup.lora_rank) == ("Qwen/Qwen3-0.6B", 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "offload"), [("cat > ds.json <<D\n" + DEEPSPEED + "\nD\n", "optimizer"), ("touch ds_z3.json\n", "none")]
+)
+def test_deepspeeds_file_counts_before_its_name(config: str, offload: str) -> None:
+    name = "ds.json" if "<<" in config else "ds_z3.json"
+    words = " ".join(f"--{line.replace(': ', ' ')}" for line in FACTORY.format("Qwen/Qwen3-0.6B").split("\n") if line)
+    launch = f"FORCE_TORCHRUN=1 CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli train {words} --deepspeed {name}\n"
+    assert read_text(config + launch, "run.sh").setup.offload == offload
+
+
+def test_text_for_a_person_or_a_shell_is_no_file() -> None:
+    launch = "python train.py --per_device_train_batch_size 1\n"
+    for text in (f"bash <<EOF\n{launch}EOF\n", f"ssh node1 <<'EOF'\n{launch}EOF\n"):
+        with pytest.raises(Undetermined, match=r"starts train\.py"):
+            read_text(text, "run.sh")
+    with pytest.raises(NotATraining, match="starts no training"):
+        read_text(f"cat <<EOF\nusage: {launch}EOF\n", "run.sh")
+
+
+FUNCTIONS = {
+    "parameters": 'run() {\n  local name=$1\n  torchrun --nproc_per_node=$2 "$3" --model $name\n}\n'
+    "run NAME 4 train.py\n",
+    "what is left of them": 'function go\n{\n  local gpus=$1\n  shift 1\n  torchrun --nproc_per_node $gpus "$@"\n}\n'
+    "if ! go 4 train.py --model NAME; then exit 1; fi\n",
+    "one calls another": 'inner() { torchrun --nproc_per_node=$N "${ARGS[@]}"; }\n'
+    'outer() {\n  N=4\n  ARGS=(train.py "$@")\n  inner\n}\nmain () {\n  outer --model NAME\n}\nmain "$@"\n',
+    "an array": 'fit() {\n  local words=("${@:1}")\n  torchrun --nproc_per_node=4 train.py --model $1\n}\nfit NAME\n',
+    "nothing calls it": "fit() {\n  torchrun --nproc_per_node=4 train.py --model NAME\n}\n",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_script_are_followed_where_it_calls_them(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + "import argparse\np = argparse.ArgumentParser()\np.add_argument('--model')\nNAME = p.parse_args().model\n"
+        "" + LOADED.format("") + TRAINED
+    )
+    (tmp_path / "run.sh").write_text(FUNCTIONS[name])
+    found = read_config(tmp_path / "run.sh")
+    assert (found.model_id, found.setup.num_gpus) == ("NAME", 4)
+
+
+def test_a_launch_that_only_tries_does_not_hide_the_one_that_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        HEAD + "if '--dry-run' in sys.argv:\n    sys.exit(0)\n    raise SystemExit(0)\n" + LOADED.format("") + TRAINED
+    )
+    (tmp_path / "run.sh").write_text("python train.py --seed 1 --dry-run\npython train.py --seed 1\n")
+    assert read_config(tmp_path / "run.sh").setup.method == "full"
+
+
+OWN_YAML = "model_name: Qwen/Qwen3-0.6B\nuse_lora: true\nlora_r: 8\ntarget_modules: all-linear\nbatch_size: 1\n" + (
+    "grad_accum: 2\nmax_seq_length: 512\ngradient_checkpointing: true\nbf16: true\nload_in_4bit: false\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("block", "parallel"),
+    [
+        ("engine: {name: fsdp, config: {sharding_strategy: FULL_SHARD}}\n", "fsdp2"),
+        ("trainer: {fsdp: full_shard auto_wrap}\n", "fsdp2"),
+        ("distributed_backend: fsdp2\n", "fsdp2"),
+        ("deepspeed: {zero_optimization: {stage: 2}}\n", "zero2"),
+        ("launch: {deepspeed_config: configs/ds_zero3.json}\n", "zero3"),
+        ("parallel: {strategy: ddp}\n", "ddp"),
+        ("", "ddp"),
+    ],
+)
+def test_other_programs_settings_say_how_their_jobs_are_spread(block: str, parallel: str) -> None:
+    found = read_text(OWN_YAML + block, "conf.yaml", around=Surroundings(num_gpus=2))
+    assert found.format == "own settings"
+    assert (found.setup.parallel, "parallel" in open_fields(found)) == (parallel, False)
+
+
+def test_an_engine_whose_stage_nothing_says_is_asked_for() -> None:
+    found = read_text(OWN_YAML + "engine: deepspeed\n", "conf.yaml", around=Surroundings(num_gpus=2))
+    assert "parallel" in open_fields(found)
+    assert supply(found, parse_sets(["parallel=zero3"])).setup.parallel == "zero3"
+
+
+AXOLOTL = "base_model: Qwen/Qwen3-0.6B\nmicro_batch_size: 1\nsequence_len: 4098\nadapter: lora\nlora_r: 8\n" + (
+    "lora_target_linear: true\nbf16: true\nflash_attention: true\n"
+)
+SWIFT = "swift sft --model Qwen/Qwen3-0.6B --train_type lora --max_length 4098 --per_device_train_batch_size 1 "
+CUT = {
+    "Axolotl": (AXOLOTL + "context_parallel_size: 4\n", "a.yml", "zero1", 4100),
+    "Axolotl's older name, ZeRO-3": (
+        AXOLOTL + "sequence_parallel_degree: 4\ndeepspeed: deepspeed_configs/zero3.json\n",
+        "a.yml",
+        "zero3",
+        4100,
+    ),
+    "Axolotl, FSDP2": (
+        AXOLOTL + "context_parallel_size: 4\nfsdp_version: 2\nfsdp_config: {offload_params: false}\n",
+        "a.yml",
+        "fsdp2",
+        4104,
+    ),
+    "swift": (f"NPROC_PER_NODE=8 {SWIFT} --sequence_parallel_size 4\n", "a.sh", "zero1", 4100),
+    "swift, ZeRO-2": (
+        f"NPROC_PER_NODE=8 {SWIFT} --deepspeed zero2 --sequence_parallel_size 4\n",
+        "a.sh",
+        "zero2",
+        4100,
+    ),
+    "own settings": (OWN_YAML.replace("512", "4098") + "sp_size: 4\n", "a.yaml", "zero1", 4100),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_gpus_that_share_a_sequence_are_no_copies(name: str) -> None:
+    text, file, parallel, tokens = CUT[name]
+    setup = read_text(text, file, around=Surroundings(num_gpus=8)).setup
+    assert (setup.parallel, setup.context_degree, setup.data_degree) == (parallel, 4, 2)
+    assert setup.seq_len_tokens == tokens
+    if not file.endswith(".sh"):
+        with pytest.raises(Undetermined, match="over 4 GPUs, of 1"):
+            read_text(text, file)
+    whole = read_text(text.replace(" 4\n", " 1\n"), file, around=Surroundings(num_gpus=8)).setup
+    assert (whole.context_degree, whole.seq_len_tokens, whole.data_degree) == (1, 4098, 8)
+
+
+def test_sequences_cut_beside_whole_states_are_refused_by_name() -> None:
+    with pytest.raises(NotPlanned, match="beside states that nothing shards"):
+        read_text(SWIFT.replace("lora", "full") + "--sequence_parallel_size 2", "a.sh", around=Surroundings(num_gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ("{stage: 2}", ("zero2", "none")),
+        ("{stage: 3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}}", ("zero3", "parameters")),
+        ("{stage: 1, offload_optimizer: {device: nvme}}", ("zero1", "optimizer")),
+        ("{stage: 0}", ("none", "none")),
+    ],
+)
+def test_deepspeed_on_one_gpu_holds_its_own_states(zero: str, expected: tuple[str, str]) -> None:
+    found = read_text(AXOLOTL + f"deepspeed: {{zero_optimization: {zero}}}\n", "a.yml")
+    assert (found.setup.parallel, found.setup.offload) == expected
+    assert found.setup.num_gpus == 1
+
+
+def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
+    found = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
+    setup = supply(found, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
+    assert (setup.parallel, setup.images is None) == ("none", False)
