@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,8 +19,12 @@ from pathlib import Path
 import pytest
 import yaml
 from _pytest.runner import runtestprotocol
-from hypothesis import HealthCheck, settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a fork of tests/warm (`pytest_configure`): as if it had been started
+    sys.executable = sys.orig_argv[0]
+    sys.warnoptions.clear()
+    warnings.resetwarnings()
+    gc.unfreeze()  # Hypothesis looks for who refers to what was set aside
 gc.set_threshold(200_000)  # collecting the tests makes a million objects that stay, and looked through them 5,000 times
 
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONWARNINGS"):
@@ -62,6 +67,8 @@ _move_into_own_home()
 if hasattr(yaml, "CSafeLoader"):  # thousands of emitted files are read back: the same loader, ten times as fast in C
     yaml.safe_load = partial(yaml.load, Loader=yaml.CSafeLoader)
 
+from hypothesis import HealthCheck, settings  # noqa: E402
+
 from planner.children import python_argv  # noqa: E402
 from planner.locks import lock, open_lock  # noqa: E402
 from planner.models import module_tree  # noqa: E402
@@ -81,10 +88,7 @@ _num_frozen = [0]
 MANY_OBJECTS = 50_000
 """Made since objects were last set aside, and still there."""
 WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
-"""Programs that start with the training libraries loaded (tests/warm): one server for all workers of the run."""
-SEARCHING = Path(os.environ[HOME_VARIABLE]) / "searching"
-"""The same with what a search imports."""
-SEARCH_LIBRARIES = ("search.run", "optuna.storages._rdb.models", "alembic.command", "psycopg")
+"""Programs that start with the libraries of training and searching loaded (tests/warm), of one server."""
 _until_the_end = ExitStack()
 
 
@@ -148,11 +152,14 @@ def _process_as_before() -> Iterator[None]:
     os.environ.update(variables.items() - now.items())
 
 
-def pytest_configure() -> None:
-    """Nothing is started here: a server starts when the first test asks."""
-    if MADE_HERE:
-        _until_the_end.enter_context(programs(WARM))
-        _until_the_end.enter_context(programs(SEARCHING, SEARCH_LIBRARIES))
+def pytest_configure(config: pytest.Config) -> None:
+    """Nothing is started here: a server starts when the first test asks. Of a run of everything the workers are the
+    first to ask: they need what it imports, once for all of them."""
+    if not MADE_HERE:
+        return
+    _until_the_end.enter_context(programs(WARM))
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.option.tx = [f"{spec}//python={WARM / 'python'}" for spec in config.option.tx]
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

@@ -29,6 +29,9 @@ Group = tuple[str, str]
 """(category, name) of a memory term."""
 LOSS_BEGINS = "loss begins"
 """No phase: what is alive when a micro-batch's loss begins."""
+_PHASES_BEFORE_STEP = ("forward", "loss", "backward")
+_BEFORE_STEP = "before the step"
+"""No phase: the moments of all those."""
 BATCH: Group = ("other", "batch")
 """The samples of a micro-batch; the runs hold those of two."""
 
@@ -145,6 +148,7 @@ class ProfiledStep:
         self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)
         self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
+        self._tiles: dict[int, int] = {}
 
     @property
     def complete(self) -> bool:
@@ -160,7 +164,11 @@ class ProfiledStep:
         return [one for one in self._piece(micro_batch_seqs).moments if accumulated or not one.later]
 
     def _tile_tokens(self, micro_batch_seqs: int) -> int:
-        return self._loss.tiling(micro_batch_seqs * self._tokens_each, *self._vocabulary).tokens
+        found = self._tiles.get(micro_batch_seqs)
+        if found is None:
+            tiling = self._loss.tiling(micro_batch_seqs * self._tokens_each, *self._vocabulary)
+            found = self._tiles[micro_batch_seqs] = tiling.tokens
+        return found
 
     def _by_phase(self, micro_batch_seqs: int, *, accumulated: bool) -> dict[str, list[Line]]:
         key = micro_batch_seqs == 1, accumulated
@@ -169,6 +177,7 @@ class ProfiledStep:
             found = self._lines[key] = {}
             for one in self._alive(micro_batch_seqs, accumulated=accumulated):
                 found.setdefault(one.phase, []).append(self._sizes.moment(one, accumulated=accumulated))
+            found[_BEFORE_STEP] = [line for phase in _PHASES_BEFORE_STEP for line in found.get(phase, ())]
         return found
 
     def bytes_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> int:
@@ -179,8 +188,7 @@ class ProfiledStep:
 
     def largest(self, micro_batch_seqs: int, *, accumulated: bool) -> int:
         """Allocated bytes at the highest moment before the optimizer's phase."""
-        phases = ("forward", "loss", "backward")
-        return max([self.bytes_at(one, micro_batch_seqs, accumulated=accumulated) for one in phases])
+        return self.bytes_at(_BEFORE_STEP, micro_batch_seqs, accumulated=accumulated)
 
     def groups_at(self, phase: str, micro_batch_seqs: int, *, accumulated: bool) -> dict[Group, int]:
         """What is alive at a phase's highest moment, in bytes that add up to `bytes_at`."""

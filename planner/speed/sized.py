@@ -133,6 +133,7 @@ class Sized:
         self._courses: dict[tuple[int, bool, Tiles, float], Course] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, bool, Tiles, float], Course] = {}
         self._counted: dict[tuple[Counts, float], Course] = {}
+        self._parts: dict[tuple[int, Tiles], tuple[dict[str, float], int]] = {}
 
     def _layout(self, one: SizedLayout, tile: int) -> Layout:
         key = id(one), tile
@@ -232,14 +233,27 @@ class Sized:
                 times[place] += repeats
         num_calls = 0
         for place, repeats in times.items():
-            phase = self._programs.stretches[place].phase
-            runs, own = self._runs(place, tiles)
-            for run in runs:
-                tile, turns, filled = self.loop(run, own)
-                num_calls += repeats * turns * len(run.calls)
-                for number, count in Counter(call // _NUM for call in run.calls).items():
-                    add_parts(parts, phase, self.price(number, tile), repeats * turns * count * filled)
+            own, calls = self._stretch_parts(place, tiles)
+            num_calls += repeats * calls
+            for name, seconds in own.items():
+                parts[name] += repeats * seconds
         return parts, num_calls
+
+    def _stretch_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
+        """The device's seconds of a stretch by part, and how many calls it is."""
+        runs, tiles = self._runs(place, tiles)
+        found = self._parts.get((place, tiles))
+        if found is None:
+            parts: dict[str, float] = defaultdict(float)
+            num_calls = 0
+            for run in runs:
+                tile, turns, filled = self.loop(run, tiles)
+                num_calls += turns * len(run.calls)
+                for number, count in Counter(call // _NUM for call in run.calls).items():
+                    phase = self._programs.stretches[place].phase
+                    add_parts(parts, phase, self.price(number, tile), turns * count * filled)
+            found = self._parts[place, tiles] = parts, num_calls
+        return found
 
 
 class _Device(dict[int, float]):

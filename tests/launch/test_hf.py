@@ -1,11 +1,10 @@
 """The plain transformers + peft script, alone and under `accelerate launch`, really trains as planned.
 
-Both are forked from a process that has imported the libraries. `accelerate launch` itself starts as a user starts it,
-with a script that imports nothing (tests/launch/test_trl.py trains from a cold start, which goes the same way).
+All are forked from a process that has imported the libraries (tests/launch/test_trl.py trains from a cold start, which
+goes through `accelerate launch` too).
 """
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +92,13 @@ def test_accelerate_launches_the_plain_script(place: Path, launch: Callable[...,
     check(name, launch(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)
 
 
-def test_accelerate_starts_a_script_with_the_emitted_file(tmp_path: Path, launch_cold: Callable[..., Run]) -> None:
+def test_accelerate_starts_a_script_with_the_emitted_file(
+    tmp_path: Path, launch: Callable[..., Run], warm_programs: Path
+) -> None:
     """A process of the same Python, told the file's settings."""
     emitted = EXPORTERS["accelerate"](request(SETUPS["lora"].with_(precision="bf16-autocast")))
     write_launch(tmp_path, emitted)
     script = tmp_path / "told.py"
     script.write_text("import os, sys\nprint('TOLD', os.environ['ACCELERATE_MIXED_PRECISION'], sys.executable)\n")
-    run = launch_cold(emitted.command.replace("SCRIPT", script.name))
-    assert f"TOLD bf16 {sys.executable}\n" in run.output
+    run = launch(emitted.command.replace("SCRIPT", script.name))
+    assert f"TOLD bf16 {warm_programs / 'python'}\n" in run.output

@@ -27,6 +27,7 @@ def figures(setup=setup):
     found = dry_run_report(model, gpu, setup, use_cache=False)
     return found.prediction, found.phase_groups, found.timeline, found.num_events
 
+sys.executable = sys.argv[1]  # the children start with the libraries imported
 ahead.load_ahead()
 first = ahead._HELPER
 beside, said = figures(), []
@@ -42,7 +43,6 @@ else:
 tree = ahead.tree_answer(model.config, 1000.0)["spec"]
 assert (len(tree["layer_order"]), tree["vocab_size"]) == (model.num_layers, model.vocab_size)
 assert ahead._HELPER is first and first._child.poll() is None
-sys.executable = sys.argv[1]  # the children from here on start with the libraries imported
 several = figures(spread)
 assert first._child is None and ahead._HELPER is not first
 assert figures() == beside  # with every library real

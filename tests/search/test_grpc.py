@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,10 +39,10 @@ optuna.storages.run_grpc_proxy_server(
 
 
 @pytest.fixture
-def proxy_url(tmp_path: Path) -> Iterator[str]:
+def proxy_url(tmp_path: Path, warm_programs: Path) -> Iterator[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with (tmp_path / "server.log").open("wb") as log, own_port(option=socket.SO_REUSEPORT) as port:
-        arguments = [sys.executable, "-c", SERVER, f"sqlite:///{tmp_path}/study.db", str(port)]
+        arguments = [str(warm_programs / "python"), "-c", SERVER, f"sqlite:///{tmp_path}/study.db", str(port)]
         server = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
         try:
             proxy = optuna.storages.GrpcStorageProxy(host="127.0.0.1", port=port)

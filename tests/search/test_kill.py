@@ -4,6 +4,7 @@ Probes wait at gates, so that what is in flight at each kill does not depend on 
 two writes of the study are in `test_death.py`.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_kill_nine_in_probes_and_resumption_give_the_undisturbed_search(
     tmp_path: Path, all_workers: list[Workers]
 ) -> None:
     """Killed in the first probe, the third, the fourth and the fourth again: the same probes in the same order."""
-    calm = Workers(tmp_path / "calm", str(tmp_path / "calm" / "study"))
+    calm = Workers(tmp_path / "calm", str(tmp_path / "calm" / "study"), python=sys.executable)
     killed = Workers(tmp_path / "killed", str(tmp_path / "killed" / "study"))
     all_workers += [calm, killed]
     undisturbed = calm.answer(calm.start(max_probes=6, margin=ENDLESS))

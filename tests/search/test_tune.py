@@ -16,7 +16,7 @@ from planner.app.tuning import Tuning, trial_line, tune_plan
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
+from planner.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
 from planner.planning.answer import plan_workload
 from planner.predict import predict
@@ -39,6 +39,11 @@ def made_plan() -> Plan:
     return plan
 
 
+@cache
+def made_candidates() -> tuple[Candidate, ...]:
+    return search_candidates(made_plan())
+
+
 def stand_in(setup: TrainSetup) -> Evidence:
     """A GPU that is 12 % slower than the formula says, with SDPA 15 % faster than that and a jitter of 1 %."""
     wish = made_plan().workload
@@ -52,7 +57,7 @@ def stand_in(setup: TrainSetup) -> Evidence:
 
 def test_candidates_keep_the_plans_kind_and_contain_it() -> None:
     plan = made_plan()
-    candidates = search_candidates(plan)
+    candidates = made_candidates()
     assert plan.chosen.setup in {candidate.setup for candidate in candidates}
     assert plan.chosen.verdict == "fits"
     assert {candidate.setup.method for candidate in candidates} == {plan.chosen.setup.method} == {"lora"}
@@ -125,7 +130,7 @@ def test_a_tuned_plan_takes_the_simplest_of_what_was_measured_as_fast() -> None:
     """Pure bf16 was measured 2 % faster: autocast is taken, as in a plan; 5 % faster is taken."""
     plan = made_plan()
     plain, pure = (plan.chosen.setup.with_(precision=name) for name in ("bf16-autocast", "bf16-pure"))
-    made = {one.setup: one for one in search_candidates(plan)}
+    made = {one.setup: one for one in made_candidates()}
     for faster, chosen in ((1.02, plain), (1.05, pure)):
         speeds = {plain: 1000.0, pure: 1000.0 * faster}
         probed = [replace(made[setup], probe=measurement(setup, speed, 8 * GIB)) for setup, speed in speeds.items()]

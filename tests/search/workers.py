@@ -1,13 +1,12 @@
 """Worker processes of the tests of shared studies: started, watched, killed.
 
-The first of a study starts as a user starts it, the others are forks of a process that has imported what a search needs
-(tests/warm): half of a worker's time is Optuna and SQLAlchemy being imported.
+They are forks of a process that has imported what a search needs (tests/warm): half of a worker's time is Optuna and
+SQLAlchemy being imported. Those of one study, which says so, start as a user starts them.
 """
 
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from search.stopping import MARGIN
-from tests.conftest import SEARCHING
+from tests.conftest import WARM
 
 PROGRAM = Path(__file__).with_name("search_worker.py")
 ROOT = Path(__file__).parents[2]
@@ -31,8 +30,8 @@ ENDLESS = -0.5
 class Workers:
     """The workers of one study, their log and the gates at which their probes wait."""
 
-    def __init__(self, directory: Path, storage: str) -> None:
-        self.storage = storage
+    def __init__(self, directory: Path, storage: str, *, python: str | Path = WARM / "python") -> None:
+        self._python, self.storage = str(python), storage
         self.log = directory / "log"
         self.gates = directory / "gates"
         self.gates.mkdir(parents=True)
@@ -43,9 +42,17 @@ class Workers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
         self._num_started += 1
         name = str(self._num_started)
-        python = str(SEARCHING / "python") if self._num_started > 1 else sys.executable
         process = subprocess.Popen(
-            [python, str(PROGRAM), name, self.storage, str(self.log), str(self.gates), str(max_probes), str(margin)],
+            [
+                self._python,
+                str(PROGRAM),
+                name,
+                self.storage,
+                str(self.log),
+                str(self.gates),
+                str(max_probes),
+                str(margin),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,10 +1,10 @@
 """Python processes that start with the training libraries loaded.
 
-Importing transformers' trainer, TRL and Accelerate takes 10 to 14 CPU seconds in every process that trains. Here one
-server imports them when it is first asked, and each `python`, `accelerate`, `torchrun` or `trl` that a test starts is a
-fork of it: with its own arguments, directory, environment, files, process group and end, as if it had been started.
-The programs are the real ones; what is not tested this way is that they start, so one test of every kind of launch
-starts them.
+Importing transformers' trainer, TRL and Accelerate takes 10 to 14 CPU seconds in every process that trains, Optuna and
+SQLAlchemy one in every search. Here one server imports them when it is first asked, and each `python`, `accelerate`,
+`torchrun` or `trl` that a test starts is a fork of it: with its own arguments, directory, environment, files, process
+group and end, as if it had been started. The programs are the real ones; what is not tested this way is that they
+start, so one test of every kind of launch starts them.
 """
 
 import os
@@ -12,7 +12,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -24,12 +24,13 @@ PYTHONS = ("python", "python3")
 PROGRAMS = (*PYTHONS, "accelerate", "torchrun", "trl")
 LIBRARIES = (
     "torch", "torch.distributed.run", "torch.distributed.fsdp", "transformers", "transformers.trainer", "bitsandbytes",
-    "peft", "datasets", "trl", "trl.cli", "trl.scripts.sft", "accelerate.commands.launch",
+    "peft", "datasets", "trl", "trl.cli", "trl.scripts.sft", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer",
+    "accelerate.commands.launch", "search.run", "optuna.storages._rdb.models", "alembic.command", "psycopg",
 )  # fmt: skip
 
 
 @contextmanager
-def programs(folder: Path, libraries: Sequence[str] = LIBRARIES) -> Iterator[Path]:
+def programs(folder: Path) -> Iterator[Path]:
     """`folder`, for PATH: Python and the launchers in it are forks of one server that has imported these.
 
     The server starts at the first use of a program, and ends with this process.
@@ -43,7 +44,7 @@ def programs(folder: Path, libraries: Sequence[str] = LIBRARIES) -> Iterator[Pat
     listener.bind(str(folder / "socket"))
     listener.listen(64)
     end, open_until_the_end = os.pipe()
-    waiting = Thread(target=_serve_when_asked, args=(listener, end, folder, libraries))
+    waiting = Thread(target=_serve_when_asked, args=(listener, end, folder))
     waiting.start()
     try:
         yield folder
@@ -53,7 +54,7 @@ def programs(folder: Path, libraries: Sequence[str] = LIBRARIES) -> Iterator[Pat
         os.close(end)
 
 
-def _serve_when_asked(listener: socket.socket, end: int, folder: Path, libraries: Sequence[str]) -> None:
+def _serve_when_asked(listener: socket.socket, end: int, folder: Path) -> None:
     with listener:
         if end in select.select([listener, end], [], [])[0]:
             return
@@ -62,7 +63,7 @@ def _serve_when_asked(listener: socket.socket, end: int, folder: Path, libraries
         number = listener.fileno()
         with (folder / "log").open("w") as log:
             server = subprocess.Popen(
-                [PYTHON, "-P", str(HERE / "server.py"), str(number), str(folder), *libraries],
+                [PYTHON, "-P", str(HERE / "server.py"), str(number), str(folder), *LIBRARIES],
                 env=environment, pass_fds=[number], stdin=end, stdout=log, stderr=log,
             )  # fmt: skip
     server.wait()  # this end of the socket is closed: nobody waits for a server that died
