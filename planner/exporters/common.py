@@ -10,7 +10,7 @@ from planner.exporters.install import HUB_FLASH, from_hub
 from planner.exporters.text import Line, constant, one_line, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import attention_refusal, class_refusal, experts_refusal, left_unnamed
+from planner.hardware.kernels import attention_refusal, class_refusal, experts_refusal, hub_refusal, left_unnamed
 from planner.hyperparameters import ADAM_BETA2, Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
@@ -215,7 +215,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
             f"no transformers before 5.23 has {model.model_type}: its own code would have to be "
             "trusted (trust_remote_code), which no file here asks for"
         )
-    return attention_refusal(model, setup.attention) or class_refusal(model, setup) or stored_refusal(setup, model)
+    attention = attention_refusal(model, setup.attention) or hub_refusal(model, setup.attention)
+    return attention or class_refusal(model, setup) or stored_refusal(setup, model)
 
 
 def data_constants(request: ExportRequest, target: str = "hf") -> str:

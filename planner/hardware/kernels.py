@@ -86,6 +86,22 @@ def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
     return ""
 
 
+HUBLESS = frozenset({"falcon", "gpt_neo", "gptj"})
+"""Types whose class looks its attention up in a table of its own, which has no name of a kernel from the hub: where
+flash-attn is not built, flash attention ends in a KeyError as the model loads. No launch file asks for it.
+
+Source: transformers 5.23 `FALCON_ATTENTION_CLASSES`, `GPT_NEO_ATTENTION_CLASSES`, `GPTJ_ATTENTION_CLASSES`;
+`_check_and_adjust_attn_implementation` (takes the hub's name where flash_attn is not installed).
+"""
+
+
+def hub_refusal(model: ModelSpec, attention: str) -> str:
+    """Why a launch file cannot ask for this attention, "" where it can: flash attention comes from the hub."""
+    if attention != "flash-attention-2" or model.model_type not in HUBLESS:
+        return ""
+    return f"transformers' {model.built_class} does not take the hub's flash attention: use sdpa or eager"
+
+
 def _attentions(model: ModelSpec) -> tuple[AttentionSpec, ...]:
     """Attention of every kind of layer, those of idle towers too (they are built with the same implementation)."""
     layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
@@ -93,9 +109,10 @@ def _attentions(model: ModelSpec) -> tuple[AttentionSpec, ...]:
 
 
 def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
-    """Attention implementations that transformers has for this model and that train it on this GPU, best first."""
+    """Attention implementations that transformers has for this model and that train it on this GPU from a launch file,
+    best first."""
     names = ["sdpa"] if "sdpa" in model.attentions else []
-    if gpu.flash_attention_2 and not flash_refusal(model):
+    if gpu.flash_attention_2 and not (flash_refusal(model) or hub_refusal(model, "flash-attention-2")):
         names.append("flash-attention-2")
     return (*names, "eager")
 
