@@ -56,7 +56,7 @@ def predict(
         peak_phase=memory.peak_phase,
         phase_peaks_bytes=memory.phase_bytes,
         terms=memory.at_peak(),
-        memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup),
+        memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup, gpu),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
         time_band_fraction=max(speed.band_fraction, time_band(model)),

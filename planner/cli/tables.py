@@ -2,9 +2,10 @@
 `plan compare-adapters`, `plan compare-targets`."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,8 @@ from reports.page import steps
 from reports.side_by_side import AdaptersSheet, TargetsSheet
 from reports.which import SORTS, GpusSheet, ModelChoice, ModelsSheet, rank_gpus
 
+MAX_GROUP = 8
+"""Cards that one process plans in a row: more share more, fewer end together."""
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")]
 
 
@@ -128,6 +131,14 @@ def _coarse() -> dict[str, tuple[Any, ...]]:
     return {**coarse, "parallel": COARSE_SPREADS}
 
 
+def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
+    """Cards on which a setup takes the same memory stay together: the walk of the first serves them all."""
+    by_kind: dict[tuple[str, tuple[int, int] | None], list[GpuSpec]] = {}
+    for card in cards:
+        by_kind.setdefault((card.vendor, card.compute_capability), []).append(card)
+    return [kind[at : at + MAX_GROUP] for kind in by_kind.values() for at in range(0, len(kind), MAX_GROUP)]
+
+
 def _plans(
     spec: ModelSpec, cards: list[GpuSpec], wish: Wish, cluster: Callable[[GpuSpec], Cluster | None], *, charts: bool
 ) -> list[Plan | NoPlan]:
@@ -139,22 +150,25 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-    answers: list[Plan | NoPlan] = []
-    problem: UsageError | None = None
-    left_out = []
-    memory = Known()
-    for card in steps(cards, "planning", console(stderr=True)):
+    memory, num_ranked = Known(), NUM_RANKED if charts else 1
+
+    def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
             asked = wish.workload(spec, card, cluster(card))
-            answers.append(plan_workload(asked, known=memory, num_ranked=NUM_RANKED if charts else 1))
+            return card, plan_workload(asked, known=memory, num_ranked=num_ranked, helped=charts)
         except UsageError as error:
-            problem = error
-            left_out.append(card.key)
+            return card, error
+
+    answered = chain.from_iterable(on_cores(lambda group: list(map(planned, group)), _groups(cards)))
+    found = list(steps(answered, "planning", console(stderr=True), num=len(cards)))
+    found.sort(key=lambda one: cards.index(one[0]))
+    answers = [answer for _, answer in found if not isinstance(answer, UsageError)]
+    problems = [(card, answer) for card, answer in found if isinstance(answer, UsageError)]
     if not answers:
-        assert problem is not None
-        raise problem
-    if left_out:
-        print(f"left out, where the options cannot be kept: {', '.join(left_out)}", file=sys.stderr)
+        raise problems[-1][1]
+    if problems:
+        left_out = ", ".join(card.key for card, _ in problems)
+        print(f"left out, where the options cannot be kept: {left_out}", file=sys.stderr)
     return answers
 
 

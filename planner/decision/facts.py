@@ -181,7 +181,7 @@ class Limits:
         """Of a walked point before any dry run."""
         if self.gpu is not None and find_profile(self.model, self.gpu, setup) is not None:
             return profile_band(setup)
-        return memory_band(self.model, setup)
+        return memory_band(self.model, setup, self.gpu)
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""

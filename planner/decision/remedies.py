@@ -23,10 +23,15 @@ from planner.workload import Workload
 
 
 def refusal(
-    workload: Workload, facts: Facts, answers: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
+    workload: Workload,
+    facts: Facts,
+    answers: tuple[Answer, ...],
+    space: SpaceCount,
+    notes: tuple[str, ...],
+    helped: bool = True,
 ) -> NoPlan:
-    """The answer where nothing fits: by how much, and what would help, as the level says that refused (a walked point's
-    peak is the formula's as dry runs corrected it)."""
+    """The answer where nothing fits: by how much, and, `helped`, what would help, as the level says that refused (a
+    walked point's peak is the formula's as dry runs corrected it)."""
     smallest = [known.smallest for known in facts.nodes().values() if known.smallest is not None]
     point = min(smallest, key=lambda point: point.peak_device_bytes)
     nearest = candidate(workload, point.setup)
@@ -38,7 +43,7 @@ def refusal(
         workload=workload,
         nearest=nearest,
         missing_bytes=max(1, nearest.formula.peak_device_bytes + more - workload.budget_bytes),
-        remedies=tuple(_remedies(careful, facts, nearest)),
+        remedies=tuple(_remedies(careful, facts, nearest)) if helped else (),
         tree=answers,
         space=space,
         notes=notes,

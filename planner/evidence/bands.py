@@ -73,14 +73,19 @@ ENGINE_BANDS = {"unsloth": 0.10}
 """The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
 ours (benchmarks/longest_context.py)."""
 
+APPLE_BAND = 0.12
+"""The least band on an Apple GPU, whose kernels and allocator no run here has shown: that of TRL's published runs on a
+card that none of them was on (`UNSEEN_CARD` x 8 %)."""
 
-def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
+
+def memory_band(model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None) -> float:
     """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
     own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _spread_band(setup))
-    return max(own, ENGINE_BANDS.get(setup.stack, 0.0))
+    apple = gpu is not None and gpu.vendor == "Apple"
+    return max(own, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
 
 
 def unknown_mixers(model: ModelSpec) -> bool:
@@ -231,7 +236,8 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
             band here (torchtitan).
     """
     if of_a_plan(setup):
-        return prediction
+        apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
+        return _noted(prediction, apple if gpu.vendor == "Apple" else "")
     if planned and setup.stack in ON_THE_TRAINER:
         same = f"{NOBODY}: {setup.by.title} has no published run here, the band is that of its libraries under TRL"
         return prediction if setup.stack in TRAINERS else _noted(prediction, same)

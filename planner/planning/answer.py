@@ -70,6 +70,7 @@ def plan_workload(
     known: Known | None = None,
     *,
     num_ranked: int = NUM_RANKED,
+    helped: bool = True,
 ) -> Plan | NoPlan:
     """The formula rung's whole answer.
 
@@ -77,6 +78,7 @@ def plan_workload(
         corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.
         known: kept by whoever plans for the same model again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
+        helped: where nothing fits, with what would help.
 
     Raises:
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
@@ -89,7 +91,7 @@ def plan_workload(
             return packed
     walked = _Walked.all(workload, corrections, known)
     if walked.node is None or walked.best is None:
-        return _nothing_fits(walked, corrections)
+        return _nothing_fits(walked, corrections, helped)
     written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
     return written if written is not None else _plan(walked, walked.node, walked.best, num_ranked)
 
@@ -113,7 +115,9 @@ def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED
     )
 
 
-def _nothing_fits(walked: _Walked, corrections: Mapping[CorrectionKey, float] | None) -> Plan | NoPlan:
+def _nothing_fits(
+    walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True
+) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, facts = walked.workload, walked.facts
     space = _space_count(workload, walked.values, facts)
@@ -128,16 +132,23 @@ def _nothing_fits(walked: _Walked, corrections: Mapping[CorrectionKey, float] | 
     tree = tuple(answers(workload, facts, None, None, None, alone))
     installed = _with_packages(workload, None, facts.known)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    return _refused(workload, facts, tree, space, notes)
+    return _refused(workload, facts, tree, space, notes, helped)
 
 
 def _refused(
-    workload: Workload, facts: Facts, walked: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
+    workload: Workload,
+    facts: Facts,
+    walked: tuple[Answer, ...],
+    space: SpaceCount,
+    notes: tuple[str, ...],
+    helped: bool = True,
 ) -> NoPlan:
     """The answer where nothing fits: by how much, and what would help."""
     from planner.decision.remedies import refusal  # a plan needs none
 
-    refused = refusal(workload, facts, walked, space, notes)
+    refused = refusal(workload, facts, walked, space, notes, helped)
+    if not helped:
+        return refused
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
 
 

@@ -29,7 +29,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 from planner.exporters import EXPORTERS, Launch  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.hardware.kernels import supported_attentions  # noqa: E402
+from planner.hardware.kernels import HUBLESS, supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
@@ -99,6 +99,17 @@ def flash_attention_present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(transformers.PreTrainedModel, "_flash_attn_import_error", lambda *args, **kwargs: None)
         patch.setattr("transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **kwargs: None)
         yield
+
+
+def test_types_with_an_attention_table_of_their_own_are_known() -> None:
+    """A class that looks its attention up in a dictionary of its own has no kernel of the hub there."""
+    own = set()
+    for kind in TYPES:
+        package = Path(transformers.__file__).parent / "models" / kind.removesuffix("_text")
+        modeling = package / f"modeling_{package.name}.py"
+        if modeling.exists() and re.search(r"_ATTENTION_CLASSES\[", modeling.read_text(encoding="utf-8")):
+            own.add(kind)
+    assert own == HUBLESS
 
 
 @pytest.mark.parametrize("model_type", sorted(TYPES))
