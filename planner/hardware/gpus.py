@@ -1,4 +1,4 @@
-"""The GPU table: 169 accelerators as sourced facts, found by key, marketing name or what the driver reports.
+"""The GPU table: 184 accelerators as sourced facts, found by key, marketing name or what the driver reports.
 
 `planner/data/gpus.csv` holds one device per row. A name matches when it is equal to the key, the name, the driver's
 name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix, with its memory or

@@ -109,7 +109,7 @@ def test_find_gpu_knows_the_names_people_use(name: str, key: str) -> None:
         ("", "plan gpus"),
         ("\x00\U0001f600", "plan gpus"),
         ("x" * 10_000, "plan gpus"),
-        ("GTX 1080 Ti", "NAME:12GiB:360GB/s:29TFLOPS"),
+        ("GTX 980 Ti", "NAME:12GiB:360GB/s:29TFLOPS"),
         ("MacBook Pro", "apple-m3-max"),
         ("geforce", "rtx-3060"),
         ("4060 ti", "say which: rtx-4060-ti-8gb, rtx-4060-ti-16gb"),
@@ -259,8 +259,8 @@ def test_memory_without_a_reading_is_what_the_box_says_less_what_torch_does_not_
 
 
 def test_local_gpu_that_the_table_lacks_is_planned_from_what_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Golden: a GTX 1660 SUPER's data sheet, 1,408 cores, 192 bits of 7,001 MHz: 336 GB/s; its own key finds it."""
-    card = Card("NVIDIA GeForce GTX 1660 SUPER", "GPU-1", 6144)
+    """Golden: a GTX 1660 SUPER's data sheet under a name that no row has, 1,408 cores, 192 bits of 7,001 MHz: 336 GB/s; its own key finds it."""
+    card = Card("NVIDIA GeForce GTX 1660 ULTRA", "GPU-1", 6144)
     card.capability, card.num_cores, card.clocks_mhz, card.bus_bits = (7, 5), 1408, (1785, 7001), 192
     on_machine(monkeypatch, card)
     spec = gpus.find_gpu("local")
@@ -309,9 +309,9 @@ def test_of_cards_that_a_driver_calls_alike_the_memory_tells(
 
 @pytest.mark.usefixtures("no_nvml")
 def test_local_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    completed = subprocess.CompletedProcess([], 0, stdout="GPU-1, NVIDIA GeForce GTX 1060, 6144, 0, [N/A]\n", stderr="")
+    completed = subprocess.CompletedProcess([], 0, stdout="GPU-1, NVIDIA GeForce GTX 960, 6144, 0, [N/A]\n", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
-    with pytest.raises(UnknownGpuError, match="GTX 1060"):
+    with pytest.raises(UnknownGpuError, match="GTX 960"):
         gpus.local_gpu()
 
 
