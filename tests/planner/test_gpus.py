@@ -259,7 +259,7 @@ def test_memory_without_a_reading_is_what_the_box_says_less_what_torch_does_not_
 
 
 def test_local_gpu_that_the_table_lacks_is_planned_from_what_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Golden: a GTX 1660 SUPER's data sheet under a name that no row has, 1,408 cores, 192 bits of 7,001 MHz: 336 GB/s; its own key finds it."""
+    """Golden: 1,408 cores, 192 bits of 7,001 MHz (a GTX 1660 SUPER's): 336 GB/s; its own key finds it."""
     card = Card("NVIDIA GeForce GTX 1660 ULTRA", "GPU-1", 6144)
     card.capability, card.num_cores, card.clocks_mhz, card.bus_bits = (7, 5), 1408, (1785, 7001), 192
     on_machine(monkeypatch, card)
