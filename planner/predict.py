@@ -14,7 +14,14 @@ from planner.memory.traits import traits_of
 from planner.memory.types import RankMemory
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
-from planner.models.stored import dequantizing_class, kept_fraction, stored_bits, stored_method, stored_refusal
+from planner.models.stored import (
+    dequantizing_class,
+    kept_fraction,
+    packed_as,
+    stored_bits,
+    stored_method,
+    stored_refusal,
+)
 from planner.models.targets import unmatched_targets
 from planner.notes import found, risk
 from planner.outcome import Prediction, Rung
@@ -240,7 +247,7 @@ def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
         return [
             f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
         ]
-    if method := stored_method(model):
+    if (method := stored_method(model)) and not (setup.quantized and packed_as(model)):
         instead = "planned as if its weights were the original ones; name the original model, or load it dequantized"
         return [risk(f"the checkpoint is stored quantized ({method}): {instead}")]
     return []

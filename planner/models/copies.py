@@ -1,5 +1,6 @@
 """Copies of the catalogue's models, which their publishers quantize and name alike."""
 
+import re
 from typing import Any
 
 from planner.errors import UnknownModelError
@@ -20,8 +21,15 @@ QUANTIZED = {
 """Of every `unsloth/...-bnb-4bit` (as in their config.json, for example mistral-7b-v0.3-bnb-4bit)."""
 
 
+PACKED = re.compile(r"[-_](awq|gptq)(?:[-_](?:int|w)?(4|8)(?:bit)?)?$", re.IGNORECASE)
+"""Ending of a copy whose weights are packed, whoever publishes it, and its bits (4 unless it says 8)."""
+
+
 def plain_name(name: str) -> tuple[str, dict[str, Any]]:
     """The name of a copy without what says how it is stored, and what its config.json has more for that."""
+    if packed := PACKED.search(name):
+        told = {"quant_method": packed[1].lower(), "bits": int(packed[2] or 4)}
+        return name[: packed.start()], {"quantization_config": told}
     owner, _, model = name.lower().rpartition("/")
     if owner not in PUBLISHERS or not model.endswith(IN_4_BITS) or model.endswith(DYNAMIC):
         return name, {}

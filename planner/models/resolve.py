@@ -90,7 +90,8 @@ def _spoken(name: str) -> ModelSpec | None:
     if not extra:
         return replace(spec, model_id=taken.model_id, taken_as=words)
     stored = spec_from_config({**spec.config, **extra}, model_id=name, source=spec.config_source)
-    return replace(stored, taken_as=f"{words}, in 4 bits")
+    bits = extra["quantization_config"].get("bits", 4)
+    return replace(stored, taken_as=f"{words}, in {bits} bits")
 
 
 def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:

@@ -58,6 +58,22 @@ def _bits(stored: Mapping[str, object]) -> str:
     return "nf4-double" if stored.get("bnb_4bit_use_double_quant") else "nf4"
 
 
+PACKED = ("awq", "gptq", "auto-round", "autoround")
+"""`quant_method` of checkpoints that transformers loads packed, and peft trains adapters on."""
+
+
+def packed_as(model: ModelSpec | None) -> str:
+    """Our quantization that takes about as much as a packed checkpoint (AWQ's and GPTQ's 4 bits, with a scale of 16 and
+    a zero of 4 bits for 128 weights; "int8" of 8 bits); "" of any other.
+
+    Source: transformers 5.23 `quantizers/auto.py`, peft 0.21 `tuners/lora/awq.py` and `gptq.py`.
+    """
+    stored = model.config.get("quantization_config") if model is not None else None
+    if not isinstance(stored, Mapping) or stored_method(model) not in PACKED:
+        return ""
+    return {4: "nf4-double", 8: "int8"}.get(stored.get("bits", stored.get("w_bit", 4)), "")
+
+
 MAX_KEPT = 5000
 
 

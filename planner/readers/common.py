@@ -15,7 +15,7 @@ from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import ENCODERS
 from planner.models.spec import ModelSpec
-from planner.models.stored import stored_bits
+from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.models.towers import SEEING
 from planner.readers.values import Settings
@@ -133,6 +133,8 @@ def stored(settings: Settings) -> str:
     bits = stored_bits(settings.model)
     if bits:
         settings.assume(f"no quantization asked for: the checkpoint is published in {bits}, and loads as that")
+    elif bits := packed_as(settings.model):
+        settings.approximate(f"the checkpoint's {stored_method(settings.model)} weights are counted as {bits}")
     return bits or "none"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planner.readers.program import Known, Program, Undecided
+from planner.readers.program import Known, Program, Undecided, Unknown
 from planner.readers.program.reading import LENGTH_NAMES
 from planner.readers.values import Settings
 
@@ -51,7 +51,8 @@ def _one_of(cut: list[Known], program: Program, named: list[Known], name: str, a
             longest = max(found, key=lambda value: int(value.data))
             arguments.where.setdefault("max_length", longest.where)
             return distinct[-1], ""
-    return TRL_LENGTH, arguments.more or f"{name}: the length of the sequences is decided while the data is prepared"
+    prepared = f"{name}: the length of the sequences is decided while the data is prepared"
+    return TRL_LENGTH, arguments.more or open_length(program, Unknown) or prepared
 
 
 def _named(program: Program) -> list[Known]:
@@ -79,11 +80,12 @@ def told(program: Program) -> Iterator[Known]:
             yield value
 
 
-def open_length(program: Program) -> str:
-    """Why it is not known to what a tokenizer cuts, where a condition decides it; "" where none does."""
+def open_length(program: Program, kind: type[Unknown] = Undecided) -> str:
+    """Why it is not known to what a tokenizer cuts, where a condition (`kind`: anything of that kind) decides it; ""
+    where none does."""
     for made in program.made:
         value = made.keywords.get("max_length")
         cuts = "truncation" in made.keywords and made.name not in ("generate", "pipeline")
-        if cuts and isinstance(value, Undecided):
+        if cuts and isinstance(value, kind):
             return value.reason
     return ""

@@ -128,7 +128,7 @@ def _method(settings: Settings) -> dict[str, Any]:
     if kind in ("full", "freeze"):
         layers = {"trained_layers": _layers(settings)} if kind == "freeze" else {}
         return {"method": "full", "quantization": "none", "lora_rank": 0} | layers
-    quantization = "none"
+    quantization = common.stored(settings)
     if settings.has("quantization_bit"):
         bits = settings.integer("quantization_bit", 4)
         if bits not in (4, 8):
@@ -150,9 +150,27 @@ def _method(settings: Settings) -> dict[str, Any]:
         "quantization": quantization,
         **said(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, settings.names("lora_target") or ("all",)),
-        "modules_to_save": common.modules_to_save(settings, "additional_target"),
+        "modules_to_save": _saved(settings),
         "adapter_dtype": "fp32",
     }
+
+
+ADDED_TOKENS = ("add_tokens", "add_special_tokens", "new_special_tokens", "resize_vocab")
+"""Settings that make a vocabulary larger, or round it up."""
+
+
+def _saved(settings: Settings) -> tuple[str, ...]:
+    """Modules that train whole beside the adapters; of a vocabulary that grows the embeddings and the head.
+
+    Source: LLaMA-Factory 0.9 `model/loader.py` load_tokenizer (added tokens set resize_vocab), `model/adapter.py`
+    _setup_lora_tuning (no additional_target: the modules of both).
+    """
+    grows = next((key for key in ADDED_TOKENS if settings.raw(key)), "")
+    if not grows or settings.has("additional_target"):
+        return common.modules_to_save(settings, "additional_target")
+    settings.assume(f"{grows} trains the embeddings and the head beside the adapters, as no additional_target is named")
+    told = {"additional_target": ["embed_tokens", "lm_head"]}
+    return common.modules_to_save(Settings(told, settings.name, settings.outside), "additional_target", settings)
 
 
 def _layers(settings: Settings) -> int:

@@ -184,16 +184,21 @@ def _names_in(node: ast.AST) -> bool:
 
 
 def _source(tree: ast.Module, name: str, key: str, place: str) -> ast.expr:
-    """The literal that a setting's value comes from: the only one on the line that `place` names.
+    """The literal that a setting's value comes from: the only one on the line that `place` names, and no part of a sum.
 
     Raises:
         ConfigError: no such: a literal in the call would make an option or a constant of the program dead.
     """
     file, _, line = place.partition(",")[0].rpartition(":")
+    sums = (one for one in ast.walk(tree) if isinstance(one, ast.BinOp) and str(one.lineno) == line)
+    computed = {id(one) for node in sums for one in ast.walk(node)}
     found = [
         one
         for one in ast.walk(tree)
-        if isinstance(one, ast.Constant) and not isinstance(one.value, str) and str(one.lineno) == line
+        if isinstance(one, ast.Constant)
+        and not isinstance(one.value, str)
+        and str(one.lineno) == line
+        and id(one) not in computed
     ]
     if file != name or len(found) != 1:
         where = f" ({place})" if place else ""
@@ -222,10 +227,16 @@ def _rewrite_python(
     splices: list[tuple[int, int, str]] = []
     by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     first = call.keywords[0]
+    left: list[ConfigError] = []
     for key, value in edits.items():
         shown = literal(value)
         if key in by_name:
             node_ = by_name[key]
+            if isinstance(node_, ast.BinOp) and _names_in(node_):  # it may follow from what another edit changes
+                left.append(
+                    ConfigError(f"{name}: {key} is computed in the call", hint="make the change where it is set")
+                )
+                continue
             if not _written(node_):
                 node_ = _source(tree, name, key, places.get(key, ""))
             assert node_.end_lineno is not None
@@ -237,6 +248,8 @@ def _rewrite_python(
             before = raw[starts[first.lineno - 1] : start].decode()
             tail = f"\n{before}" if not before.strip() else " "
             splices.append((start, start, f"{key}={shown},{tail}"))
+    if left and not splices:
+        raise left[0]
     for start, end, shown in sorted(splices, reverse=True):
         raw = raw[:start] + shown.encode() + raw[end:]
     return raw.decode()

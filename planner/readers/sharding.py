@@ -212,15 +212,32 @@ def zero_stage(settings: Settings, value: Any) -> Spread:
         return stage_of(settings, told)
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
-        settings.assume(f"deepspeed {Path(value).name} is not at hand: its name says ZeRO stage {named[1]}")
-        return {"parallel": f"zero{named[1]}" if named[1] != "0" else "none"}
+        return _by_name(settings, Path(value).name, int(named[1]))
     if settings.outside.num_gpus == 1:
-        settings.assume(f"deepspeed config {value} is not beside it: on one GPU it shards nothing")
+        settings.approximate(
+            f"deepspeed config {value} is not beside it: on one GPU it shards nothing, and what it holds for itself or "
+            "lays into the host's memory is not counted"
+        )
         return {"parallel": "none"}
     raise Undetermined(
         f"{settings.name}: the deepspeed config {value!r:.80} is not beside it and decides how the job is spread",
         hint="put it beside the config, or say --set parallel=zero2|zero3",
     )
+
+
+_SHIPPED = re.compile(r"(default-)?zero[0-3](_bf16|_torch_compile)?(\.json)?|ds_z[0-3]_config\.json")
+"""Files that Axolotl, LLaMA-Factory and ms-swift ship, which offload nothing."""
+
+
+def _by_name(settings: Settings, name: str, stage: int) -> Spread:
+    """The spread of a DeepSpeed file that is not at hand: its name says the stage; whether it offloads, the name of a
+    file that a tool ships alone."""
+    settings.assume(f"deepspeed {name} is not at hand: its name says ZeRO stage {stage}")
+    if "offload" in name.lower() and stage:
+        return {"parallel": f"zero{stage}", "offload": "parameters" if stage == 3 else "optimizer"}
+    if stage and not _SHIPPED.fullmatch(name):
+        settings.ask("offload", f": deepspeed {name} is not at hand, and its name does not say what it offloads")
+    return {"parallel": f"zero{stage}" if stage else "none"}
 
 
 def stage_of(settings: Settings, values: Mapping[str, Any]) -> Spread:

@@ -196,4 +196,4 @@ def _quantization(settings: Settings, kwargs: Settings) -> tuple[str, str | None
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
             settings.assume("fp4 is counted like nf4 (the same bytes)")
         return ("nf4-double" if settings.flag("use_bnb_nested_quant", False) else "nf4"), None
-    return "none", None
+    return common.stored(settings), None

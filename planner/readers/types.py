@@ -45,6 +45,7 @@ OPTIONS = {
     "loss": "--set loss=full|chunked",
     "num_gpus": "--gpus N",
     "parallel": "--set parallel=none|ddp|fsdp2|zero2|zero3 (or --accelerate FILE)",
+    "offload": "--set offload=none|optimizer|parameters",
     "eval_seqs": "--set eval_batch=N (sequences that are evaluated at once; 0: none)",
     "beside": "--set beside=GIB (what the other model holds on this GPU; 0: nothing)",
 }

@@ -185,6 +185,20 @@ def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
     assert "where it is set" in caught.value.hint
 
 
+@pytest.mark.parametrize("steps", ["16 // B", "(16 // B) // int(os.environ.get('WORLD_SIZE', 1))", "16 * 1 // B"])
+def test_what_follows_from_another_value_is_left_as_it_is(steps: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.py"
+    file.write_text("import os\n" + HEAD + "B = 8\n" + LOAD + CALL.format(batch="B", steps=steps, more="bf16=True"))
+    config = read_config(file, model=MODEL)
+    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
+    text = fixed_text(file, config, found, MODEL)
+    assert text == file.read_text().replace("B = 8", "B = 4")
+    other = replace(found, setup=config.setup.with_(accumulation_steps=3))
+    with pytest.raises(ConfigError, match="computed in the call"):
+        fixed_text(file, config, other, MODEL)
+
+
 @pytest.mark.parametrize(
     ("memory_gib", "written", "method"), [("24", True, ""), ("7", False, "lora"), ("1", False, "")]
 )

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from planner.errors import NotATraining, NotPlanned, Undetermined
+from planner.hardware.gpus import find_gpu
+from planner.models.resolve import resolve_model
+from planner.predict import predict
 from planner.readers import ReadConfig, Surroundings, read_config, read_text
 from planner.readers.supply import parse_sets, supply
 
@@ -297,3 +300,100 @@ def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
     found = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
     setup = supply(found, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
     assert (setup.parallel, setup.images is None) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "offload"),
+    [
+        ("zero3_offload", "zero3", "parameters"),
+        ("conf/ds_z2_offload_config.json", "zero2", "optimizer"),
+        ("deepspeed_configs/zero3_bf16_cpuoffload_all.json", "zero3", "parameters"),
+        ("examples/deepspeed/ds_z3_config.json", "zero3", "none"),
+        ("default-zero2", "zero2", "none"),
+        ("zero1.json", "zero1", "none"),
+    ],
+)
+def test_a_deepspeed_file_says_by_its_name_whether_it_offloads(name: str, parallel: str, offload: str) -> None:
+    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=Surroundings(num_gpus=2))
+    assert (found.setup.parallel, found.setup.offload) == (parallel, offload)
+    assert "offload" not in open_fields(found)
+
+
+@pytest.mark.parametrize("name", ["ds_config_zero3.json", "configs/zero2_mine.json", "stage3.yaml"])
+def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name: str) -> None:
+    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=Surroundings(num_gpus=2))
+    assert "offload" in open_fields(found)
+    settled = supply(found, parse_sets(["offload=optimizer"]))
+    assert (settled.setup.offload, "offload" in open_fields(settled)) == ("optimizer", False)
+
+
+@pytest.mark.parametrize(
+    ("more", "saved"),
+    [
+        ("add_tokens: <a>,<b>\n", ("embed_tokens", "lm_head")),
+        ("add_special_tokens: <|x|>\n", ("embed_tokens", "lm_head")),
+        ("new_special_tokens: <|x|>\n", ("embed_tokens", "lm_head")),
+        ("resize_vocab: true\n", ("embed_tokens", "lm_head")),
+        ("resize_vocab: true\nadditional_target: lm_head\n", ("lm_head",)),
+        ("resize_vocab: false\n", ()),
+        ("", ()),
+    ],
+)
+def test_tokens_that_llamafactory_adds_train_whole_tables(more: str, saved: tuple[str, ...]) -> None:
+    found = read_text(FACTORY.format("Qwen/Qwen3-0.6B") + more, "a.yaml")
+    assert found.setup.modules_to_save == saved
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "tok.add_special_tokens({'pad_token': '[PAD]'})\nmodel.resize_token_embeddings(len(tok))\n",
+        "tok.add_tokens(['<a>'])\nmodel.resize_token_embeddings(len(tok), pad_to_multiple_of=64)\n",
+        "",
+    ],
+)
+def test_peft_trains_no_tables_that_a_program_resizes(body: str) -> None:
+    """peft 0.21 saves resized tables (`save_embedding_layers="auto"`), and trains them where they are named."""
+    found = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + LOADED.format("") + body + ADAPTED + TRAINED)
+    assert found.setup.modules_to_save == ()
+
+
+PACKED = {
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": "nf4-double",
+    "TheBloke/Llama-2-7B-GPTQ": "nf4-double",
+    "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4": "nf4-double",
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8": "int8",
+    "Qwen/Qwen2.5-7B-Instruct": "none",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_base_that_is_published_packed_is_no_16_bit_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, bits = resolve_model(name), PACKED[name]
+    program = read_text(HEAD + LOADED.format("") + ADAPTED + TRAINED, "train.py", model=model)
+    factory = read_text(FACTORY.format(name), "a.yaml", model=model)
+    for found in (program, factory):
+        assert found.setup.quantization == bits
+        assert any("are counted as" in one for one in found.approximations) == (bits != "none")
+    notes = predict(model, find_gpu("a100-80gb"), program.setup, None).notes
+    assert not any("planned as if" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        ("p.parse_args().max_len", "--max_len comes from the command line"),
+        ("vars(p.parse_args())['max_len']", "--max_len comes from the command line"),
+        ("json.load(open('c.json'))['cut']", "settings of another file"),
+    ],
+)
+def test_a_length_that_is_open_says_where_it_comes_from(taken: str, why: str) -> None:
+    body = (
+        "import argparse, json\np = argparse.ArgumentParser()\np.add_argument('--max_len', type=int, required=True)\n"
+    )
+    cut = f"ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length={taken}))\n"
+    head = HEAD.replace("SFTConfig(", "TrainingArguments('out', ").replace(", max_length=512", "")
+    program = head + body + LOADED.format("") + cut + TRAINED.replace("SFTTrainer", "Trainer")
+    found = read_text(program, "train.py")
+    assert why in next(one.reason for one in found.missing if one.field == "seq_len_tokens")

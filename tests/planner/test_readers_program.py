@@ -788,7 +788,7 @@ def test_a_deepspeed_file_that_is_not_there_is_asked_for_where_it_decides() -> N
     body = "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n" + (
         "SFTTrainer(model, args=SFTConfig(deepspeed='ds_config.json', max_length=64)).train()\n"
     )
-    assert any("shards nothing" in one for one in read(body).assumptions)
+    assert any("shards nothing" in one for one in read(body).approximations)
     with pytest.raises(Undetermined, match="decides how the job is spread"):
         read_text(HEAD + body, "train.py", around=Surroundings(num_gpus=8))
 

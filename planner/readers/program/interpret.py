@@ -341,7 +341,7 @@ class Reader(Functions):
                 self.source_bytes += len(text)
                 scope = Scope({"__name__": Known(name), "__file__": Known(path)}, file=path)
                 try:
-                    self.block(ast.parse(parsable(text)).body, scope)
+                    self.block(tree_of(parsable(text)).body, scope)
                 except Leave:
                     pass  # it ends itself: what it set until then counts
                 except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -83,9 +83,10 @@ def _joined(cells: Mapping[int, str]) -> str:
     return "\n".join(line for code in cells.values() for line in code.splitlines()) + "\n"
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=64)
 def tree_of(text: str) -> ast.Module:
-    """A program's tree. It is asked for twice: for its model's name, then with that model at hand."""
+    """The tree of a program or of a module beside it. It is asked for at least twice: for its model's name, then with
+    that model at hand; and once more for every way of a condition that nothing decides."""
     return ast.parse(text)
 
 
@@ -127,6 +128,7 @@ def _without_magics(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@lru_cache(maxsize=64)
 def parsable(text: str) -> str:
     """The text with the quotes inside f-strings changed where this Python (before 3.12) cannot read them nested."""
     return _readable(text, text)

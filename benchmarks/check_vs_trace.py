@@ -1,0 +1,170 @@
+"""`plan check` against `plan trace` on small programs: where both answer, are they the same?
+
+    python -m benchmarks.check_vs_trace [NAME ...] [--gpu GPU]
+
+Programs of TRL's and transformers' trainers, each with something of its own (PROGRAMS below): written into a folder of
+this run, read by the formula, then run whole by the phantom GPU for two optimizer steps. Told per program: the peaks of
+both, and what the reading said that it does not follow. Aim: within 2 %, or said.
+Results: benchmarks/data/check_vs_trace.json, by name; rows of programs that were not named stay.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "benchmarks" / "data" / "check_vs_trace.json"
+HEAD = """
+import torch
+from datasets import Dataset
+from peft import *
+from transformers import *
+from trl import *
+NAME = "Qwen/Qwen2.5-0.5B"
+tok = AutoTokenizer.from_pretrained(NAME)
+tok.pad_token = tok.eos_token
+long = "b " * 4096
+"""
+TEXTS = "ds = Dataset.from_list([{'text': long}] * 64)\n"
+PAIRS = "ds = Dataset.from_list([{'prompt': 'a', 'chosen': long, 'rejected': long}] * 64)\n"
+MARKED = "ds = Dataset.from_list([{'prompt': 'a', 'completion': long, 'label': i % 2 == 0} for i in range(64)])\n"
+CUT = """
+def cut(rows):
+    found = tok(rows["text"], truncation=True, padding="max_length", max_length=512)
+    return {**found, "labels": found["input_ids"]}
+ds = ds.map(cut, batched=True, remove_columns=["text"])
+"""
+LABELLED = CUT.replace('found["input_ids"]', "[0] * len(rows['text'])")
+CALL = "{kind}Trainer(model={model}, args={arguments}('out', max_steps=2, report_to='none', {args}), train_dataset=ds"
+LOAD = "model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16{more})\n"
+LORA = "LoraConfig(r=16, target_modules='all-linear', task_type='CAUSAL_LM'{more})"
+ADAPTER = LORA.format(more="")
+SAVES = LORA.format(more=", modules_to_save=['lm_head']")
+DORA = LORA.format(more=", use_dora=True")
+ATTENTION = LORA.format(more=", use_rslora=True").replace("'all-linear'", "['q_proj', 'v_proj']")
+WRAP = f"model = get_peft_model(model, {ADAPTER})\n"
+FOUR = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16)"
+BASE = "per_device_train_batch_size=2, gradient_accumulation_steps=2, max_length=1024, bf16=True"
+PLAIN = "per_device_train_batch_size=2, gradient_accumulation_steps=2, bf16=True"
+
+
+def sft(args: str = BASE, more: str = "", *, load: str = LOAD.format(more=""), model: str = "model") -> str:
+    """TRL's supervised trainer."""
+    made = CALL.format(kind="SFT", model=model, arguments="SFTConfig", args=args)
+    return f"{TEXTS}{load}{made}{more}).train()\n"
+
+
+def hf(args: str = PLAIN, more: str = "", *, load: str = LOAD.format(more=""), data: str = CUT) -> str:
+    """transformers' trainer on rows of 512 tokens."""
+    made = CALL.format(kind="", model="model", arguments="TrainingArguments", args=args)
+    return f"{TEXTS}{data}{load}{made}{more}).train()\n"
+
+
+def preferences(kind: str, args: str = BASE, more: str = "", data: str = PAIRS) -> str:
+    """One of TRL's trainers of preferences."""
+    made = CALL.format(kind=kind, model="model", arguments=f"{kind}Config", args=args)
+    return f"{data}{LOAD.format(more='')}{made}, processing_class=tok{more}).train()\n"
+
+
+def adapted(more: str = "") -> str:
+    """A loaded model with adapters."""
+    return LOAD.format(more="") + f"model = get_peft_model(model, {LORA.format(more=more)})\n"
+
+
+QUANTIZED = LOAD.format(more=f", quantization_config={FOUR}")
+IN_8_BITS = LOAD.format(more=", quantization_config=BitsAndBytesConfig(load_in_8bit=True)")
+IN_FLOAT32 = LOAD.format(more="").replace("bfloat16", "float32")
+KBIT = "model = prepare_model_for_kbit_training(model)\n"
+WITH = ", peft_config={}"
+EVALUATES = ", eval_strategy='steps', eval_steps=1, per_device_eval_batch_size=8"
+CLASSIFIER = (
+    "model = AutoModelForSequenceClassification.from_pretrained(NAME, num_labels=2, dtype=torch.bfloat16)\n"
+    "model.config.pad_token_id = 0\n"
+)
+RESIZED = "tok.add_special_tokens({'pad_token': '<pad>'})\nmodel.resize_token_embeddings(len(tok))\n"
+GUARD = (
+    "import os\ndef main():\n    if os.environ.get('NO_SUCH_SWITCH', '0') == '1':\n"
+    "        raise SystemExit('off')\nmain()\n"
+)
+OWN = (
+    "class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.inner = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)\n"
+    "    def forward(self, input_ids, attention_mask=None, labels=None):\n"
+    "        return self.inner(input_ids, attention_mask=attention_mask, labels=labels)\nmodel = Net()\n"
+)
+PROGRAMS = {
+    "sft-full": sft(),
+    "sft-by-name": sft(model="NAME", load=""),
+    "sft-lora": sft(more=WITH.format(ADAPTER)),
+    "sft-lora-no-checkpointing": sft(BASE + ", gradient_checkpointing=False", WITH.format(ADAPTER)),
+    "sft-qlora": sft(more=WITH.format(ADAPTER), load=QUANTIZED),
+    "sft-packed": sft(BASE + ", packing=True", WITH.format(ADAPTER)),
+    "sft-saved-modules": sft(more=WITH.format(SAVES)),
+    "sft-eval": sft(BASE + EVALUATES, ", eval_dataset=ds.select(range(8))"),
+    "sft-8bit-adam": sft(BASE + ", optim='adamw_bnb_8bit'"),
+    "sft-adafactor": sft(BASE + ", optim='adafactor'"),
+    "sft-sgd-fp32": sft(BASE.replace("bf16=True", "bf16=False") + ", optim='sgd'", load=IN_FLOAT32),
+    "sft-dora": sft(more=WITH.format(DORA)),
+    "sft-rslora-attention": sft(more=WITH.format(ATTENTION)),
+    "hf-full-mixed": hf(load=IN_FLOAT32),
+    "hf-full-checkpointing": hf(PLAIN + ", gradient_checkpointing=True"),
+    "hf-lora": hf(load=adapted()),
+    "hf-kbit": hf(load=QUANTIZED + KBIT + WRAP),
+    "hf-kbit-unquantized": hf(load=LOAD.format(more="") + KBIT + WRAP),
+    "hf-int8": hf(load=IN_8_BITS + WRAP),
+    "hf-classification": hf(data=LABELLED, load=CLASSIFIER),
+    "hf-resized": hf(load=LOAD.format(more="") + RESIZED + WRAP),
+    "hf-guarded": GUARD + hf(load=adapted()),
+    "hf-own-model": hf(load=OWN),
+    "dpo-lora": preferences("DPO", more=WITH.format(ADAPTER)),
+    "kto-lora": preferences("KTO", more=WITH.format(ADAPTER), data=MARKED),
+}
+"""Name -> what follows HEAD; variants of this repository's own test programs and of public ones."""
+
+
+def answered(words: list[str], folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """The JSON of a command of ours, and its error."""
+    command = [str(Path(sys.executable).with_name("plan")), *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return (json.loads(done.stdout) if done.stdout.startswith("{") else None), (errors or [""])[-1][7:300]
+
+
+def row_of(name: str, gpu: str) -> dict[str, Any]:
+    """Both answers on one program."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, start = Path(place), time.monotonic()
+        (folder / "train.py").write_text(HEAD + PROGRAMS[name])
+        read, refused = answered(["check", "train.py", "--gpu", gpu, "--no-dry-run", "--json"], folder)
+        traced, failed = answered(["trace", "--gpu", gpu, "--json", "-y", "--", sys.executable, "train.py"], folder)
+    row: dict[str, Any] = {"wall_s": round(time.monotonic() - start)}
+    if read is None or traced is None:
+        return row | {"result": "not read" if read is None else "not traced", "why": refused or failed}
+    keys = ("peak_allocated_bytes", "peak_reserved_bytes")
+    row |= {f"checked_{key}": read["prediction"][key] for key in keys} | {f"traced_{key}": traced[key] for key in keys}
+    row["allocated_error"] = round(row["checked_peak_allocated_bytes"] / traced["peak_allocated_bytes"] - 1, 4)
+    said = [*read.get("approximations", ()), *read.get("notes", ())]
+    return row | {"result": "both", "said": said}
+
+
+def main() -> None:
+    """Both answers on the programs that were named, or on all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--gpu", default="a100-80gb")
+    arguments = parser.parse_args()
+    for name in arguments.names or PROGRAMS:
+        row = row_of(name, arguments.gpu)
+        table = json.loads(OUT.read_text()) if OUT.exists() else {}
+        table[name] = row
+        OUT.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        print(name, row["result"], row.get("allocated_error", row.get("why")), f"{row['wall_s']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
