@@ -110,6 +110,8 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
         ConfigError: a pair that no trainer can train.
     """
     if (weights, autocast) == ("fp16", "fp16") and method == "full":
+        if settings.raw("deepspeed"):  # it keeps fp32 masters, and scales the loss itself
+            return "fp16-mixed"
         raise ConfigError(
             f"{settings.name}: full fine-tuning of fp16 weights under fp16 autocast fails (the loss scaler cannot "
             "unscale fp16 gradients)",

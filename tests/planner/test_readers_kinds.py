@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import NotATraining, NotPlanned, Undetermined
+from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.predict import predict
@@ -397,3 +397,16 @@ def test_a_length_that_is_open_says_where_it_comes_from(taken: str, why: str) ->
     program = head + body + LOADED.format("") + cut + TRAINED.replace("SFTTrainer", "Trainer")
     found = read_text(program, "train.py")
     assert why in next(one.reason for one in found.missing if one.field == "seq_len_tokens")
+
+
+@pytest.mark.parametrize(
+    "deepspeed", ["'ds_z2_config.json'", "{'zero_optimization': {'stage': 2}}", "'conf/zero2.json'"]
+)
+def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
+    """It keeps fp32 masters, and scales the loss itself; torch's scaler refuses fp16 gradients."""
+    given = "TrainingArguments('o', per_device_train_batch_size=1, fp16=True{})"
+    body = "block_size = 512\n" + LOADED.format("torch_dtype=torch.float16") + "Trainer(model=model, args={}).train()\n"
+    found = read(body.format(given.format(f", deepspeed={deepspeed}")), num_gpus=2)
+    assert (found.setup.precision, found.setup.parallel) == ("fp16-mixed", "zero2")
+    with pytest.raises(ConfigError, match="cannot unscale"):
+        read(body.format(given.format("")))
