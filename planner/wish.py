@@ -95,6 +95,7 @@ class Wish:
             price_per_hour=usd,
             price_source=source,
             absent_packages=self.absent_packages,
+            usual_length=self.seq_len is None and model.front_end is None and "images" not in fixed,
         )
 
     def probed(self, absent_packages: tuple[str, ...]) -> "Wish":

@@ -76,6 +76,7 @@ class Workload:
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
         absent_packages: what the machine that is planned for lacks: only who asks gets what needs it.
+        usual_length: nobody said how long sequences are, and no data does.
     """
 
     model: ModelSpec
@@ -97,6 +98,7 @@ class Workload:
     num_epochs: float | None = None
     learning_rate: float | None = None
     absent_packages: tuple[str, ...] = ()
+    usual_length: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

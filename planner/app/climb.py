@@ -11,6 +11,7 @@ from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.install import install_command
 from planner.models.spec import ModelSpec
+from planner.notes import risk
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -151,20 +152,59 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
 
 
+SHORTER = (1536, 1024, 768, 512)
+"""Tokens a sequence that are tried where the usual length, which nobody asked for, does not fit."""
+
+
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
     """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before;
-    and which engine is faster than the planned one."""
+    and which engine is faster than the planned one. Where the usual length does not fit and nobody asked for it, the
+    plan is for the longest of `SHORTER` that does (by more than its band, where one does so), and says so."""
     from planner.app.targets import with_engine_note
-    from planner.planning.answer import plan_workload
     from planner.planning.runs import Known
 
     workload = with_known_context(workload) if history else workload
     known, walked = history_of(workload) if history else (), Known()
-    if dry_run:
-        found = climb_dry_run(workload, known, walked)
-    else:
-        found = with_history(plan_workload(workload, known=walked), known)
+    found = _answered(workload, known, walked, dry_run=dry_run)
+    if isinstance(found, NoPlan) and workload.usual_length:
+        found = _of_a_shorter_length(workload, known, walked, dry_run=dry_run) or found
     return with_engine_note(found, walked) if isinstance(found, Plan) else found
+
+
+def _answered(workload: Workload, known: "Sequence[Observation]", walked: "Known", *, dry_run: bool) -> Plan | NoPlan:
+    from planner.planning.answer import plan_workload
+
+    if dry_run:
+        return climb_dry_run(workload, known, walked)
+    return with_history(plan_workload(workload, known=walked), known)
+
+
+def _of_a_shorter_length(
+    workload: Workload, known: "Sequence[Observation]", walked: "Known", *, dry_run: bool
+) -> Plan | None:
+    from planner.planning.answer import plan_workload
+
+    def fits(tokens: int) -> bool:
+        shorter = replace(workload, seq_len_tokens=tokens)
+        return isinstance(plan_workload(shorter, known=walked, helped=False), Plan)
+
+    tight: Plan | None = None
+    for tokens in SHORTER if fits(SHORTER[-1]) else ():
+        if tokens >= workload.seq_len_tokens or not fits(tokens):
+            continue
+        shorter = replace(workload, seq_len_tokens=tokens)
+        found = _answered(shorter, known, walked, dry_run=dry_run)
+        if isinstance(found, NoPlan):
+            continue
+        note = (
+            f"{workload.seq_len_tokens:,} tokens, planned where no length is said, do not fit; {tokens:,} do: "
+            "--seq-len or --dataset says how long your samples are"
+        )
+        found = replace(found, notes=(risk(note), *found.notes))
+        if found.chosen.verdict == "fits":
+            return found
+        tight = tight or found
+    return tight
 
 
 def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "Known") -> Plan | NoPlan:

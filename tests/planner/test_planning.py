@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from planner.app.climb import SHORTER, answered
 from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, collect_into
 from planner.decision.spreads import ONE_GPU
 from planner.errors import UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.notes import Place, place_of
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
@@ -20,6 +22,7 @@ from planner.planning.walk import Point, walk
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GIB
+from planner.wish import Wish
 from planner.workload import Data, Workload
 from tests.planner.helpers import wish
 from tests.whole import these
@@ -355,3 +358,16 @@ def test_what_would_help_is_said_by_the_level_that_refused() -> None:
     assert corrected.missing_bytes == pytest.approx(1.1 * peak - asked.budget_bytes, rel=0.01)
     assert any(one.action.startswith("--seq-len") for one in plain.remedies)
     assert not any(one.action.startswith("--seq-len") for one in corrected.remedies)
+
+
+def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
+    """A 20B on a T4 at 2,048 tokens lacks a few MiB: planned for less, it trains."""
+    neox, t4 = catalogue.load("EleutherAI/gpt-neox-20b"), find_gpu("t4")
+    assert neox is not None
+    plan = answered(Wish().workload(neox, t4), dry_run=False, history=False)
+    assert isinstance(plan, Plan)
+    assert plan.workload.seq_len_tokens in SHORTER
+    assert plan.chosen.setup.seq_len_tokens == plan.workload.seq_len_tokens
+    assert place_of(plan.notes[0]) is Place.RISK
+    assert "2,048 tokens, planned where no length is said" in plan.notes[0]
+    assert isinstance(answered(Wish(seq_len=2048).workload(neox, t4), dry_run=False, history=False), NoPlan)
