@@ -136,7 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
-    words = _with_brief(complete_arguments(arguments))
+    words, brief = _without_brief(complete_arguments(arguments))
+    token = BRIEF.set(brief)
+    try:
+        return _run(words)
+    finally:
+        BRIEF.reset(token)
+
+
+def _run(words: list[str]) -> int:
     completed = completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
         code = build_app([completed] if completed else words)(words, standalone_mode=False, prog_name="plan")
@@ -166,11 +174,11 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _with_brief(words: Sequence[str]) -> list[str]:
+def _without_brief(words: Sequence[str]) -> tuple[list[str], bool]:
     """The words with `--json=brief` as `--json`, and whether it was said; what follows `--` is a program's."""
     own = words.index("--") if "--" in words else len(words)
-    BRIEF.set(BRIEF_WORD in words[:own])
-    return ["--json" if word == BRIEF_WORD else word for word in words[:own]] + list(words[own:])
+    taken = ["--json" if word == BRIEF_WORD else word for word in words[:own]]
+    return [*taken, *words[own:]], BRIEF_WORD in words[:own]
 
 
 def _interrupted(words: Sequence[str]) -> int:
