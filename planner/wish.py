@@ -168,6 +168,11 @@ class Wish:
 
 def _check_layers(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for asked in fixed.get("trained_layers", ()):
+        if asked == 0:
+            raise UsageError(
+                "--trained-layers 0 trains no layer: the head alone (linear probing) is not planned",
+                hint="leave --trained-layers out to train all layers, or give 1 for the last",
+            )
         if isinstance(asked, int) and abs(asked) > model.num_layers:
             raise UsageError(
                 f"--trained-layers {asked}: {model.model_id} has {model.num_layers} layers",

@@ -39,6 +39,14 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("megatron", "megatron-lm", "megatron-bridge", "nemo", "ms-swift"), (_MEGATRON, _SPLITS)),
     **dict.fromkeys(("verl", "openrlhf", "nemo-rl", "slime", "areal"), (_RL, "--target trl with --objective grpo")),
     "rloo": ("nothing here predicts it yet; its step is nearest to GRPO's", "--objective grpo"),
+    **dict.fromkeys(
+        ("distillation", "gkd", "kd", "minillm"),
+        ("nothing here predicts a teacher beside the student", "--objective sft on what the teacher wrote"),
+    ),
+    **dict.fromkeys(
+        ("houlsby", "bottleneck", "pfeiffer", "adapters"),
+        ("peft has no such adapter: it is the adapters library's, whose trainer nothing here predicts", "lora"),
+    ),
     "ppo": ("nothing here predicts a value model beside the policy", "--objective grpo"),
 }
 """Name -> (why it is no choice, what to use)."""

@@ -2,7 +2,7 @@
 ask the tree, explain."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -17,7 +17,7 @@ from planner.decision.choosing import choose
 from planner.decision.facts import Facts, merged
 from planner.decision.job import job_notes
 from planner.decision.node import Node
-from planner.decision.spreads import FIELDS, all_spreads
+from planner.decision.spreads import FIELDS, Spread, all_spreads
 from planner.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
@@ -171,8 +171,9 @@ def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
             f"no setup can satisfy all the options given{contradicted}",
             hint="options contradict each other: leave one out",
         )
-    left_out = [one for one in all_spreads(workload) if one.reason]
-    reasons = [*facts.refused.values(), *(one.reason for one in left_out)]
+    spreads = all_spreads(workload)
+    left_out = [one for one in spreads if one.reason]
+    reasons = [*facts.refused.values(), *(one.reason for one in left_out)] or _no_such_setup(workload, spreads)
     num, batch = workload.num_gpus, workload.global_batch_seqs
     if contradicted or not reasons:
         return UsageError(
@@ -184,6 +185,17 @@ def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
     if uneven:
         hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
     return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
+
+
+def _no_such_setup(workload: Workload, spreads: Sequence[Spread]) -> list[str]:
+    """Why a setup cannot be spread, of those that could exist on one GPU."""
+    reasons = dict[str, None]()
+    for branch, spread in product(branches(workload, dimension_values(workload)), spreads):
+        try:
+            branch.with_(**spread.fields)
+        except SetupError as error:
+            reasons[error.message] = None
+    return list(reasons)
 
 
 def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:

@@ -8,8 +8,13 @@ from planner.choices.objectives import OBJECTIVES
 from planner.cli.writing import known_targets
 from planner.errors import PlannerError
 from planner.exporters import EXPORTERS
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
 from planner.option_values import choices
+from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
+from planner.wish import Wish
 
 TAKEN = {*OBJECTIVES, *EXPORTERS, *fields.QUANTIZATIONS, *fields.OPTIMIZERS, *fields.ATTENTIONS, *fields.METHODS}
 
@@ -26,6 +31,8 @@ def test_absent_names_are_no_values_of_any_option() -> None:
         ("muon", "what is optimized", "adamw-fused"),
         ("galore", "what is optimized", "adamw-8bit"),
         ("flash_attention_3", "cuDNN", "sdpa"),
+        ("distillation", "teacher", "sft"),
+        ("Houlsby", "peft", "lora"),
     ],
 )
 def test_an_absent_value_is_refused_with_its_reason_and_what_to_use(name: str, words: str, instead: str) -> None:
@@ -43,3 +50,13 @@ def test_absent_targets_and_fields_of_a_setup_say_the_same() -> None:
         known_targets(["verl"])
     with pytest.raises(PlannerError, match="is not planned"):
         TrainSetup(optimizer="muon")
+
+
+def test_what_no_layer_and_no_engine_can_train_is_said() -> None:
+    model, gpu = catalogue.load("qwen/qwen3-8b"), find_gpu("h100-sxm")
+    assert model is not None
+    with pytest.raises(PlannerError, match="linear probing"):
+        Wish(fixed={"trained_layers": (0,)}).workload(model, gpu)
+    grpo = Wish(fixed={"objective": ("grpo",), "parallel": ("zero3",)})
+    with pytest.raises(PlannerError, match="under zero3 is not modelled"):
+        plan_workload(grpo.workload(model, gpu, make_cluster(gpu, 4)))
