@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks import listed_plans
 from planner.cli.app import build_app, complete_arguments, run
 from planner.exporters import EXPORTERS
 from planner.setup import TrainSetup
@@ -212,13 +211,6 @@ def test_the_readmes_first_answer_is_what_is_printed(place: Path) -> None:
         page.write_text(page.read_text().replace(block, "\n".join(told) + "\n"))
         return
     assert told == block.splitlines()
-
-
-def test_the_listed_plans_are_written_with_the_pages() -> None:
-    """The rest of them: tests/planner/test_listed_plans.py."""
-    if os.environ.get("UPDATE_DOCS"):
-        listed_plans.write()
-    assert f"{listed_plans.row(*listed_plans.PLANS[4])}\n" in listed_plans.PAGE.read_text()
 
 
 def test_the_pictures_show_what_is_printed() -> None:

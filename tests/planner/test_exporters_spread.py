@@ -127,9 +127,9 @@ def test_torchrun_takes_every_command_that_names_it() -> None:
 
     accepted = 0
     for num_nodes in (1, 2):
-        for target in LAUNCHED:
+        for target in ("hf", "axolotl"):
             for setup, launch in launches(target, num_nodes):
-                if target not in ("hf", "axolotl") or not launch.files[-1].path.endswith(".sbatch"):
+                if not launch.files[-1].path.endswith(".sbatch"):
                     continue
                 (command,) = re.findall(r"torchrun.*", named(launch, ".sbatch").text) or ("",)
                 if not command:

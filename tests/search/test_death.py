@@ -215,14 +215,14 @@ def undisturbed_search(storage: str) -> tuple[tuple[object, ...], list[str], int
 
 @pytest.mark.parametrize(
     ("places", "torn", "step"),
-    [("journal", False, 1), ("journal", True, 1 if WHOLE else 3), ("sqlite", False, 1 if WHOLE else 13)],
+    [("journal", False, 1), ("journal", True, 1 if WHOLE else 5), ("sqlite", False, 1 if WHOLE else 23)],
     indirect=["places"],
     ids=["journal", "torn journal", "sqlite"],
 )
 def test_death_at_any_write_and_resumption_is_the_undisturbed_search(
     places: Callable[[], str], torn: bool, step: int
 ) -> None:
-    """Torn at every third write, on SQLite, where a search takes ten times as long, at every thirteenth; with
+    """Torn at every fifth write, on SQLite, where a search takes ten times as long, at every 23rd; with
     TESTS_WHOLE=1 at every one."""
     undisturbed, order, num_writes = undisturbed_search(places())
     assert num_writes > 50
