@@ -4,18 +4,17 @@ import pytest
 
 from planner.models import catalogue
 from planner.models.adapters import model_types, spec_from_config
-from planner.models.catalogue import CatalogueEntry
 
 ENTRIES = catalogue.entries()
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.model_id)
-def test_parameters_equal_the_module_tree(entry: CatalogueEntry) -> None:
+def test_parameters_equal_the_module_tree() -> None:
     """Golden: counted on the tree that transformers 5.23 builds, a tied head once."""
-    spec = spec_from_config(entry.config, model_id=entry.model_id, source="test")
-    assert spec.num_params == entry.num_params
-    assert spec.built_class == entry.built_class
-    assert spec.tied == entry.tied
+    for entry in ENTRIES:
+        spec = spec_from_config(entry.config, model_id=entry.model_id, source="test")
+        assert spec.num_params == entry.num_params, entry.model_id
+        assert spec.built_class == entry.built_class, entry.model_id
+        assert spec.tied == entry.tied, entry.model_id
 
 
 def test_catalogue_holds_180_models_of_45_types() -> None:
