@@ -1,11 +1,13 @@
 """Workloads for tests, from catalogue facts."""
 
+from collections import defaultdict
 from typing import Any
 
 from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models import catalogue
+from planner.planning.runs import Known
 from planner.wish import Wish
 from planner.workload import Workload
 
@@ -16,6 +18,14 @@ def wish(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any
     assert spec is not None
     cluster = options.pop("cluster", None)
     return Wish(**options).workload(spec, find_gpu(gpu), cluster)
+
+
+def known_of(workload: Workload) -> Known:
+    """What plans for the same model walked before, as whoever plans for it again keeps it."""
+    return _KNOWN[workload.model.model_id]
+
+
+_KNOWN: dict[str, Known] = defaultdict(Known)
 
 
 def loss_chain(

@@ -24,7 +24,7 @@ from planner.setup import TrainSetup
 from planner.units import GIB
 from planner.wish import Wish
 from planner.workload import Data, Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import known_of, wish
 from tests.whole import these
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
@@ -32,7 +32,8 @@ CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
 
 
 def planned(**options: object) -> Plan:
-    plan = plan_workload(wish(**options))  # type: ignore[arg-type]
+    asked = wish(**options)  # type: ignore[arg-type]
+    plan = plan_workload(asked, known=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 

@@ -22,6 +22,7 @@ from planner.planning.walk import walk
 from planner.wish import Wish
 from planner.workload import Data, Workload
 from reports.text import memory_sentence
+from tests.planner.helpers import known_of
 
 
 def wish(model: str, gpu: str, **options: object) -> Workload:
@@ -29,7 +30,8 @@ def wish(model: str, gpu: str, **options: object) -> Workload:
 
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
-    plan = plan_workload(wish(model, gpu, **options))
+    asked = wish(model, gpu, **options)
+    plan = plan_workload(asked, known=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 

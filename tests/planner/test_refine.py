@@ -9,7 +9,8 @@ import pytest
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.planning.refine import MAX_DRY_RUNS, DryRun, correction_key, exact_bytes, refine
+from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, correction_key, exact_bytes, refine
+from planner.planning.runs import Known
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -33,9 +34,15 @@ def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: 
     return run
 
 
+def planning(workload: Workload) -> PlanWith:
+    """Plans again and again, as `plan` does it: what a walk computed serves the next."""
+    known = Known()
+    return lambda corrections: plan_workload(workload, corrections, known)
+
+
 def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[Plan | NoPlan, list[TrainSetup]]:
     log: list[TrainSetup] = []
-    plan = refine(lambda corrections: plan_workload(workload, corrections), dry_run_with(workload, ratio, log))
+    plan = refine(planning(workload), dry_run_with(workload, ratio, log))
     return plan, log
 
 
@@ -77,7 +84,7 @@ def test_refine_ends_in_no_plan_where_nothing_fits() -> None:
 def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> None:
     workload = wish()
     failure = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel")
-    plan = refine(lambda corrections: plan_workload(workload, corrections), lambda setup: failure)
+    plan = refine(planning(workload), lambda setup: failure)
     assert isinstance(plan, Plan)
     assert any("no meta kernel" in note for note in plan.notes)
     assert plan.chosen.fits
@@ -121,7 +128,7 @@ def test_what_a_strangers_layers_keep_is_corrected_and_its_weights_are_not() -> 
     """One run is enough to know how much of a card that is mostly activations a smaller micro-batch takes."""
     workload, log = stranger(memory_gib=12), list[TrainSetup]()
     run = running(workload, lambda setup: False, log)
-    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    plan = refine(planning(workload), run)
     assert isinstance(plan, Plan)
     assert plan.chosen.fits
     assert isinstance(plan.chosen.dry_run, Prediction)
@@ -146,7 +153,7 @@ def test_what_a_strangers_step_cannot_run_is_left_out_and_said(
     assert isinstance(first, Plan)
     assert fails(first.chosen.setup)
     run = running(workload, fails, [], keeps=1)
-    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    plan = refine(planning(workload), run)
     assert isinstance(plan, Plan)
     assert isinstance(plan.chosen.dry_run, Prediction)
     assert not fails(plan.chosen.setup)
@@ -160,7 +167,7 @@ def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
     assert isinstance(fits_packed, Plan)
     assert fits_packed.chosen.setup.quantized
     run = running(workload, lambda setup: setup.quantized, [])
-    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    plan = refine(planning(workload), run)
     assert isinstance(plan, NoPlan)
     assert any("does not run: no such product" in note for note in plan.notes)
     quantized = [answer for answer in plan.tree if "4-bit" in answer.question]
@@ -169,13 +176,11 @@ def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
 
 
 def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_nothing_is_said_to_fit() -> None:
-    def plan_with(corrections: Any) -> Plan | NoPlan:
-        return plan_workload(workload, corrections)
-
     least = plan_workload(stranger(memory_gib=1.5))
     assert isinstance(least, NoPlan)
     memory_gib = least.nearest.formula.peak_device_bytes / 2**30  # of which a part is kept free
     log, workload = list[TrainSetup](), stranger(memory_gib=memory_gib)
+    plan_with = planning(workload)
     assert isinstance(plan_with(None), NoPlan)
 
     def smaller(setup: TrainSetup) -> Prediction:
@@ -194,9 +199,7 @@ def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_noth
 
 def test_what_stands_beside_a_stranger_is_of_another_family() -> None:
     workload, log = stranger(memory_gib=24), list[TrainSetup]()
-    plan = refine(
-        lambda corrections: plan_workload(workload, corrections), running(workload, lambda setup: False, log, keeps=1)
-    )
+    plan = refine(planning(workload), running(workload, lambda setup: False, log, keeps=1))
     assert isinstance(plan, Plan)
     assert plan.alternatives
     own = correction_key(plan.chosen.setup)

@@ -23,7 +23,7 @@ from planner.planning.refine import correction_key, refine
 from planner.predict import device_peak_bytes, predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import known_of, wish
 
 SMALL: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa",),
@@ -51,7 +51,8 @@ def job(
 
 
 def planned(*arguments: Any, **options: Any) -> Plan:
-    plan = plan_workload(job(*arguments, **options))
+    asked = job(*arguments, **options)
+    plan = plan_workload(asked, known=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
 
