@@ -62,13 +62,13 @@ def _agree(model_type: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "name"), paired(FAMILIES, SETUPS, 3))
+@pytest.mark.parametrize(("model_type", "name"), paired(FAMILIES, SETUPS, 2))
 def test_dry_run_every_segment_equals_real_tensors(model_type: str, name: str) -> None:
     _agree(model_type, SETUPS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "name"), paired(("llama", "gemma2", "gpt2"), DENSE_SETUPS, 2))
+@pytest.mark.parametrize(("model_type", "name"), paired(("llama", "gemma2", "gpt2"), DENSE_SETUPS, 1))
 def test_dry_run_quantized_and_other_optimizers_equal_real_tensors(model_type: str, name: str) -> None:
     """Left out because a CPU differs by design: foreach AdamW keeps its step counters in CPU tensors, int8 layers and
     paged states take another path there, 8-bit tables are not copied."""

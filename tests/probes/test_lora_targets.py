@@ -63,7 +63,7 @@ def without_numbers(names: set[str], model: ModelSpec) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("entry", "targets"), paired(CHOSEN, ("all-linear", "attention", ("lm_head", *SEVEN)), 2))
+@pytest.mark.parametrize(("entry", "targets"), paired(CHOSEN, ("all-linear", "attention", ("lm_head", *SEVEN)), 1))
 def test_targets_equal_peft(entry: catalogue.CatalogueEntry, targets: Targets) -> None:
     config = shallow(entry.config)
     spec = spec_from_config(config, model_id=entry.model_id, source="test")
