@@ -148,8 +148,8 @@ def row_of(name: str, gpu: str) -> dict[str, Any]:
     keys = ("peak_allocated_bytes", "peak_reserved_bytes")
     row |= {f"checked_{key}": read["prediction"][key] for key in keys} | {f"traced_{key}": traced[key] for key in keys}
     row["allocated_error"] = round(row["checked_peak_allocated_bytes"] / traced["peak_allocated_bytes"] - 1, 4)
-    said = [*read.get("approximations", ()), *read.get("notes", ())]
-    return row | {"result": "both", "said": said}
+    row["band"] = read["memory_band"]
+    return row | {"result": "both", "said": [*read["approximations"], *read["notes"], *read["prediction"]["notes"]]}
 
 
 def main() -> None:

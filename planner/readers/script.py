@@ -11,6 +11,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotATraining, NotPlanned
 from planner.inputs import reason
+from planner.models.stored import stored_method
 from planner.readers import common, evaluating, lengths, open_conditions, partial, program_changes, training, versions
 from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS, rollout_fields
@@ -399,7 +400,9 @@ class _Script:
         if on:
             return on
         inner = self.settings(prepared)
-        if prepared is not None and inner.flag("use_gradient_checkpointing", True):
+        # peft 0.21 prepare_model_for_kbit_training: bitsandbytes' bases, GPTQ's and others', not AWQ's
+        quantized = self._quantization() != "none" and stored_method(self.model) != "awq"
+        if prepared is not None and quantized and inner.flag("use_gradient_checkpointing", True):
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
             return 1
         return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))

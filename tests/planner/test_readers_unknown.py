@@ -41,6 +41,12 @@ def trained(arguments: str = "", trainer: str = "", *, load: str = LOAD, before:
     )
 
 
+HF_TRAINER = (
+    "block_size = 512\nmodel = AutoModelForCausalLM.from_pretrained(NAME, {loading})\n"
+    "model = prepare_model_for_kbit_training(model)\n"
+    "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-linear'))\n"
+    "Trainer(model=model, args=TrainingArguments('o', per_device_train_batch_size=1, bf16=True)).train()\n"
+)
 EVALUATES = {
     "a value or none": "ev = ds.get('validation')\n"
     + trained("eval_strategy='steps' if ev is not None else 'no'", "eval_dataset=ev"),
@@ -301,6 +307,8 @@ def test_a_base_that_is_not_quantized_is_cast_whole_by_its_preparation(loading: 
     load = f"model = AutoModelForCausalLM.from_pretrained(NAME, {loading})\n"
     found = read(trained("bf16=True", load=load, before="model = prepare_model_for_kbit_training(model)\n" + PEFT))
     assert found.setup.precision == precision
+    plain = read(HF_TRAINER.format(loading=loading))
+    assert plain.setup.checkpointing == ("quantization_config" in loading)  # peft leaves it to others of such a base
 
 
 @pytest.mark.parametrize(
