@@ -93,7 +93,7 @@ def main() -> int:
         if model is None or not isinstance(report, DryRunReport) or report.program is None:
             continue
         profile = throughput_profile(model, GPU, setup, conditions=CURRENT)
-        mine = profile.family.host_s + profile.family.work.loss_host_s(setup.loss, 1)
+        mine = profile.family.host_s
         what = f"{name} {setup.method} {setup.kernels} {setup.attention} {setup.loss} {setup.checkpointing}"
         errors.append((mine / called_s(report.program, setup) - 1, what))
     sizes = sorted(abs(error) for error, _ in errors)

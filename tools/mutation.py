@@ -84,7 +84,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/planner/test_on_record.py",
             "tests/planner/test_by_hand.py",
             "tests/planner/test_throughput.py",
-            "tests/planner/test_throughput_effective.py",
             "tests/planner/test_throughput_accuracy.py",
             "tests/planner/test_stated_facts.py",
         ),

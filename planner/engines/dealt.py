@@ -23,7 +23,7 @@ class Share:
 
     Attributes:
         stored: of all layers, sharded and padded; `layer`: of the largest layer, `largest`: of its largest stack.
-        gathered: of the largest layer with some, as it is gathered, padded; `last`: of its last stack.
+        gathered: of the largest layer with some, as it is gathered, padded.
         replicas: ranks over which they are sharded.
     """
 
@@ -31,7 +31,6 @@ class Share:
     layer: int
     largest: int
     gathered: int
-    last: int
     replicas: int
 
     def beside(self, local: Trained) -> Trained:
@@ -65,7 +64,7 @@ def share_of(model: ModelSpec, setup: TrainSetup) -> Share:
 @lru_cache(maxsize=256)
 def _share_of(model: ModelSpec, ranks: int) -> Share:
     """FSDP2 cuts a stack along its experts, padded to a multiple of the ranks."""
-    layers: list[tuple[int, int, int, int]] = []
+    layers: list[tuple[int, int, int]] = []
     stored = 0
     for layer, num in model.layer_counts:
         stacks: list[tuple[int, int]] = []
@@ -76,38 +75,29 @@ def _share_of(model: ModelSpec, ranks: int) -> Share:
                 stacks.append((elements // ranks, elements))
         stored += num * sum(own for own, _ in stacks)
         if stacks:
-            own, gathered = [one for one, _ in stacks], [one for _, one in stacks]
-            layers.append((sum(gathered), sum(own), max(own), gathered[-1]))
-    whole, layer_own, largest, last = max(layers)
-    return Share(stored, layer_own, largest, whole, last, ranks)
+            own = [one for one, _ in stacks]
+            layers.append((sum(one for _, one in stacks), sum(own), max(own)))
+    whole, layer_own, largest = max(layers)
+    return Share(stored, layer_own, largest, whole, ranks)
 
 
-def gathered_beside(
-    model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup, *, casts: bool
-) -> list[Held]:
+def gathered_beside(model: ModelSpec, groups: Groups, around: int, share: Share, inner: TrainSetup) -> list[Held]:
     """Gathered weights and all-gather buffers where a layer's experts are a group of their own; `groups` are of all the
-    rest, `around` bytes of a layer that has experts without them, `casts`: stored in another type than gathered.
+    rest, `around` bytes of a layer that has experts without them.
 
     As without (`planner.engines.fsdp2`), but for the order: a layer's other weights arrive, then its experts, which
-    stay until their forward or backward is over. One rank's experts come without a buffer, one stack after another
-    through a copy in the type that is gathered. The first layer may be a dense one.
+    stay until their forward or backward is over. One rank's experts come without a buffer. The first layer may be a
+    dense one.
 
     Source: PyTorch 2.13 `_fsdp_param_group.py` (wait_for_unshard, unshard for a group of one, _backward_prefetch).
     """
-    size = SIZE_BYTES[inner.weight_dtype]
-    experts = size * share.gathered
-    buffer = experts if share.replicas > 1 else 0
-    copied = buffer or casts * size * share.last
+    experts = SIZE_BYTES[inner.weight_dtype] * share.gathered
     tied = groups.tail if model.tied else 0
-    arriving = max(2 * around + experts + copied, buffer + 2 * around, buffer + 2 * (groups.tail - tied))
     name, held = "gathered weights", "all-gather buffer"
-    start = 2 * (tied + groups.layer) if tied else groups.embedding + max(groups.embedding, 2 * groups.layer)
     dense_first = groups.layer + groups.embedding - around - experts if groups.layer > around else groups.embedding
     return [
-        weights_held(name, start, "start"),
-        weights_held(name, tied + arriving, "gather"),
+        weights_held(name, tied + 2 * around + experts * (1 + (share.replicas > 1)), "gather"),
         weights_held(name, tied + around + experts, "forward", "first", "turn", "last"),
-        weights_held(held, buffer, "forward"),
         weights_held(name, groups.tail, "loss"),
         weights_held(name, tied, "head"),
         weights_held(held, around, "head", "first", "turn"),

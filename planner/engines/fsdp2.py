@@ -94,11 +94,10 @@ class Fsdp2(Engine):
         outer = _shard(trained, groups, setup.shards, dtype)
         local, own = share.beside(outer), SIZE_BYTES[dtype]
         held = [weights_held(f"weights / {setup.shards}", own * local.num)]
-        held += gathered_beside(rest, groups, around, share, inner, casts=dtype != inner.weight_dtype)
+        held += gathered_beside(rest, groups, around, share, inner)
         if rest.tied:  # transformers wraps both ends of the tie
             held.append(weights_held("tied table, gathered twice", groups.tail, *COMPUTE))
-        halves = 2 + int(halves_stay_apart(rest, inner) or setup.loss == "chunked")
-        held += _reducing(rest, groups, trained, local, setup, halves=halves, keep=False, accumulated=accumulated)
+        held += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
         held += _sharded_gradients(groups, local, setup.shards, accumulated, beside=share.layer)
         forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
         return rank_state(
@@ -216,9 +215,8 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
     arriving_tail = 0 if head_apart else groups.tail - tied
     ahead = 0 if keep else groups.layer
     kept = groups.layers + groups.embedding if keep else 0
-    behind = max(kept - groups.layer, 0)
     name, buffer = "gathered weights", "all-gather buffer"
-    arriving = max(2 * groups.layer + max(behind + groups.layer, groups.layer), kept + groups.layer + 2 * arriving_tail)
+    arriving = max(2 * groups.layer + max(kept, groups.layer), kept + groups.layer + 2 * arriving_tail)
     return [
         weights_held(name, _at_the_start(model, groups, keep=keep), "start"),
         weights_held(name, tied + arriving, "gather"),
@@ -313,20 +311,13 @@ class _Reduction:
         """A tied head's half, which waits for the table's own."""
         return self.groups.tail_trained * self.size if self.tied else 0
 
-    @property
-    def of_a_block(self) -> int:
-        """All of a block's gradients, its weights still gathered."""
-        return self.groups.layer_gradients * self.size
-
     def head(self) -> int:
         """While the head's are reduced."""
-        groups, tail = self.groups, self.groups.tail_trained * self.size
-        first = self.bytes_of(groups.layer_trained, new=True) + self.waiting - (groups.layer if self.keep else 0)
-        found = max(first, (0 if self.keep else groups.layer) + tail + self.of_a_block)
-        return found if self.tied else max(found, self.bytes_of(groups.tail_trained, new=True))
+        found = self.bytes_of(self.groups.layer_trained, new=True) - (self.groups.layer if self.keep else 0)
+        return found + self.waiting if self.tied else max(found, self.bytes_of(self.groups.tail_trained, new=True))
 
-    def end(self, halves: int, unreduced: int) -> int:
-        """While the last are reduced; `unreduced`: bytes that an all-reduce after it counts."""
+    def end(self, halves: int) -> int:
+        """While the last are reduced."""
         groups, tail = self.groups, self.groups.tail_trained * self.size
         before, coming = groups.layer_trained * self.size, self.to_come(self.table)
         last = self.bytes_of(groups.layer_trained, new=self.accumulated)
@@ -337,32 +328,8 @@ class _Reduction:
             found = max(found, groups.embedding + self.size * self.table + before - coming)
         counted = 0 if self.cast else coming  # what is reduced is this rank's gradient
         found = max(found, self.bytes_of(self.table, new=self.accumulated) - counted)
-        other = groups.embedding if self.keep else max(groups.layer, groups.embedding)
-        missing = self.to_come(groups.layer_trained + self.table) + unreduced
-        twice = groups.tail if self.tied else 0
-        found = max(found, groups.layer + other + before + self.waiting + self.of_a_block - missing + twice)
         # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
         return found if self.table else max(found, 2 * groups.embedding + before)
-
-
-def _reduction(
-    model: ModelSpec,
-    groups: Groups,
-    trained: Trained,
-    local: Trained,
-    setup: TrainSetup,
-    *,
-    keep: bool,
-    accumulated: bool,
-) -> _Reduction:
-    """How this rank's gradients are reduced: transformers' own policy does it in fp32."""
-    size, own = SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
-    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None
-    wide = SIZE_BYTES["fp32"] if in_fp32 else size
-    return _Reduction(
-        groups=groups, shards=setup.shards, size=size, wide=wide, cast=own if own != wide else 0, own=own,
-        tied=model.tied, keep=keep, accumulated=accumulated,
-    )  # fmt: skip
 
 
 def _reducing(
@@ -386,23 +353,26 @@ def _reducing(
     Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
     _all_reduce_state).
     """
-    way = _reduction(model, groups, trained, local, setup, keep=keep, accumulated=accumulated)
-    shards, size, wide, cast = way.shards, way.size, way.wide, way.cast
+    shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
+    in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' own policy
+    wide = SIZE_BYTES["fp32"] if in_fp32 else size
+    cast = own if own != wide else 0
+    way = _Reduction(
+        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
+        accumulated=accumulated,
+    )  # fmt: skip
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
     apart = cast or setup.offload == "parameters" or (accumulated and setup.expert_degree > 1)
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
-    unreduced = wide * (groups.layer_trained + way.table) // shards
     buffer, one = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
-    sent = wide if setup.expert_degree > 1 else size
     return [
         gradients_held("gradients being reduced", max(0, way.head()), "head"),
         gradients_held("one matrix's unsharded gradient", one, "first", "turn", "last"),
-        gradients_held(buffer, groups.tail_trained * sent, "first", "turn"),
-        gradients_held(buffer, groups.layer_trained * sent + way.waiting, "last"),
-        gradients_held("last gradients being reduced", way.end(halves, unreduced if reduced else 0), "end"),
-        gradients_held("all-reduced gradients before the cast", max(0, reduced - unreduced), "last"),
-        gradients_held("all-reduced gradients before the cast", reduced, "end"),
+        gradients_held(buffer, groups.tail_trained * size, "first", "turn"),
+        gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
+        gradients_held("last gradients being reduced", way.end(halves), "end"),
+        gradients_held("all-reduced gradients before the cast", reduced, "last", "end"),
     ]
 
 

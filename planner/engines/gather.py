@@ -21,8 +21,7 @@ class Groups:
         embedding: the table with a group of its own.
         tail: final norm and head (and the table where the head is tied).
         root: the rest.
-        layer_gradients: elements of the largest block's gradients, not padded.
-        matrix: elements of the largest trained matrix of a block, stacks of experts left out.
+        matrix: elements of the largest matrix of a block that is trained whole, stacks of experts left out.
         padding: elements that cutting along the first dimension adds to all blocks: of frozen and of trained weights.
     """
 
@@ -32,7 +31,6 @@ class Groups:
     tail: int
     root: int
     layer_trained: int
-    layer_gradients: int
     embedding_trained: int
     tail_trained: int
     matrix: int
@@ -63,12 +61,11 @@ def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One block: bytes as gathered, elements that train and that have gradients, its largest trained matrix, and what
-    padding adds to frozen and to trained weights."""
+    """One block: bytes as gathered, elements that train, its largest matrix that is trained whole, and what padding
+    adds to frozen and to trained weights."""
 
     size: int
     trained: int
-    gradients: int
     matrix: int
     padding: tuple[int, int]
 
@@ -81,7 +78,6 @@ def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSet
         own += lora_params(one, inner.lora_rank)
         ranks = lora_rank(one, inner.lora_rank) * one.num
         rows += (padded(ranks, shards) - ranks) * one.in_features
-        matrix = max(matrix, ranks * max(one.in_features, one.out_features))
     if full:
         whole = (one.in_features * one.out_features for one in layer.linears if one.module != "parameter")
         matrix = max(matrix, *whole, 0)
@@ -94,7 +90,6 @@ def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSet
     return _Block(
         _layer_bytes(layer, inner, plain) + stacks * plain + adapters,
         layer.num_params + stacks if full else own + rows,
-        layer.num_params if full else own,
         matrix,
         (0, stacks) if full else (stacks, rows),
     )
@@ -120,7 +115,6 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
         tail=tail * plain,
         root=outer * plain,
         layer_trained=max((one.trained for one, _ in blocks), default=0),
-        layer_gradients=max((one.gradients for one, _ in blocks), default=0),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
         matrix=max((one.matrix for one, _ in blocks), default=0),

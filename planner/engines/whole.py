@@ -6,7 +6,6 @@ from typing import final
 from planner.engines.base import Engine
 from planner.memory.rank_part import RankPart
 from planner.memory.state import (
-    MOMENTS,
     Held,
     RankState,
     gradients_held,
@@ -109,13 +108,8 @@ class OneProcess(Engine):
             name = "sum of all GPUs' gradients"
             held.append(gradients_held(name, trained.size_bytes, "last", "end"))
             return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(held))
-        # its gradients are gone when GPU 0 has added them up
-        before = tuple(
-            one if one.resident else replace(one, moments=tuple(m for m in one.moments if m != MOMENTS[-1]))
-            for one in held
-        )
         local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
-        return RankState(part=part, setup=inner, trained=trained, local=local, held=before)
+        return RankState(part=part, setup=inner, trained=trained, local=local, held=tuple(held))
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
         if setup.quantized:

@@ -1,14 +1,13 @@
-"""Seconds of collectives over a `Cluster`: a ring over all ranks or a tree, links within a node and between nodes.
+"""Seconds of collectives over a `Cluster`: a ring over all ranks, links within a node and between nodes.
 
 NCCL pipelines a collective in chunks through both kinds of link, so the slower kind decides and the two do not add up.
 Bytes here are those of the whole tensor (what every rank holds after an all-gather, or before a reduce-scatter).
 
 Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, doi:10.1016/j.jpdc.2008.09.002 (the ring's
-volume); NVIDIA nccl-tests doc/PERFORMANCE.md (bus bandwidth); Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001 (two
-binary trees, NCCL's tree).
+volume); NVIDIA nccl-tests doc/PERFORMANCE.md (bus bandwidth).
 """
 
-from math import ceil, log2
+from math import ceil
 
 from planner.hardware.cluster import Cluster, Link
 from planner.records import dataclass
@@ -67,48 +66,26 @@ class Collectives:
         self._between = link_rate(cluster, cluster.between, constants) if cluster.between is not None else 0.0
 
     def all_gather_s(self, size_bytes: float, group: Group) -> float:
-        """Ring: everyone receives what the others hold; `size_bytes` is the whole."""
-        if group.size == 1:
-            return 0.0
-        return (
-            self._start_s() + self._ring_latency_s(group) + self._move_s(size_bytes * gather_volume(group.size), group)
-        )
-
-    def reduce_scatter_s(self, size_bytes: float, group: Group) -> float:
-        """Ring: everyone ends with the sum of its share; as long as an all-gather of the same tensor."""
-        return self.all_gather_s(size_bytes, group)
-
-    def all_to_all_s(self, size_bytes: float, group: Group) -> float:
-        """Everyone sends a part of its `size_bytes` to each other rank and keeps one."""
-        if group.size == 1:
-            return 0.0
-        return self._start_s() + self._latency_s(group) + self._move_s(size_bytes * gather_volume(group.size), group)
+        """Everyone receives what the others hold of `size_bytes`; a reduce-scatter, an exchange from all to all and a
+        gather by one rank send as much over the busiest link."""
+        return self._ring_s(size_bytes * gather_volume(group.size), group)
 
     def all_reduce_s(self, size_bytes: float, group: Group) -> float:
-        """The faster of a ring (least volume) and a double tree (fewest hops, for small messages), as NCCL chooses."""
-        if group.size == 1:
-            return 0.0
-        ring = 2 * self._ring_latency_s(group) + self._move_s(size_bytes * reduce_volume(group.size), group)
-        tree = 2 * self._tree_latency_s(group) + self._move_s(2.0 * size_bytes, group)
-        return self._start_s() + min(ring, tree)
-
-    def broadcast_s(self, size_bytes: float, group: Group) -> float:
-        """Pipelined through the ranks: each sends the whole once."""
-        if group.size == 1:
-            return 0.0
-        return self._start_s() + self._ring_latency_s(group) + self._move_s(size_bytes, group)
-
-    def gather_s(self, size_bytes: float, group: Group) -> float:
-        """One rank receives the others' shares of `size_bytes`: its own link is what they all pass."""
-        if group.size == 1:
-            return 0.0
-        return self._start_s() + self._latency_s(group) + self._move_s(size_bytes * gather_volume(group.size), group)
+        """A reduce-scatter and an all-gather. NCCL's trees, faster for small messages, change no measured step."""
+        return self._ring_s(size_bytes * reduce_volume(group.size), group, rounds=2)
 
     def send_s(self, size_bytes: float, group: Group) -> float:
-        """From one rank of the group to the next one."""
+        """From each rank of the group to the next one, or from one through all of them (broadcast)."""
+        return self._ring_s(size_bytes, group)
+
+    def _ring_s(self, sent_bytes: float, group: Group, rounds: int = 1) -> float:
+        """Every rank sends so many bytes, in `rounds` along the ring."""
         if group.size == 1:
             return 0.0
-        return self._start_s() + self._latency_s(group) + self._move_s(size_bytes, group)
+        between = self.cluster.between.latency_s if self.cluster.between is not None else 0.0
+        across = group.nodes - 1
+        latency = (group.size - 1 - across) * self.cluster.within.latency_s + across * between
+        return self._constants.collective_s + rounds * latency + self._move_s(sent_bytes, group)
 
     def _move_s(self, sent_bytes: float, group: Group) -> float:
         """Seconds for every rank of a ring to send so many bytes: the slower of the two kinds of link."""
@@ -116,25 +93,6 @@ class Collectives:
         if group.nodes == 1:
             return within
         return max(within, sent_bytes * group.sharing / self._between)
-
-    def _start_s(self) -> float:
-        return self._constants.collective_s
-
-    def _latency_s(self, group: Group) -> float:
-        """Of the slowest hop."""
-        between = self.cluster.between
-        return between.latency_s if group.nodes > 1 and between is not None else self.cluster.within.latency_s
-
-    def _ring_latency_s(self, group: Group) -> float:
-        hops = group.size - 1
-        across = group.nodes - 1
-        between = self.cluster.between.latency_s if self.cluster.between is not None else 0.0
-        return (hops - across) * self.cluster.within.latency_s + across * between
-
-    def _tree_latency_s(self, group: Group) -> float:
-        """A chain within the node, two binary trees over the nodes."""
-        between = self.cluster.between.latency_s if self.cluster.between is not None else 0.0
-        return (group.per_node - 1) * self.cluster.within.latency_s + ceil(log2(group.nodes)) * between
 
 
 def link_rate(cluster: Cluster, link: Link, constants: SpreadConstants) -> float:

@@ -12,28 +12,19 @@ from planner.throughput.family import GRADIENT_ADD_PASSES
 from planner.throughput.profile import ThroughputProfile
 from planner.throughput.types import WITHOUT_GRADIENTS
 
-_FORWARD_PART = {"attention": 1 / 3.5, "elementwise": 0.35, "lora": 1 / 3, "dequantization": 0.5, "loss": 1 / 3}
-"""Share of a part's time that falls into the forward, where communication can hide behind it (matmuls apart)."""
-
 
 class Micro(NamedTuple):
     """One micro-batch on one rank, without communication.
 
     Attributes:
         parts: GPU seconds by part, host waiting included.
-        forward_s, backward_s: its wall time (the loss is in both); recomputation is backward.
-        asked_s: of forwards without gradients.
+        forward_s, backward_s: its wall time (the loss is in both), without forwards that keep no gradients;
+            recomputation is backward.
     """
 
     parts: Mapping[str, float]
     forward_s: float
     backward_s: float
-    asked_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.forward_s + self.backward_s + self.asked_s
 
 
 class Rank:
@@ -112,12 +103,10 @@ class Rank:
         busy = sum(busy_parts.values())
         power = self.profile.family.work.power
         wall = float((busy**power + self._host_s**power) ** (1.0 / power))
-        forward = busy_parts["matmul"] * (1 / 3 if self._setup.method == "full" else 1 / 2)
-        forward += sum(busy_parts[name] * share for name, share in _FORWARD_PART.items())
-        forward_s, asked_s = (
-            one * wall / busy if busy else 0.0 for one in (forward, busy_parts.get(WITHOUT_GRADIENTS, 0.0))
-        )
-        return Micro({**busy_parts, "host": wall - busy}, forward_s, wall - forward_s - asked_s, asked_s)
+        asked = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
+        forward = (busy - asked - busy_parts["recompute"]) * (1 / 3 if self._setup.method == "full" else 0.4)
+        scale = wall / busy if busy else 0.0
+        return Micro({**busy_parts, "host": wall - busy}, scale * forward, scale * (busy - asked - forward))
 
     def _gathered_logits_s(self, seqs: int) -> float:
         """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""

@@ -115,41 +115,20 @@ class DataParallel:
         """
         traffic, setup = self._traffic, self._setup
         layers = max(traffic.layers, 1)
-        gather = self._gather_s(traffic.layer_bytes)
+        gather, root = self._gather_s(traffic.layer_bytes), self._gather_s(traffic.root_bytes)
+        scatter = self._scatter_s(traffic.layer_gradient_bytes, self._shards) if reduce else 0.0
+        scatter_root = self._scatter_s(traffic.root_gradient_bytes, self._shards) if reduce else 0.0
         if traffic.expert_bytes:
             gather += self._collectives.all_gather_s(traffic.expert_bytes, self._alike)
-        root = self._gather_s(traffic.root_bytes)
-        scatter = self._scatter_s(traffic.layer_gradient_bytes) + self._experts_scatter_s() if reduce else 0.0
-        scatter_root = self._scatter_s(traffic.root_gradient_bytes) if reduce else 0.0
+            scatter += self._scatter_s(traffic.expert_gradient_bytes, self._alike) if reduce else 0.0
         again = gather if setup.reshard_after_forward else 0.0
         root_again = root if setup.parallel == "zero3" else 0.0
-        forward = root + gather + (layers - 1) * max(0.0, gather - micro.forward_s / layers)
+        forwards = 1 + (setup.extra_forwards if setup.reshard_after_forward else 0)
+        forward = root + forwards * (gather + (layers - 1) * max(0.0, gather - micro.forward_s / layers))
         backward = root_again + again + (layers - 1) * max(0.0, again + scatter - micro.backward_s / layers)
-        asked, asked_all = self._asked(micro, gather)
-        exposed = asked + forward + backward + scatter + scatter_root
-        if traffic.small_units:  # their compute follows at once: nothing hides their latency
-            passes = 2 + bool(reduce)
-            exposed += passes * traffic.small_units * self._collectives.all_gather_s(0.0, self._shards)
-        total = asked_all + root + root_again + layers * (gather + again + scatter) + scatter_root
+        exposed = forward + backward + scatter + scatter_root
+        total = root + root_again + layers * (forwards * gather + again + scatter) + scatter_root
         return exposed + self._overlap_cost * max(total - exposed, 0.0)
-
-    def _asked(self, micro: Micro, gather: float) -> tuple[float, float]:
-        """(exposed, all) seconds of gathers for the micro-batch's forwards without gradients.
-
-        Layer by layer as any forward's; but FSDP2 gathers a second copy of the weights in one piece, with nothing to
-        hide behind. What stays gathered is not gathered again.
-
-        Source: trl 1.16 `models/utils.py` prepare_fsdp (one `fully_shard` of the whole model).
-        """
-        setup, layers = self._setup, max(self._traffic.layers, 1)
-        if not setup.extra_forwards or not setup.reshard_after_forward:
-            return 0.0, 0.0
-        at_once = setup.aim.reference_forwards if setup.parallel == "fsdp2" and setup.copies_reference else 0
-        whole = at_once * self._gather_s(self._traffic.weight_bytes)
-        by_layer = setup.extra_forwards - at_once
-        hidden = micro.asked_s / setup.extra_forwards / layers
-        exposed = by_layer * (gather + (layers - 1) * max(0.0, gather - hidden))
-        return whole + exposed, whole + by_layer * layers * gather
 
     def _gather_s(self, size_bytes: float) -> float:
         """All-gather of a unit, after its share came from the host where weights are offloaded."""
@@ -158,23 +137,14 @@ class DataParallel:
             seconds += size_bytes / self._shards.size / self._host_rate
         return seconds
 
-    def _scatter_s(self, size_bytes: float) -> float:
+    def _scatter_s(self, size_bytes: float, group: Group) -> float:
         """Reduce-scatter within the shard group, then an all-reduce of the share over its replicas (hybrid shard), then
         its copy to the host where the optimizer is there."""
-        if size_bytes <= 0:
-            return 0.0
-        share = size_bytes / self._shards.size
-        seconds = self._collectives.reduce_scatter_s(size_bytes, self._shards)
-        seconds += self._collectives.all_reduce_s(share, self._replicas)
+        share = size_bytes / group.size
+        seconds = self._collectives.all_gather_s(size_bytes, group) + self._collectives.all_reduce_s(
+            share, self._replicas
+        )
         return seconds + (share / self._host_rate if self._host_rate else 0.0)
-
-    def _experts_scatter_s(self) -> float:
-        """As `_scatter_s`, of a layer's experts that are dealt out: over the ranks that hold the same."""
-        size = self._traffic.expert_gradient_bytes
-        if size <= 0:
-            return 0.0
-        seconds = self._collectives.reduce_scatter_s(size, self._alike)
-        return seconds + self._collectives.all_reduce_s(size / self._alike.size, self._replicas)
 
     def _one_process(self, seqs: int) -> float:
         """nn.DataParallel: weights to every GPU before each forward, logits and gradients back to GPU 0, not hidden.
@@ -184,9 +154,8 @@ class DataParallel:
         """
         traffic, setup = self._traffic, self._setup
         logits = setup.data_degree * seqs * setup.seq_len_tokens * traffic.logit_bytes
-        seconds = self._collectives.broadcast_s(traffic.weight_bytes, self._shards)
-        seconds += self._collectives.gather_s(logits, self._shards)
-        return seconds + self._collectives.broadcast_s(traffic.gradient_bytes, self._shards)
+        seconds = self._collectives.send_s(traffic.weight_bytes + traffic.gradient_bytes, self._shards)
+        return seconds + self._collectives.all_gather_s(logits, self._shards)
 
 
 def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs: int) -> tuple[float, float]:
@@ -239,7 +208,7 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
             back = ahead + degree * collectives.send_s(4 * pairs, group)
         else:
             turned = tokens * spec.num_heads * (spec.head_dim + spec.value_head_dim)
-            ahead = back = collectives.all_to_all_s(size * (turned + pairs), group)
+            ahead = back = collectives.all_gather_s(size * (turned + pairs), group)
         forward += count * ahead
         backward += count * back
     again = -(-part.num_layers // setup.checkpointing) / part.num_layers if setup.checkpointing else 0
@@ -270,7 +239,7 @@ def experts_s(
         if layer.mlp is None or layer.mlp.kind != "moe":
             continue
         rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[flow.table]
-        once = 2 * collectives.all_to_all_s(rows, group) + _ROW_PASSES * rows / bandwidth
+        once = 2 * collectives.all_gather_s(rows, group) + _ROW_PASSES * rows / bandwidth
         own = sum(one.num_weights for one in layer.linears if one.dealt) / bandwidth
         copied = own * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[flow.table])
         reduced = own * _REDUCE_BYTES * (setup.shards == setup.expert_degree)

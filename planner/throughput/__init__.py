@@ -11,7 +11,6 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration
 from planner.throughput.conditions import CURRENT, Conditions, conditions_of
-from planner.throughput.effective import effective_tokens_per_s, useful_fraction
 from planner.throughput.model import SpeedModel
 from planner.throughput.profile import ThroughputProfile, profile_of
 from planner.throughput.types import PARTS, StepTime
@@ -26,12 +25,10 @@ __all__ = [
     "StepTime",
     "ThroughputProfile",
     "conditions_of",
-    "effective_tokens_per_s",
     "load_calibration",
     "speed_model",
     "step_time",
     "throughput_profile",
-    "useful_fraction",
 ]
 
 _MAX_MODELS = 64

@@ -130,9 +130,8 @@ def layer_traffic(
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
     sizes = _Sizes(*(SIZE_BYTES[one] for one in (flow.residual, flow.compute, flow.linear_out(flow.residual))))
-    single = conditions.single_operations
-    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, trained=trained, drag=drag, single=single)
-    forward, backward = _with_single_operations(inv, flow, sizes, fused, (forward, backward))
+    passes = SINGLE_GATED if conditions.single_operations else (5, 9)
+    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, passes, trained=trained, drag=drag)
     cast, summed, casting = _around_matrices(inv, sizes)
     kernels = _kernels(inv, conditions, fused, trained=trained, casting=casting)
     return Moved(
@@ -152,9 +151,16 @@ class _Sizes(NamedTuple):
 
 
 def _elementwise_bytes(
-    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], *, trained: bool, drag: float, single: bool
+    inv: Inventory,
+    flow: Flow,
+    sizes: _Sizes,
+    fused: frozenset[str],
+    passes: tuple[int, int],
+    *,
+    trained: bool,
+    drag: float,
 ) -> tuple[float, float]:
-    """Bytes of norms, rotary embeddings, residuals, activations, routing and mixers, forward and backward."""
+    """Bytes of norms, rotary embeddings, residuals, activations, dropouts, routing and mixers, forward and backward."""
     stream, compute, wide = sizes
     norm, rotary, gated = ("norm" in fused, "rotary" in fused, "gated" in fused)
     rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
@@ -164,8 +170,10 @@ def _elementwise_bytes(
         rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
     if not rotary:
         rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
-    passes = SINGLE_GATED if single else (5, 9)
     act_forward, act_backward = (3 * wide, 5 * wide) if gated else (passes[0] * wide, passes[1] * wide)
+    composed = 0 if gated else inv.composed_width * (4 if flow.autocast else wide)  # a power is on autocast's fp32 list
+    # a compiler draws a dropout's numbers beside other work
+    dropped = 0 if "inputs" in fused else inv.dropout_width * (2 * stream + 1)
     layer_norm = _blend(14, 23, drag) if flow.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
     layer_norm_backward = layer_norm + _blend(1, 3.7, drag) * stream
     norm_weight = (5 if norm else _blend(5, 9.5, drag)) * stream if trained else 0.0
@@ -178,6 +186,8 @@ def _elementwise_bytes(
         + inv.plain_width * 2 * wide
         + inv.routed_width * 7 * stream
         + inv.mixer_width * 2 * compute
+        + COMPOSED_FORWARD[0] * composed
+        + dropped
     )
     backward = (
         inv.rms_width * (rms_backward + norm_weight)
@@ -188,29 +198,9 @@ def _elementwise_bytes(
         + inv.plain_width * 3 * wide
         + inv.routed_width * 8 * stream
         + inv.mixer_width * 4 * compute
+        + COMPOSED_BACKWARD[0] * composed
+        + dropped
     )
-    return forward, backward
-
-
-def _single_operations(inv: Inventory, fused: frozenset[str]) -> tuple[int, int]:
-    """(activations that are composed of single operations, dropouts that are kernels of their own)."""
-    composed = 0 if "gated" in fused else inv.num_composed
-    return composed, 0 if "inputs" in fused else inv.num_dropouts  # the compiler draws their numbers beside other work
-
-
-def _with_single_operations(
-    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], others: tuple[float, float]
-) -> tuple[float, float]:
-    """Bytes of the others, of composed activations and of dropouts, forward and backward."""
-    forward, backward = others
-    composed, dropouts = _single_operations(inv, fused)
-    if composed:
-        of_power = 4 if flow.autocast else sizes.wide  # a power is on autocast's fp32 list
-        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
-        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
-    if dropouts:
-        forward += inv.dropout_width * (2 * sizes.stream + 1)
-        backward += inv.dropout_width * (2 * sizes.stream + 1)
     return forward, backward
 
 
@@ -224,8 +214,7 @@ def _around_matrices(inv: Inventory, sizes: _Sizes) -> tuple[int, int, int]:
         active = group.count * linear.num_active
         if group.reads_stream:
             summed += active * linear.in_features * 2 * stream
-        casts = stream != compute if group.reads_stream else (wide != compute and linear.role == "down")
-        if casts:
+        if stream != compute if group.reads_stream else (wide != compute and linear.role == "down"):
             casting += group.count
             cast += active * linear.in_features * 6
             if wide != compute:
@@ -240,7 +229,7 @@ def _kernels(
 ) -> tuple[float, float]:
     """Kernels that all layers launch, forward and backward."""
     rotary, gated = "rotary" in fused, "gated" in fused
-    composed, dropouts = _single_operations(inv, fused)
+    composed, dropouts = inv.num_composed * (not gated), inv.num_dropouts * ("inputs" not in fused)
     calls = sum(group.count * (1 if group.linear.module == "parameter" else group.linear.num) for group in inv.groups)
     norm = (1.0, 2.0) if "norm" in fused else (8.0, 12.0)
     forward = (

@@ -82,7 +82,7 @@ class Family:
     """
 
     __slots__ = (
-        "_busy", "_recompute", "_setup", "_skip_first", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
+        "_busy", "_recompute", "_setup", "_skip_last", "above", "add_s", "forward_host_s", "host_s",
         "modules", "trained_bytes", "trained_params", "trained_tensors", "trainer_micro_s", "trainer_s",
         "work",
     )  # fmt: skip
@@ -100,7 +100,7 @@ class Family:
             self.trainer_s = speed.host_scale * step_s(self.modules)
             self.trainer_micro_s = speed.host_scale * micro_batch_s(self.modules)
         self.trainer_s += trained.step_s * speed.host_scale
-        full, every = setup.method == "full", setup.checkpointing
+        every = setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
         below = max(0, frozen_below(speed.model, setup) - inv.num_apart)
         self.above = 1.0 - below / max(1, inv.num_layers)
@@ -110,8 +110,7 @@ class Family:
         attended = 0.0 if kept else again * work.attention[0]
         attended += self._offloaded_token_s(again) * work.length
         self._recompute = (again_token, attended, again_micro, again * self.above)
-        self._skip_last = full and not speed.conditions.reentrant_checkpointing
-        self._skip_first = not full and not every
+        self._skip_last = setup.method == "full" and not speed.conditions.reentrant_checkpointing
         self._count_host(again)
 
     @property
@@ -178,11 +177,9 @@ class Family:
         matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
             matmul += layers.weight_gradient * trained_share(work.speed, setup)
-        elif self._skip_first:
-            matmul -= layers.first_input_gradient
+        forward, backward = work.attention
         # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
         recompute = again * (layers.forward - (layers.last_forward if self._skip_last else 0.0))
-        forward, backward = work.attention
         parts = {
             "matmul": matmul,
             "recompute": recompute + again_token * cached + again_seq * seqs + again_micro,

@@ -6,7 +6,6 @@ from planner.records import dataclass
 
 # Roles that read the layer's normed input, where autocast casts a fp32 stream once per matrix.
 _STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})
-_QUERY_ROLES = frozenset({"q", "k", "v", "qkv"})
 COMPOSED = frozenset({"gelu_new", "gelu_fast"})
 """Activations that transformers computes as eight or nine kernels. Source: transformers 5.23 `activations.py`."""
 _LINEAR_ATTENTION_WIDTH = 30  # elementwise passes that stand in for a linear-attention mixer's scan
@@ -19,7 +18,6 @@ class MatmulGroup:
     linear: LinearSpec
     count: int
     reads_stream: bool
-    first_layer: int
 
     @property
     def weights(self) -> int:
@@ -84,13 +82,13 @@ class _Tally:
     """Widths, numbers and matrices, added up layer by layer."""
 
     def __init__(self) -> None:
-        self.merged: dict[tuple[LinearSpec, bool], int] = {}
+        self.merged: dict[LinearSpec, int] = {}
         self.attentions: dict[AttentionSpec, int] = {}
         self.width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
         names = ("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed", "apart")
         self.num = dict.fromkeys(names, 0)
 
-    def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int, *, is_first: bool) -> None:
+    def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int) -> None:
         """So many equal layers."""
         self.num["tensors"] += repeats * sum(_tensors(one) for one in layer.linears)
         if layer.fixed_tokens:  # `planner.throughput.encoder`
@@ -101,8 +99,7 @@ class _Tally:
         for linear in layer.linears:
             if linear.of_encoder and cross is not None and cross.key_tokens:
                 continue
-            key = (linear, is_first and linear.role in _QUERY_ROLES)
-            self.merged[key] = self.merged.get(key, 0) + repeats
+            self.merged[linear] = self.merged.get(linear, 0) + repeats
         for norm in layer.norms:
             self.width[norm.kind] += repeats * norm.size * norm.rows_per_token
             self.num[norm.kind] += repeats
@@ -139,10 +136,8 @@ class _Tally:
     def groups(self) -> tuple[MatmulGroup, ...]:
         """The layers' matrices, equal ones together."""
         return tuple(
-            MatmulGroup(
-                linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES, first_layer=1 if in_first else 0
-            )
-            for (linear, in_first), count in self.merged.items()
+            MatmulGroup(linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES)
+            for linear, count in self.merged.items()
         )
 
 
@@ -153,9 +148,8 @@ def _tensors(linear: LinearSpec) -> int:
 
 def _count(model: ModelSpec) -> Inventory:
     tally = _Tally()
-    first = model.layer_kinds[model.layer_order[0]] if model.layer_order else None
     for layer, repeats in model.layer_counts:
-        tally.add_layer(layer, repeats, model.hidden_size, is_first=layer is first)
+        tally.add_layer(layer, repeats, model.hidden_size)
     width, num = tally.width, tally.num
     for norm in model.outer_norms:
         width[norm.kind] += norm.size * norm.rows_per_token

@@ -72,7 +72,6 @@ class LayerMatmuls(NamedTuple):
     forward: float
     input_gradient: float
     weight_gradient: float
-    first_input_gradient: float
     last_forward: float
 
 
@@ -156,7 +155,7 @@ class SpeedModel:
             return found
         size = SIZE_BYTES[dtype]
         rate = self.rates.matmul[dtype]
-        forward = inputs = weights = first = last = 0.0
+        forward = inputs = weights = last = 0.0
         for group in self.inv.groups:
             linear, num = group.linear, max(1, group.linear.num)
             rows = tokens * linear.num_active / num
@@ -168,15 +167,13 @@ class SpeedModel:
             forward += group.count * one
             inputs += group.count * back
             weights += group.count * grad
-            if group.first_layer:
-                first += back
             if linear.role == "down":
                 last += group.count * one
         for linear in self.inv.outer:
             forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
             inputs += self._one(tokens, linear.in_features, linear.out_features, 1, rate, size)
             weights += self._one(linear.out_features, linear.in_features, tokens, 1, rate, size)
-        made = LayerMatmuls(forward, inputs, weights, first, last)
+        made = LayerMatmuls(forward, inputs, weights, last)
         self._matmuls[key] = made
         return made
 

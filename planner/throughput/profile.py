@@ -12,9 +12,8 @@ from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 from planner.throughput.work import Work, trained_share
 
 if TYPE_CHECKING:
-    from planner.throughput.encoder import EncoderTime
+    from planner.throughput.beside import Beside
     from planner.throughput.rollout import Generation
-    from planner.throughput.tower import TowerTime
 
 EXPERTS_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
@@ -142,7 +141,7 @@ class ThroughputProfile:
     def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.work.power, self._family.host_s
-        host += self.beside_host_s + self._family.work.loss_host_s(self._setup.loss, samples)
+        host += self.beside_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -286,16 +285,12 @@ def _generation(speed: SpeedModel, family: Family, setup: TrainSetup) -> "Genera
     return Generation(speed, family, setup)
 
 
-def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "TowerTime | EncoderTime | None":
-    if speed.model.encoder_tokens:
-        from planner.throughput.encoder import EncoderTime  # late: text alone needs none of it
-
-        return EncoderTime(speed, setup)
-    if setup.images is None:
+def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "Beside | None":
+    if setup.images is None and not speed.model.encoder_tokens:
         return None
-    from planner.throughput.tower import TowerTime  # late: text alone needs none of it
+    from planner.throughput import beside  # late: text alone needs none of it
 
-    return TowerTime(speed, setup)
+    return beside.clips(speed, setup) if speed.model.encoder_tokens else beside.pictures(speed, setup)
 
 
 def _host_note(slow_host: float, slower: float) -> list[str]:

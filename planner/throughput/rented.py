@@ -15,8 +15,8 @@ ADAPTER_BACKWARD_S, ADAPTER_S = 19.4e-6, 242e-6
 """A kernel of an adapter's backward; an adapted matrix's forward."""
 QUANTIZED_S, LAUNCH_S = 151e-6, 181e-6
 """A quantized matrix, forward or backward; a Triton launch."""
-RECOMPUTED_LAYER_S, CHUNK_S, CONSTANT_S = 1024e-6, 236e-6, 0.6e-3
-"""A checkpointed layer's hooks; a piece of a loss that is cut; what no layer has."""
+RECOMPUTED_LAYER_S, CONSTANT_S = 1024e-6, 0.6e-3
+"""A checkpointed layer's hooks; what no layer has."""
 ALONE_S = 22e-6
 """A kernel of a forward that records no graph: 7.3 microseconds less than one that does."""
 LOOPED_TENSOR_S, LISTED_TENSOR_S, UPDATE_S = 60e-6, 4.0e-6, 7.6e-6

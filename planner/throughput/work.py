@@ -2,21 +2,17 @@
 
 from typing import NamedTuple
 
-from planner.choices.losses import LOSSES
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.trained import kind_linears, layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
 from planner.throughput.model import LayerMatmuls, SpeedModel
-from planner.throughput.rented import CHUNK_S
 
 _WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
 EAGER_ATTENTION_KERNELS = (8, 10)
 """Kernels of attention in single operations beyond those of one fused kernel, forward and backward: copies of queries,
 keys, values and output, two products, scaling, mask and softmax. Counted by running GPT-2's layer in PyTorch 2.13;
 under autocast a cast more forward and three backward."""
-COMPILED_ATTENTION_KERNELS = (2, 4)
-"""The same under torch.compile, which makes one kernel of all between the two products."""
 
 
 TIMES_LORA = {"dora": (3.3, 1.9), "adalora": (1.5, 1.3), "vera": (1.8, 1.0), "oft": (1.4, 2.0), "ia3": (1.0, 0.35)}
@@ -119,15 +115,6 @@ class Work:
             self._losses[loss, samples] = found
         return found
 
-    def loss_host_s(self, loss: str, samples: int) -> float:
-        """Host seconds to issue the pieces into which a loss is cut."""
-        head = self.speed.inv.head
-        if head is None or self._compiled:
-            return 0.0
-        tokens = samples * self._scored
-        pieces = -(-tokens // LOSSES[loss].tiling(tokens, head.out_features, head.in_features).tokens)
-        return pieces * CHUNK_S * self.speed.host_scale
-
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
         tokens = seqs * length
@@ -143,9 +130,9 @@ def _further_kernels(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[
     forward = backward = 0
     if setup.attention == "eager":
         layers = sum(count for _, count in inv.attentions)
-        single = COMPILED_ATTENTION_KERNELS if setup.compiled else EAGER_ATTENTION_KERNELS
-        casts = flow.autocast is not None and not setup.compiled
-        forward, backward = layers * (single[0] + casts), layers * (single[1] + 3 * casts)
+        casts = flow.autocast is not None
+        forward, backward = (layers * one for one in EAGER_ATTENTION_KERNELS)
+        forward, backward = forward + layers * casts, backward + 3 * layers * casts
     if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
         copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
         forward += copies

@@ -31,15 +31,13 @@ def test_a_ring_takes_its_volume_over_the_link() -> None:
     rate = one_node.within.bytes_per_s
     assert collectives.all_reduce_s(1e9, group) == pytest.approx(2 * 7 / 8 * 1e9 / rate)
     assert collectives.all_gather_s(1e9, group) == pytest.approx(7 / 8 * 1e9 / rate)
-    assert collectives.reduce_scatter_s(1e9, group) == collectives.all_gather_s(1e9, group)
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     two_nodes = cluster(16, nodes=2)
     collectives = Collectives(two_nodes, EXACT)
     group = group_of(two_nodes, 16)
-    both = collectives.reduce_scatter_s(3e8, group) + collectives.all_gather_s(3e8, group)
-    assert collectives.all_reduce_s(3e8, group) == pytest.approx(both)
+    assert collectives.all_reduce_s(3e8, group) == pytest.approx(2 * collectives.all_gather_s(3e8, group))
 
 
 def test_between_nodes_the_slower_link_decides() -> None:
@@ -69,17 +67,6 @@ def test_groups_fill_nodes_before_the_next_begins() -> None:
     assert group_of(four, 32).nodes == 4
 
 
-def test_a_tree_carries_small_messages_and_a_ring_large_ones() -> None:
-    many = cluster(128, nodes=16, latency_s=5e-6)
-    collectives = Collectives(many, EXACT)
-    group = group_of(many, 128)
-    hops = 2 * (127 * 5e-6)
-    assert collectives.all_reduce_s(8.0, group) == pytest.approx(2 * (7 + 4) * 5e-6, rel=1e-3)
-    assert collectives.all_reduce_s(8e10, group) == pytest.approx(
-        hops + reduce_volume(128) * 8e10 / many.between.bytes_per_s if many.between else 0
-    )
-
-
 def test_latency_counts_every_hop_of_a_ring() -> None:
     two = cluster(16, nodes=2, latency_s=4e-6)
     group = group_of(two, 16)
@@ -90,13 +77,7 @@ def test_one_rank_alone_sends_nothing() -> None:
     one_node = cluster(8)
     collectives = Collectives(one_node, SpreadConstants())
     alone = group_of(one_node, 1)
-    for collective in (
-        collectives.all_reduce_s,
-        collectives.all_gather_s,
-        collectives.broadcast_s,
-        collectives.gather_s,
-        collectives.send_s,
-    ):
+    for collective in (collectives.all_reduce_s, collectives.all_gather_s, collectives.send_s):
         assert collective(1e9, alone) == 0.0
 
 

@@ -84,7 +84,7 @@ def test_seconds_by_hand() -> None:
     setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
     (part,) = rank_parts(_model(), setup)
     wires = Collectives(make_cluster(H100, 8), load_calibration().spread_constants)
-    one = wires.all_to_all_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
+    one = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
     forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
     assert forward == pytest.approx(LAYERS * 2 * one)
     assert backward == pytest.approx(LAYERS * 4 * one)
