@@ -13,7 +13,7 @@ from planner.plan import NoPlan, Plan
 from planner.planning.answer import best_by_method
 from planner.records import dataclass
 from planner.samples.useful import cost_usd, job_s
-from planner.units import count, gib, seconds
+from planner.units import GIB, count, gib, seconds
 from planner.workload import Workload
 from reports.markdown import bullets, document
 from reports.markdown import table as markdown_table
@@ -35,9 +35,10 @@ from reports.text import (
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
-BY_METHOD_COLUMNS = 105
+TIGHT_MARK = "?"
+BY_METHOD_COLUMNS = 136
 """Width of a terminal from which on the three methods' speeds stand in columns; from SETUP_COLUMNS on the setup too."""
-SETUP_COLUMNS = 150
+SETUP_COLUMNS = 170
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +155,17 @@ class GpusSheet(Sheet):
             choices = [one for one in choices if one.fits]
         by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
         header, rows, right = _gpus_table(choices, by_method=by_method, setups=setups)
-        page.whole(header, rows, right=right, fixed=("--gpu", "method", "priced on"))
+        page.whole(header, rows, right=right, fixed=("--gpu", "method", "method ", "priced on"))
         marks = memory_marks(one.answer.chosen.memory_evidence for one in choices if isinstance(one.answer, Plan))
         job = any(one.duration_s is not None for one in choices)
-        what = "#: place by time and by cost of the whole job" if job else "#: place by tokens/s and by cost"
-        words = f"{what}. {'' if job else '$/M: US dollars per million tokens. '}Peaks: {marks or '-'}."
+        what = "#: place by time and by cost of the whole job. " if job else "#: place by tokens/s and by cost. "
+        words = (
+            f"{what if by_method else ''}{'' if job else '$/M: US dollars per million tokens. '}Peaks: {marks or '-'}."
+        )
         if by_method:
             words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
+        elif any(isinstance(one.answer, Plan) and one.answer.chosen.verdict != "fits" for one in choices):
+            words += f" {TIGHT_MARK}: may run out of memory."
         if not setups and not all(one.fits for one in choices):
             words += " +: memory that is missing."
         page.line(words, style="dim")
@@ -203,42 +208,53 @@ def _gpu_json(one: GpuChoice) -> dict[str, Any]:
     }
 
 
+RIGHT = ("memory", "GiB", "tokens/s", "time", "#", "cost", "$/M", "# ", "$/hour", *METHOD_SHORT.values())
+"""Columns of numbers."""
+
+
 def _gpus_table(
     choices: Sequence[GpuChoice], *, by_method: bool, setups: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    """Header, rows and the columns of numbers; `by_method`: with every method's speed and the price with its date;
-    `setups`: in full words."""
-    speeds = tuple(METHOD_SHORT.values()) if by_method else ()
+    """Header, rows and the columns of numbers; `by_method`: with the places, every method's speed and the price with
+    its date; `setups`: in full words. Without either a row fits 80 columns."""
     job = any(one.duration_s is not None for one in choices)
-    costs = ("time", "#", "cost", "# ") if job else ("#", "$/M", "# ")
-    prices = ("$/hour", "priced on") if by_method else ()
-    header = ("--gpu", "memory", "fits", "tokens/s", *costs, *prices, *speeds, "setup" if setups else "method")
-    rows: list[tuple[str, ...]] = []
-    for one in choices:
-        wish, memory = one.answer.workload, gib(one.answer.workload.memory_bytes)
-        price = "-" if wish.price_per_hour is None else dollars(wish.price_per_hour)
-        dated = "not known" if wish.price_per_hour is None else price_date(wish)
-        priced = (price, dated) if by_method else ()
-        if isinstance(one.answer, NoPlan):
-            missing = f"{gib(one.answer.missing_bytes)} missing" if setups else f"+{gib(one.answer.missing_bytes)}"
-            rows.append((one.gpu.key, memory, "no", "-", *("-",) * len(costs), *priced, *("-",) * len(speeds), missing))
-            continue
-        chosen, best = one.answer.chosen, best_by_method(one.answer)
-        cost = "-" if one.cost_usd is None else dollars(one.cost_usd) if job else f"{one.cost_usd:,.3f}"
-        places = (str(one.speed_place or "-"), cost, str(one.cost_place or "-"))
-        rows.append(
-            (
-                one.gpu.key,
-                memory,
-                fit_word(chosen),
-                f"{chosen.tokens_per_s:,.0f}",
-                *((seconds(one.duration_s or 0.0), *places) if job else places),
-                *priced,
-                *(f"{best[method].tokens_per_s:,.0f}" if method in best else "-" for method in METHOD_SHORT if speeds),
-                short_setup_words(chosen.setup) if setups else METHOD_SHORT[chosen.setup.method],
-            )
-        )
-    return header, rows, ("memory", "tokens/s", "time", "#", "cost", "$/M", "# ", "$/hour", *speeds)
+    costs = ("time", "cost") if job else ("$/M",)
+    header: tuple[str, ...] = ("--gpu", "GiB", "tokens/s", *costs, "method ")
+    if by_method:
+        places = ("time", "#", "cost", "# ") if job else ("#", "$/M", "# ")
+        said = ("$/hour", "priced on", *METHOD_SHORT.values(), "setup" if setups else "method")
+        header = ("--gpu", "memory", "fits", "tokens/s", *places, *said)
+    cells = [_gpu_cells(one) for one in choices]
+    return header, [tuple(row.get(name, "-") for name in header) for row in cells], RIGHT
+
+
+def _gpu_cells(one: GpuChoice) -> dict[str, str]:
+    """What stands of a card in every column that it has a figure for."""
+    wish = one.answer.workload
+    found = {"--gpu": one.gpu.key, "memory": gib(wish.memory_bytes), "GiB": f"{wish.memory_bytes / GIB:.2f}"}
+    if wish.price_per_hour is not None:
+        found["$/hour"] = dollars(wish.price_per_hour)
+    found["priced on"] = "not known" if wish.price_per_hour is None else price_date(wish)
+    if isinstance(one.answer, NoPlan):
+        missing = gib(one.answer.missing_bytes)
+        return found | {"fits": "no", "setup": f"{missing} missing", "method": f"+{missing}", "method ": f"+{missing}"}
+    chosen = one.answer.chosen
+    method = METHOD_SHORT[chosen.setup.method]
+    found |= {
+        "fits": fit_word(chosen),
+        "tokens/s": f"{chosen.tokens_per_s:,.0f}",
+        "#": str(one.speed_place or "-"),
+        "# ": str(one.cost_place or "-"),
+        "setup": short_setup_words(chosen.setup),
+        "method": method,
+        "method ": method if chosen.verdict == "fits" else f"{method} {TIGHT_MARK}",
+    }
+    if one.duration_s is not None:
+        found["time"] = seconds(one.duration_s)
+    if one.cost_usd is not None:
+        found |= {"cost": dollars(one.cost_usd), "$/M": f"{one.cost_usd:,.3f}"}
+    best = best_by_method(one.answer)
+    return found | {METHOD_SHORT[name]: f"{best[name].tokens_per_s:,.0f}" for name in METHOD_SHORT if name in best}
 
 
 @dataclass(frozen=True, kw_only=True)

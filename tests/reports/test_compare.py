@@ -39,7 +39,7 @@ def page(render: Callable[[Console], None], width: int) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, 140])
 def test_comparison_and_which_gpu_golden(width: int) -> None:
     assert_golden(f"compare_{width}.txt", page(lambda console: render_comparison(named(), console), width))
     choices = rank_gpus(answers())
