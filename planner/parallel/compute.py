@@ -56,7 +56,7 @@ class Rank:
         )
         self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)
-        host = self.profile.family.host_s + self.profile.beside_host_s
+        host = self.profile.family.host_s + self.profile.encoder_host_s
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
             host *= setup.num_gpus
         if setup.parallel in ("zero3", "fsdp2"):

@@ -12,7 +12,7 @@ from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 from planner.throughput.work import Work, trained_share
 
 if TYPE_CHECKING:
-    from planner.throughput.beside import Beside
+    from planner.throughput.encoders import EncoderTime
     from planner.throughput.rollout import Generation
 
 EXPERTS_BAND = 0.5
@@ -40,7 +40,7 @@ class ThroughputProfile:
     """
 
     __slots__ = (
-        "_beside",
+        "_encoder",
         "_family",
         "_generation",
         "_parts",
@@ -56,7 +56,7 @@ class ThroughputProfile:
         self._family = family if family is not None else family_of(speed, setup)
         self._parts: dict[int, dict[str, float]] = {}
         self.times: dict[int, float] = {} if times is None else times
-        self._beside = _time_beside(speed, setup)
+        self._encoder = _encoder_time(speed, setup)
         self._generation = _generation(speed, self._family, setup) if setup.aim.rolls_out else None
 
     def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
@@ -84,9 +84,9 @@ class ThroughputProfile:
         return self._family
 
     @property
-    def beside_host_s(self) -> float:
+    def encoder_host_s(self) -> float:
         """Host seconds to issue the kernels of a micro-batch's pictures or sound."""
-        return self._beside.host_s if self._beside is not None else 0.0
+        return self._encoder.host_s if self._encoder is not None else 0.0
 
     def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
@@ -94,8 +94,8 @@ class ThroughputProfile:
         if parts is None:
             parts = self._parts[micro_batch_seqs] = self._family.parts(micro_batch_seqs)
             parts["loss"] = self._family.work.loss_s(self._setup.loss, micro_batch_seqs)
-            if self._beside is not None:
-                parts[self._beside.name] = self._beside.seconds(micro_batch_seqs)
+            if self._encoder is not None:
+                parts[self._encoder.name] = self._encoder.seconds(micro_batch_seqs)
         return dict(parts)
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
@@ -117,7 +117,7 @@ class ThroughputProfile:
             micro = times.get(samples)
             if micro is None:
                 busy = self._family.busy_s(samples) + self._family.work.loss_s(self._setup.loss, samples)
-                busy += self._beside.seconds(samples) if self._beside is not None else 0.0
+                busy += self._encoder.seconds(samples) if self._encoder is not None else 0.0
                 micro = times[samples] = self._with_host(busy, samples) + self._family.trainer_micro_s
             found.append(steps * micro + (steps - 1) * add_s + step_s + self._collated_s(samples, steps))
         if self._generation is not None:
@@ -141,7 +141,7 @@ class ThroughputProfile:
     def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.work.power, self._family.host_s
-        host += self.beside_host_s
+        host += self.encoder_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -160,8 +160,8 @@ class ThroughputProfile:
         if not full and setup.kind.like_lora:
             needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
         needed += setup.extra_forwards * (2.0 * (weights + head) * tokens + self._family.work.attention_flops * seqs)
-        if self._beside is not None:
-            needed += self._beside.flops(micro_batch_seqs, full=full)
+        if self._encoder is not None:
+            needed += self._encoder.flops(micro_batch_seqs, full=full)
         return needed * accumulation_steps
 
     def head_flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -198,7 +198,7 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        beside = parts[self._beside.name] if self._beside is not None else 0.0
+        beside = parts[self._encoder.name] if self._encoder is not None else 0.0
         unmeasured = self._family.unmeasured_s(seqs) * steps + generation + beside
         if not setup.aim.supervised:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
@@ -269,8 +269,8 @@ class ThroughputProfile:
                 f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
                 "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
             )
-        if self._beside is not None:
-            notes.append(self._beside.note)
+        if self._encoder is not None:
+            notes.append(self._encoder.note)
         if self._generation is not None:
             notes.append(
                 "No run with generation has been compared: it is counted from the bytes of each token and the host's "
@@ -285,12 +285,12 @@ def _generation(speed: SpeedModel, family: Family, setup: TrainSetup) -> "Genera
     return Generation(speed, family, setup)
 
 
-def _time_beside(speed: SpeedModel, setup: TrainSetup) -> "Beside | None":
+def _encoder_time(speed: SpeedModel, setup: TrainSetup) -> "EncoderTime | None":
     if setup.images is None and not speed.model.encoder_tokens:
         return None
-    from planner.throughput import beside  # late: text alone needs none of it
+    from planner.throughput import encoders  # late: text alone needs none of it
 
-    return beside.clips(speed, setup) if speed.model.encoder_tokens else beside.pictures(speed, setup)
+    return encoders.clips(speed, setup) if speed.model.encoder_tokens else encoders.pictures(speed, setup)
 
 
 def _host_note(slow_host: float, slower: float) -> list[str]:

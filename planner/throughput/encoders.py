@@ -27,7 +27,7 @@ class Layers(NamedTuple):
     both_ways: bool
 
 
-class Beside(NamedTuple):
+class EncoderTime(NamedTuple):
     """GPU and host seconds of the pictures or clips of a micro-batch.
 
     Measured: no run with either; counted from the same constants as the text's layers. Not counted: projectors, the
@@ -77,7 +77,7 @@ class Beside(NamedTuple):
         return samples * (passes * weights * length + (1 + 2 * self.gradients) * family.work.attention_flops)
 
 
-def clips(speed: SpeedModel, setup: TrainSetup) -> Beside:
+def clips(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     """An encoder of clips, with the keys and values that the decoder's layers make of its output."""
     model, length = _encoder_alone(speed.model), speed.model.encoder_tokens
     adapts = setup.method == "full" or _matches(model, setup)
@@ -88,10 +88,10 @@ def clips(speed: SpeedModel, setup: TrainSetup) -> Beside:
         "No training run with sound has been compared in speed: the encoder's time is counted from the constants of "
         "text's layers, without its convolutions; reading sound on the host is not counted."
     )
-    return Beside("encoder", note, (layers,), frozen_below(speed.model, setup) == 0, adapts)
+    return EncoderTime("encoder", note, (layers,), frozen_below(speed.model, setup) == 0, adapts)
 
 
-def pictures(speed: SpeedModel, setup: TrainSetup) -> Beside:
+def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     """The layers of a vision encoder, each kind as a model of its own."""
     assert setup.images is not None
     tower, adapted = tower_of(speed.model, setup.images), tower_adapted(speed.model, setup)
@@ -107,7 +107,7 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> Beside:
         "layers, without its projector; reading and resizing pictures on the host is not counted."
     )
     fixed_s = _convolutions(speed, setup, images) if tower.convolves else (0.0, 0.0)
-    return Beside("tower", note, tuple(layers), asks_gradients(tower, setup, adapted), bool(adapted), fixed_s)
+    return EncoderTime("tower", note, tuple(layers), asks_gradients(tower, setup, adapted), bool(adapted), fixed_s)
 
 
 def _family(speed: SpeedModel, model: ModelSpec, setup: TrainSetup) -> Family:
