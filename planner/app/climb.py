@@ -163,10 +163,11 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     from planner.app.targets import with_engine_note
     from planner.planning.runs import Known
 
+    usual, workload = workload.usual_length, replace(workload, usual_length=False)
     workload = with_known_context(workload) if history else workload
     known, walked = history_of(workload) if history else (), Known()
     found = _answered(workload, known, walked, dry_run=dry_run)
-    if isinstance(found, NoPlan) and workload.usual_length:
+    if isinstance(found, NoPlan) and usual:
         found = _of_a_shorter_length(workload, known, walked, dry_run=dry_run) or found
     return with_engine_note(found, walked) if isinstance(found, Plan) else found
 

@@ -14,6 +14,7 @@ from planner.memory.state import (
     Held,
     RankState,
     gradients_held,
+    halves_stay_apart,
     part_trained,
     rank_state,
     weights_held,
@@ -182,18 +183,20 @@ def _bucketed(
     # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
     own = size * max(local.num, trained.embeddings)
     # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
-    late = max(0, own - bucket) if bucket == size * trained.num or setup.parallel == "zero1" else own
+    single = bucket == size * trained.num
+    late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
     if setup.parallel == "zero1":
         whole = whole_gradients(model, inner, trained, accumulated)
         held = [one for one in whole if one.moments != ("step",)]
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
         held.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
         # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
-        return [*held, gradients_held(f"gradients / {shards}", 0 if offloaded else late, "end")]
+        late = 0 if offloaded else late
+        return [*held, gradients_held(f"gradients / {shards}", late, "end")]
     matrix = _stacks(model)[2]
     held = [
         gradients_held("ZeRO's reduce bucket", bucket, *BACKWARD),
-        *_gradients_and_copy(model, trained, bucket, matrix, "flattened bucket on its way"),
+        *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
         gradients_held(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
     ]
     if accumulated and not offloaded:
@@ -206,24 +209,26 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
 
     Gathered at once: every call of a module asks for `stage3_prefetch_bucket_size` more elements, so that what is
     live fills up to `stage3_max_live_parameters` (1e9) all along, with the tensor that crosses the limit beyond it;
-    less only where less is left to be used in the step. What keeps a view of a gathered weight keeps all of it until
-    its backward: bitsandbytes' 4-bit layers, and experts in stacks without checkpointing. The bucket and this rank's
-    gradients are allocated once and kept.
+    less only where less is left to be used in the step. Parameters below the persistence threshold stay gathered
+    (norms, most LoRA matrices). What keeps a view of a gathered weight keeps all of it until its backward:
+    bitsandbytes' 4-bit layers (without checkpointing, and with that which is not reentrant: its forward builds a graph)
+    and experts in stacks (without). The bucket and this
+    rank's gradients are allocated once and kept.
 
     Source: DeepSpeed 0.19 `stage3.py` (ipg bucket, grad_partitions_flat_buffer, sub groups),
     `partitioned_param_coordinator.py` __params_to_release, `parameter_offload.py` mark_persistent_parameters.
-    Not counted: hpZ and MiCS groups, NVMe, parameters below the persistence threshold, which stay gathered (norms, most
-    LoRA matrices: 1.8 % of a peak at most).
+    Not counted: hpZ and MiCS groups, NVMe.
     Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
     """
     size, model = SIZE_BYTES[trained.dtype], part.model
     local = _flat(trained, setup.shards)
     stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
     held, host = _cut(part, setup, inner, trained, local, stepped)
-    held += _reduced(model, trained)
+    held += _reduced(model, inner, trained)
     layer = gathered_groups(model, inner, 1).layer
     loss_forward, asked = _beside_reference(model, inner) if setup.asks_beside else (0, 0)
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
+    held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
     return rank_state(
         part,
         inner,
@@ -239,14 +244,14 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     )
 
 
-def _reduced(model: ModelSpec, trained: Trained) -> list[Held]:
+def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
     """The bucket, and gradients on their way through it."""
     bucket = SIZE_BYTES[trained.dtype] * zero_bucket_elements(trained.num)
     _, block_stacks, largest = _stacks(model)
     waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
     copy = "reduce-scatter's copy of the bucket"
     whole = gradients_held("ZeRO's reduce bucket", bucket)
-    return [whole, *_gradients_and_copy(model, trained, bucket, waiting, copy)]
+    return [whole, *_gradients_and_copy(model, inner, trained, bucket, waiting, copy)]
 
 
 def _cut(
@@ -288,6 +293,24 @@ def _norm(elements: int) -> Held:
     return gradients_held("gradient in fp64 for its norm", 8 * elements, "end")
 
 
+def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the parameters that ZeRO-3 keeps gathered: those below its persistence threshold."""
+    size = SIZE_BYTES[setup.weight_dtype]
+    elements = 0
+    for layer, num in model.layer_counts:
+        elements += num * sum(norm.num_params for norm in layer.norms if norm.size < ZERO3_PERSISTENT_ELEMENTS)
+        elements += num * sum(one.num_bias for one in layer.linears if one.out_features < ZERO3_PERSISTENT_ELEMENTS)
+    elements += sum(norm.num_params for norm in model.outer_norms)
+    if setup.method != "full":
+        for _, num, linears in adapted(model, setup):
+            for one in linears:
+                rank = setup.lora_rank
+                for side in (one.in_features, one.out_features):
+                    if rank * side < ZERO3_PERSISTENT_ELEMENTS:
+                        elements += num * one.num * rank * side
+    return size * elements
+
+
 def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     """What is gathered at every moment: see `zero3`.
 
@@ -305,10 +328,16 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
     kept = _viewed(model, inner, groups, half * stacks)
-    forward = max(min(everything, live + over) + ahead, 2 * half * block_stacks)
-    loss = min(everything, max(live + over, kept + groups.tail))
+    # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
+    head = groups.tail if inner.checkpointing and inner.loss == "full" else over
+    forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
+    loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
+    # the backward gathers ahead again, in quantized layers beside the views
+    again = 0
+    if inner.quantized and inner.checkpointing and groups.layers > live:
+        again = max(kept, groups.layer) + groups.tail + live
     # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
-    first = max(min(everything, loss + ahead), 0 if inner.checkpointing else 2 * half * block_stacks)
+    first = max(min(everything, loss + ahead), again, 0 if inner.checkpointing else 2 * half * block_stacks)
     last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
     # a head that a fused loss reads is there for the whole forward and backward
     read = groups.tail if inner.loss != "full" and not model.tied else 0
@@ -325,6 +354,8 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
 def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: int) -> int:
     """Bytes of gathered weights that views keep until their backward."""
     kept = groups.layers - stacks_bytes if inner.quantized else 0
+    if inner.reentrant_checkpointing and inner.checkpointing == 1:
+        kept = 0  # the forward runs without a graph: nothing views what it gathered
     if stacks_bytes and not inner.checkpointing and not _adapts_stacks(model, inner):
         kept += stacks_bytes
     return kept
@@ -340,8 +371,12 @@ def _beside_reference(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
     """
     groups = gathered_groups(model, inner, 1)
     half = SIZE_BYTES[inner.weight_dtype]
-    live = min(groups.whole - groups.root, half * ZERO3_LIVE_ELEMENTS) if inner.copies_reference else 0
-    return live, live + half * ZERO3_PREFETCH_ELEMENTS
+    everything = groups.layers + groups.embedding + groups.tail
+    live = min(everything, half * (ZERO3_LIVE_ELEMENTS + _stacks(model)[2] // 2))
+    ahead = min(half * ZERO3_PREFETCH_ELEMENTS, everything)
+    if inner.copies_reference:
+        return max(live, groups.tail), live + ahead
+    return 0, ahead
 
 
 def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:
@@ -375,11 +410,13 @@ def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
     return min(model.num_layers, -(-bucket * model.num_layers // max(1, blocks)))
 
 
-def _gradients_and_copy(model: ModelSpec, trained: Trained, bucket: int, matrix: int, name: str) -> list[Held]:
+def _gradients_and_copy(
+    model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, matrix: int, name: str
+) -> list[Held]:
     """Gradients before the engine moves them into its bucket, and the copy in which a bucket crosses the link.
 
     The head's gradient comes first, then the matrices of the last layer, the embedding's last. A tied head's half waits
-    for the embedding's. The copy is made when the next gradient
+    for the embedding's, and the two may make a third (`halves_stay_apart`). The copy is made when the next gradient
     finds the bucket full: not before the head's has come, and only at the end where everything fits into one. It never
     meets the halves, as the sum of them is what finds the bucket full.
     """
@@ -387,10 +424,11 @@ def _gradients_and_copy(model: ModelSpec, trained: Trained, bucket: int, matrix:
     gradient = "one parameter's gradient"
     single = bucket >= size * trained.num
     waiting = trained.embeddings if model.tied else 0
-    halves = 1 + int(model.tied)
+    halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
     matrix = min(matrix, trained.num)
     blocks = _blocks_per_bucket(model, trained)
-    copy = 0 if single else bucket
+    # a gradient larger than the bucket is reduced where it lies, and what stood in the bucket before it is little
+    copy = 0 if single or size * matrix > bucket else bucket
     end = size * halves * trained.embeddings
     if not single:
         end = max(end, size * trained.embeddings + bucket)

@@ -26,7 +26,7 @@ _SET = re.compile(
 )
 _EXPORTED = re.compile(r"(?:^|;|&&)\s*+(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
 _PAIR = re.compile(r"(?<!\w)([A-Za-z_]\w*+=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|()])*+)(?=\s|$)")
-_EXPORTS = re.compile(rf"\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
+_EXPORTS = re.compile(rf"(?<!\s)\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
 _DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")

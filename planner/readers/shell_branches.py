@@ -135,7 +135,7 @@ class Branches:
 
     def truth(self, condition: str, variables: dict[str, str]) -> bool | None:
         """Whether a test of one variable is true; None where that is not known."""
-        test = re.sub(r"\s*;\s*then\b.*$", "", condition.strip(), flags=re.DOTALL)
+        test = re.sub(r"(?<!\s)\s*;\s*then\b.*$", "", condition.strip(), flags=re.DOTALL)
         if found := _ONE_OF.match(test):
             value, patterns = self.filled(found[1], variables), found[2].split("|")
             if "*" in patterns:

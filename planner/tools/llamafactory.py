@@ -47,7 +47,12 @@ LLAMAFACTORY = Tool(
         Field(of="lora_rank", key="lora_rank", default=8),
         Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora_target", fix=False),
-        Field(of="modules_to_save", key="additional_target", fix=False),
+        Field(
+            of="modules_to_save",
+            key="additional_target",
+            more=("add_tokens", "add_special_tokens", "new_special_tokens", "resize_vocab"),
+            fix=False,
+        ),
         PARALLEL,
     ),
     fixed=("precision",),

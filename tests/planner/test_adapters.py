@@ -43,7 +43,7 @@ def test_an_unknown_adapter_and_a_full_one_are_refused() -> None:
     with pytest.raises(SetupError, match="must be a list of module names"):
         setup_from_dict({"modules_to_save": 3})
     with pytest.raises(SetupError, match="adapter must be one of"):
-        setup_from_dict({"adapter": "houlsby"})
+        setup_from_dict({"adapter": "hourglass"})
     with pytest.raises(SetupError, match="belongs to method"):
         setup_from_dict({"method": "full", "adapter": "rslora"})
 

@@ -57,7 +57,7 @@ def test_several_gpus_without_copies_have_nothing_to_shard() -> None:
 
 
 def test_one_gpu_shards_nothing_else() -> None:
-    for fields in ({"parallel": "fsdp2"}, {"parallel": "zero3"}, {"tensor_degree": 2}, {"shard_degree": 2}):
+    for fields in ({"parallel": "fsdp2"}, {"tensor_degree": 2}, {"shard_degree": 2}):
         with pytest.raises(SetupError, match="more than one GPU"):
             FULL.with_(**fields)
 

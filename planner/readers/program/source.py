@@ -46,7 +46,7 @@ def of_notebook(text: str, name: str) -> Source:
         codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is not a notebook that can be read", hint="save it as .ipynb, format 4") from error
-    other = re.compile(r"\s*%%(bash|sh|html|javascript|writefile|script|file)\b")
+    other = re.compile(r"(?<!\s)\s*%%(bash|sh|html|javascript|writefile|script|file)\b")
     kept = {number: _without_magics(code) for number, code in enumerate(codes, start=1) if not other.match(code)}
     try:
         tree_of(_joined(kept))
