@@ -185,21 +185,25 @@ def _of_a_shorter_length(
 ) -> Plan | None:
     from planner.planning.answer import plan_workload
 
-    def fits(tokens: int) -> bool:
-        shorter = replace(workload, seq_len_tokens=tokens)
-        return isinstance(plan_workload(shorter, known=walked, helped=False), Plan)
+    def by_formula(shorter: Workload) -> Plan | NoPlan | None:
+        try:
+            return plan_workload(shorter, known=walked, helped=False)
+        except UsageError:  # too short for what was asked for, completions for example
+            return None
 
+    lengths = [replace(workload, seq_len_tokens=tokens) for tokens in SHORTER if tokens < workload.seq_len_tokens]
+    if lengths and isinstance(by_formula(lengths[-1]), NoPlan):
+        return None
     tight: Plan | None = None
-    for tokens in SHORTER if fits(SHORTER[-1]) else ():
-        if tokens >= workload.seq_len_tokens or not fits(tokens):
+    for shorter in lengths:
+        if not isinstance(by_formula(shorter), Plan):
             continue
-        shorter = replace(workload, seq_len_tokens=tokens)
         found = _answered(shorter, known, walked, dry_run=dry_run)
         if isinstance(found, NoPlan):
             continue
         note = (
-            f"{workload.seq_len_tokens:,} tokens, planned where no length is said, do not fit; {tokens:,} do: "
-            "--seq-len or --dataset says how long your samples are"
+            f"{workload.seq_len_tokens:,} tokens, planned where no length is said, do not fit; "
+            f"{shorter.seq_len_tokens:,} do: --seq-len or --dataset says how long your samples are"
         )
         found = replace(found, notes=(risk(note), *found.notes))
         if found.chosen.verdict == "fits":

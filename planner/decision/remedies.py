@@ -28,6 +28,7 @@ def refusal(
     answers: tuple[Answer, ...],
     space: SpaceCount,
     notes: tuple[str, ...],
+    *,
     helped: bool = True,
 ) -> NoPlan:
     """The answer where nothing fits: by how much, and, `helped`, what would help, as the level says that refused (a

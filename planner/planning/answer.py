@@ -29,7 +29,7 @@ from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.notes import found, risk, usual
 from planner.outcome import Candidate
-from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.refine import CorrectionKey
 from planner.planning.runs import Known
@@ -132,21 +132,9 @@ def _nothing_fits(
     tree = tuple(answers(workload, facts, None, None, None, alone))
     installed = _with_packages(workload, None, facts.known)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    return _refused(workload, facts, tree, space, notes, helped)
-
-
-def _refused(
-    workload: Workload,
-    facts: Facts,
-    walked: tuple[Answer, ...],
-    space: SpaceCount,
-    notes: tuple[str, ...],
-    helped: bool = True,
-) -> NoPlan:
-    """The answer where nothing fits: by how much, and what would help."""
     from planner.decision.remedies import refusal  # a plan needs none
 
-    refused = refusal(workload, facts, walked, space, notes, helped)
+    refused = refusal(workload, facts, tree, space, notes, helped=helped)
     if not helped:
         return refused
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))

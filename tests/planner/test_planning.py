@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from planner.app.climb import SHORTER, answered
+from planner.choices.rollouts import Rollout
 from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, collect_into
 from planner.decision.spreads import ONE_GPU
 from planner.errors import UsageError
@@ -372,3 +373,12 @@ def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
     assert place_of(plan.notes[0]) is Place.RISK
     assert "2,048 tokens, planned where no length is said" in plan.notes[0]
     assert isinstance(answered(Wish(seq_len=2048).workload(neox, t4), dry_run=False, history=False), NoPlan)
+
+
+def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal() -> None:
+    """Completions of 1,024 tokens fit in no 512: the answer is still by how much nothing fits."""
+    llama, card = catalogue.load("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
+    assert llama is not None
+    rollout = replace(Rollout.usual(2048), completion_tokens=1024)
+    asked = Wish(fixed={"objective": ("grpo",), "rollout": (rollout,)}).workload(llama, card)
+    assert isinstance(answered(asked, dry_run=False, history=False), NoPlan)
