@@ -71,7 +71,7 @@ OWN = ("planner", *SIBLINGS, "finetune_planner", "tests", "tools", "benchmarks")
 OPTIONAL = {"amdsmi", "deepspeed", "flash_attn", "liger_kernel", "pandas", "timm", "triton"}
 """Used where a user's machine has them, and planned for or said to be missing where it has not."""
 OPTIONAL |= {"canifinetune", "fitcheck", "fitscout"}  # asked in a Python of their own: `planner/cli/rival_child.py`
-NAMED_OTHERWISE = {"sklearn": ["scikit-learn"]}
+NAMED_OTHERWISE = {"sky": ["skypilot"], "kubeflow_trainer_api": ["kubeflow-trainer-api"], "sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""
 
 
@@ -119,7 +119,7 @@ def test_every_import_is_declared(room: str) -> None:
         scripts = "".join(one.read_text() for one in path.parent.glob("*.sh"))
         for package in foreign_packages(path):
             names = {normal(name) for name in providers.get(package, [package])}
-            if not names & available and f"{package}==" not in scripts:
+            if not names & available and not any(f"{one}==" in scripts for one in {package, *names}):
                 undeclared[package].add(str(path.relative_to(ROOT)))
     assert not undeclared
 

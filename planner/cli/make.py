@@ -42,6 +42,24 @@ class FileOptions:
         list[str] | None,
         typer.Option(help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
     ] = None
+    job: Annotated[
+        list[str] | None,
+        typer.Option(help="Also a job file: skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
+    ] = None
+
+    def check_job(self, asked: Workload) -> None:
+        """Refuses, before anything is planned, a scheduler that does not have the GPUs.
+
+        Raises:
+            UsageError: the reason.
+        """
+        if not self.job:
+            return
+        from planner.exporters.jobs import check
+
+        if self.out is None:
+            raise UsageError("--job writes a file", hint="add --out DIR")
+        check(self.job, asked.gpu, asked.num_gpus, asked.cluster.num_nodes if asked.cluster is not None else 1)
 
     def targets(self, gpus: int | None) -> tuple[str, ...]:
         """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
@@ -124,6 +142,7 @@ def make(
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
             _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
+    files.check_job(asked)
     options.said(asked.model)
     options.said(asked.gpu)
     written = _Written(rungs.answer(asked, local=gpu.lower() == "local"))
@@ -175,7 +194,7 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
     timeline = chosen_timeline(written.plan)
     write = partial(
         write_out, folder=folder, targets=files.target, command=command, timeline=timeline,
-        force=files.force,
+        force=files.force, jobs=files.job or (),
     )  # fmt: skip
     verify = files.verify
     try:

@@ -55,10 +55,11 @@ def write_out(
     timeline: Timeline | None = None,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
+    jobs: Sequence[str] = (),
 ) -> tuple[Launch, ...]:
     """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
     or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before;
-    `data`: others than those that were planned for.
+    `data`: others than those that were planned for; `jobs`: schedulers that a job file is written for.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -66,7 +67,7 @@ def write_out(
     """
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
-        launches = launch_files(plan, targets, folder, data=data, force=force, traces=traces)
+        launches = launch_files(plan, targets, folder, data=data, force=force, traces=traces, jobs=jobs)
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
@@ -161,6 +162,7 @@ def launch_files(
     data: Data | None = None,
     force: bool = False,
     traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
+    jobs: Sequence[str] = (),
 ) -> tuple[Launch, ...]:
     """The launch of every wanted target (all by default); one without files says why.
 
@@ -190,7 +192,7 @@ def launch_files(
             continue
         asked = replace(request, setup=given)
         launches.append(_launch(name, asked, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
-    beside = folder_files(launches, request)
+    beside = folder_files(launches, request, jobs=jobs)
     if beside:
         launches.append(Launch(target=FOLDER, files=beside, complete=False))
     return tuple(launches)

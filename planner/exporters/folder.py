@@ -3,75 +3,52 @@
 Both say the same: what to install, whether to log in, the one command, what to change.
 """
 
-import csv
 import re
 import shlex
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from pathlib import Path
 
 from planner.choices.stacks import TARGET_ROWS
 from planner.exporters import chat, prepare, slurm
+from planner.exporters.gated import gate_of, on_hub
 from planner.exporters.install import install_calls
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
-from planner.records import dataclass
 
 README, RUN = "README.md", "run.sh"
 LOGIN = "hf auth login"
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gate:
-    """What is known of the access to some models: which of them the hub hands out only to people who accepted their
-    terms and are logged in. Of all that the table does not name it is not known, and said so.
+def folder_files(
+    launches: Sequence[Launch], request: ExportRequest, *, jobs: Sequence[str] = ()
+) -> tuple[LaunchFile, ...]:
+    """README.md, run.sh and the job files of a launch folder; nothing where no target has files.
 
-    Attributes:
-        begins: of their hub ids.
-        asks: what their authors ask for on the models' cards; "" where the download was only seen to be refused, which
-            may have changed.
-        seen: the year, or the day, on which it was so.
-        source: who says so.
+    Args:
+        jobs: names of `planner.exporters.jobs`; their jobs start the first target.
+
+    Raises:
+        UsageError: a scheduler does not have the GPUs.
     """
-
-    begins: str
-    asks: str
-    seen: str
-    source: str
-
-
-@cache
-def gates() -> tuple[Gate, ...]:
-    """Every row of the table."""
-    with Path(__file__).parents[1].joinpath("data", "gated.csv").open(newline="", encoding="utf-8") as file:
-        return tuple(Gate(**row) for row in csv.DictReader(file))
-
-
-def gate_of(model_id: str) -> Gate | None:
-    """What is known of a model's access, None where nothing is."""
-    name = model_id.lower()
-    return next((gate for gate in gates() if name.startswith(gate.begins.lower())), None)
-
-
-def on_hub(model_id: str) -> bool:
-    """Whether a name is a hub id rather than a directory."""
-    return not (model_id.startswith((".", "/", "~")) or Path(model_id).exists())
-
-
-def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[LaunchFile, ...]:
-    """README.md and run.sh of a launch folder; nothing where no target has files."""
     written = [launch for launch in launches if launch.files]
     if not written:
         return ()
     started = [launch for launch in written if launch.complete]
-    found = [LaunchFile(path=README, text=_readme(launches, started, request))]
+    submitted = _job_files(jobs, started[0], request) if started and jobs else {}
+    found = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
     if started:
         found.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
     if any(launch.prepare for launch in started):
         found.append(prepare.file(request))
     return tuple(found)
+
+
+def _job_files(jobs: Sequence[str], launch: Launch, request: ExportRequest) -> dict[str, LaunchFile]:
+    """The command that submits a job -> its file."""
+    from planner.exporters.jobs import job_files  # late: few ask for one
+
+    return job_files(jobs, launch, request)
 
 
 def login_words(request: ExportRequest) -> str:
@@ -91,7 +68,9 @@ def login_words(request: ExportRequest) -> str:
     )
 
 
-def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: ExportRequest) -> str:
+def _readme(
+    launches: Sequence[Launch], started: Sequence[Launch], request: ExportRequest, submitted: Iterable[str]
+) -> str:
     lines = [f"# {_plain(shown_path(request.model_id))}", ""]
     if started:
         first = started[0].target
@@ -103,6 +82,7 @@ def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: Expo
             f"bash launch/{RUN} {first}           # the run",
             "```",
             "",
+            *(f"As a job, instead (its first lines say what it needs): `{command}`\n" for command in submitted),
         ]
     if words := login_words(request):
         lines += [_plain(words, code=True), ""]

@@ -13,7 +13,8 @@ import pytest
 from planner.choices.stacks import written_by
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, slurm
-from planner.exporters.folder import README, folder_files, gate_of, gates
+from planner.exporters.folder import README, folder_files
+from planner.exporters.gated import gate_of, gates
 from planner.locks import folder_lock, try_lock
 from planner.models import catalogue
 from planner.setup import TrainSetup
