@@ -6,11 +6,13 @@ left out is counted. Nothing here is computed anew.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from planner.interchange import asked_form
+from planner.interchange import SCHEMA_VERSION, asked_form, to_jsonable
 from planner.outcome import Measurement, Prediction, speed_rung
 from planner.plan import NoPlan, Plan
+from planner.records import dataclass
+from planner.setup import TrainSetup
 from reports.brief import why_not
 from reports.plain import clean
 from reports.plan_json import plan_from_dict
@@ -47,35 +49,94 @@ def brief(document: Any, *, max_bytes: int = MAX_BYTES, heavy: bool = False) -> 
     return _outline(document)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BriefMemory:
+    """Peak on the device, the level that says so, and how far it may be off."""
+
+    peak_device_bytes: int
+    level: str
+    band_fraction: float | None
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefSpeed:
+    """Tokens/s and seconds per optimizer step, likewise."""
+
+    tokens_per_s: float | None
+    step_time_s: float | None
+    level: str
+    band_fraction: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefInstead:
+    """What was not chosen, and why."""
+
+    label: str
+    peak_device_bytes: int
+    tokens_per_s: float | None
+    why_not: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefPlan:
+    """A plan's short answer: the verdict, the setup, its figures with level and band, what was not chosen and why, or
+    (no_plan) what would fit. Its JSON Schema is made of these fields."""
+
+    schema_version: int
+    kind: Literal["plan", "no_plan"]
+    model: str
+    num_params: int
+    gpu: str
+    num_gpus: int
+    answer: str
+    verdict: str
+    setup: TrainSetup
+    memory: BriefMemory
+    speed: BriefSpeed
+    instead: tuple[BriefInstead, ...] = ()
+    would_fit: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 def plan_brief(answer: Plan | NoPlan) -> dict[str, Any]:
-    """The verdict, the setup, its figures with level and band, what was not chosen and why, or what would fit."""
+    """`BriefPlan` of an answer, as JSON values."""
     subject, workload = answer.subject, answer.workload
-    values: dict[str, Any] = {
-        "kind": "plan" if isinstance(answer, Plan) else "no_plan",
-        "model": workload.model.model_id,
-        "num_params": workload.model.num_params,
-        "gpu": workload.gpu.key,
-        "num_gpus": workload.num_gpus,
-        "answer": short_verdict(answer) if isinstance(answer, Plan) else nothing_sentence(answer),
-        "verdict": subject.verdict,
-        "setup": asked_form(subject.setup),
-        "memory": memory_figures(subject.memory_evidence) | {"budget_bytes": subject.budget_bytes},
-        "speed": speed_figures(subject.speed_evidence),
-    }
+    memory, speed = memory_figures(subject.memory_evidence), speed_figures(subject.speed_evidence)
+    instead: tuple[BriefInstead, ...] = ()
+    would_fit: tuple[str, ...] = ()
     if isinstance(answer, Plan):
         chosen, *others = compared(answer)
-        values["instead"] = [
-            {
-                "label": clean(row.label),
-                "peak_device_bytes": row.peak.peak_device_bytes,
-                "tokens_per_s": row.speed.tokens_per_s,
-                "why_not": why_not(chosen, row),
-            }
+        instead = tuple(
+            BriefInstead(
+                label=clean(row.label),
+                peak_device_bytes=row.peak.peak_device_bytes,
+                tokens_per_s=row.speed.tokens_per_s,
+                why_not=why_not(chosen, row),
+            )
             for row in others
-        ]
+        )
     else:
-        values["would_fit"] = [clean(one.action) for one in answer.remedies if one.fits]
-    return values | {"notes": [clean(note) for note in notes_of(answer)]}
+        would_fit = tuple(clean(one.action) for one in answer.remedies if one.fits)
+    found = BriefPlan(
+        schema_version=SCHEMA_VERSION,
+        kind="plan" if isinstance(answer, Plan) else "no_plan",
+        model=workload.model.model_id,
+        num_params=workload.model.num_params,
+        gpu=workload.gpu.key,
+        num_gpus=workload.num_gpus,
+        answer=short_verdict(answer) if isinstance(answer, Plan) else nothing_sentence(answer),
+        verdict=subject.verdict,
+        setup=subject.setup,
+        memory=BriefMemory(**memory, budget_bytes=subject.budget_bytes),
+        speed=BriefSpeed(**speed),
+        instead=instead,
+        would_fit=would_fit,
+        notes=tuple(clean(note) for note in notes_of(answer)),
+    )
+    values: dict[str, Any] = to_jsonable(found)
+    return values | {"setup": asked_form(subject.setup)}
 
 
 def check_brief(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ RUNG_KEYS = (
 """What every rung says, null where it does not know. `terms` are bytes per category at the peak."""
 
 
-_DATA_KEYS = {
+DATA_KEYS = {
     "dataset_tokens": "epoch_tokens",
     "epoch_seqs": "epoch_seqs",
     "samples_per_seq": "samples_per_seq",
@@ -121,7 +121,7 @@ def workload_to_dict(workload: Workload) -> dict[str, Any]:
     """The wish, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
     values: dict[str, Any] = to_jsonable(workload)
     data = values.pop("data")
-    values |= {key: data[name] for key, name in _DATA_KEYS.items()} | {"dataset": without_secrets(data["file"])}
+    values |= {key: data[name] for key, name in DATA_KEYS.items()} | {"dataset": without_secrets(data["file"])}
     values["budget_bytes"] = workload.budget_bytes
     values["model"]["num_params"] = workload.model.num_params
     return values
@@ -244,7 +244,7 @@ def _workload(values: Mapping[str, Any]) -> Workload:
         for key, items in clean.pop("fixed").items()
     }
     gpu = clean.pop("gpu")
-    data = {name: clean.pop(key) for key, name in _DATA_KEYS.items() if key in clean}
+    data = {name: clean.pop(key) for key, name in DATA_KEYS.items() if key in clean}
     plain = {
         name: decode(kind, clean[name], f"workload.{name}") for name, kind in _WORKLOAD_FIELDS.items() if name in clean
     }

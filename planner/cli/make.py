@@ -82,6 +82,14 @@ class FileOptions:
         return known_targets(self.target) if self.target else ()
 
 
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from importlib.resources import files  # late: few ask
+
+        print(files("planner").joinpath("data/answer.schema.json").read_text("utf-8"), end="")
+        raise typer.Exit
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
     """What is shown of a plan beside the answer."""
@@ -89,6 +97,10 @@ class ShowOptions:
     why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False
     memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False
     everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False
+    json_schema: Annotated[
+        bool,
+        typer.Option("--json-schema", is_eager=True, callback=_print_schema, help="JSON Schema of --json, and end."),
+    ] = False
 
     @property
     def names(self) -> frozenset[str]:

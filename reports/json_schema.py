@@ -1,0 +1,208 @@
+"""The JSON Schema of what `--json` and plan.json hold, made of the types that write and read them.
+
+A field that a type has not yet in the written document's form is an error here, not a gap: the tests validate real
+answers. `python -m reports.json_schema` writes the file that the wheel ships.
+"""
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from planner.hardware.cluster import Cluster
+from planner.interchange import SCHEMA_VERSION
+from planner.memory.types import MemoryTerm
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import NoPlan, Plan
+from planner.setup import TrainSetup
+from planner.workload import Data, Workload
+from reports.brief_json import LEFT_OUT, BriefPlan
+from reports.extras import Extras
+from reports.plan_json import DATA_KEYS, RUNG_KEYS
+
+Schema = dict[str, Any]
+FILE = Path(__file__).parents[1] / "planner" / "data" / "answer.schema.json"
+_PLAIN: dict[Any, Schema] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+}
+_LISTS_OR_NAMES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_WRITTEN_AS: dict[str, Schema] = {
+    "checkpointing": {"type": ["boolean", "integer"]},
+    "lora_targets": _LISTS_OR_NAMES,
+    "modules_to_save": _LISTS_OR_NAMES,
+    "trained_layers": {"type": ["string", "array", "integer", "null"]},
+    "rollout": {"type": ["object", "null"]},
+    "images": {"type": ["object", "null"]},
+}
+"""Fields of a setup that the interchange form writes otherwise than their types say (`planner.interchange`)."""
+
+
+class _Writer:
+    """Schemas of types; of each dataclass once, under `$defs`.
+
+    Args:
+        cut: the short form, whose lists may end in how many were left out, and which leaves out nulls and empty parts.
+    """
+
+    def __init__(self, *, cut: bool = False) -> None:
+        self.cut, self.defs = cut, dict[str, Schema]()
+
+    def of(self, kind: Any) -> Schema:
+        """What a value of this type is written as.
+
+        Raises:
+            TypeError: a type that JSON has no form of.
+        """
+        origin, arguments = get_origin(kind), get_args(kind)
+        if kind is Any or kind is object:
+            return {}
+        if kind in _PLAIN:
+            return _PLAIN[kind]
+        if kind is TrainSetup:
+            return self._named("Setup", _setup())
+        if origin in (Union, types.UnionType):
+            return {"anyOf": [self.of(one) for one in arguments]}
+        if origin is Literal:
+            return {"enum": list(arguments)}
+        if origin is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
+            return {"type": "array", "prefixItems": [self.of(one) for one in arguments], "items": False}
+        if origin in (tuple, list, Sequence):
+            return self.array(self.of(arguments[0]))
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return {"type": "object", "additionalProperties": self.of(arguments[1])}
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return {"enum": [one.value for one in kind]}
+        if isinstance(kind, type) and is_dataclass(kind):
+            return self._named(kind.__name__, self.record(kind))
+        raise TypeError(f"no JSON form of {kind!r}")
+
+    def array(self, items: Schema) -> Schema:
+        """A list; in the short form it may say how many more there are."""
+        more = {"type": "object", "properties": {LEFT_OUT: _PLAIN[int]}, "required": [LEFT_OUT]}
+        return {"type": "array", "items": {"anyOf": [items, more]} if self.cut else items}
+
+    def record(self, kind: Any, *, without: Sequence[str] = (), **also: Schema) -> Schema:
+        """An object with a dataclass's fields, less some, and others; those with a default may be absent."""
+        hints = get_type_hints(kind, localns={"Cluster": Cluster})
+        own = [one for one in fields(kind) if one.name not in without and one.name != "config"]
+        known = {one.name: self.of(hints[one.name]) for one in own}
+        always = [one.name for one in own if one.default is MISSING and one.default_factory is MISSING]
+        if self.cut:
+            always = [name for name in always if hints[name] in (int, bool) or get_origin(hints[name]) is Literal]
+        return _object({**known, **also}, required=[*always, *also])
+
+    def _named(self, name: str, schema: Schema) -> Schema:
+        self.defs[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
+
+
+def _object(properties: Mapping[str, Schema], required: Sequence[str] = ()) -> Schema:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _setup() -> Schema:
+    """A setup in the interchange form: fields at their defaults may be absent."""
+    write, hints = _Writer(), get_type_hints(TrainSetup)
+    return _object({one.name: _WRITTEN_AS.get(one.name) or write.of(hints[one.name]) for one in fields(TrainSetup)})
+
+
+def _rung(write: _Writer) -> Schema:
+    """One rung: every key of RUNG_KEYS, null where the rung does not know."""
+    hints = {**get_type_hints(Measurement), **get_type_hints(Prediction)}
+    special = {
+        "terms": {"type": "object", "additionalProperties": _PLAIN[int]},
+        "note_places": write.array(_PLAIN[int]),
+        "failure": write.record(ProbeFailure, without=("rung", "log_tail")),
+        "measured": write.record(Measurement, without=RUNG_KEYS),
+    }
+    keys = {key: {"anyOf": [special.get(key) or write.of(hints[key]), {"type": "null"}]} for key in RUNG_KEYS}
+    term = get_type_hints(MemoryTerm)
+    row = {
+        "type": "array",
+        "prefixItems": [write.of(term[name]) for name in ("category", "name", "size_bytes", "phases")],
+    }
+    rare = {
+        "bands": write.of(hints["bands"]),
+        "rank_peaks": write.of(hints["rank_peaks"]),
+        "term_list": write.array(row),
+    }
+    return _object({**keys, **rare}, required=RUNG_KEYS)
+
+
+def _candidate(write: _Writer) -> Schema:
+    """`reports.plan_json.candidate_to_dict`."""
+    write.of(TrainSetup)
+    write.defs["Rung"] = _rung(write)
+    setup = write.defs["Setup"]
+    named = _object({"model": _PLAIN[str], "gpu": _PLAIN[str], **setup["properties"]}, required=["model", "gpu"])
+    rung: Schema = {"$ref": "#/$defs/Rung"}
+    rungs = {name: {"anyOf": [rung, {"type": "null"}]} for name in ("dry_run", "trace", "probe", "run")}
+    own = {"setup": named, "fits": _PLAIN[bool], "budget_bytes": _PLAIN[int], "formula": rung, **rungs}
+    assert set(own) == {"fits", *(one.name for one in fields(Candidate))}
+    return _object(own, required=list(own))
+
+
+def _workload(write: _Writer) -> Schema:
+    """`reports.plan_json.workload_to_dict`."""
+    data = get_type_hints(Data)
+    flat = {key: write.of(data[name]) for key, name in DATA_KEYS.items()}
+    found = write.record(Workload, without=("data",), budget_bytes=_PLAIN[int], **flat)
+    model = write.defs["ModelSpec"]
+    model["properties"]["num_params"] = _PLAIN[int]
+    return found
+
+
+def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, candidate: Schema) -> Schema:
+    """`reports.plan_json.plan_to_dict`, with what plan.json holds beside it."""
+    hints = get_type_hints(kind)
+    own: dict[str, Schema] = {"schema_version": {"const": SCHEMA_VERSION}, "kind": write.of(hints["kind"])}
+    own |= {"workload": workload, "walk": write.of(hints["tree"]), "space": write.of(hints["space"])}
+    own |= {"notes": write.of(hints["notes"]), "note_places": write.array(_PLAIN[int])}
+    if kind is Plan:
+        labelled = _object({"label": _PLAIN[str], "trade": _PLAIN[str], "candidate": candidate})
+        own |= {"chosen": candidate, "alternatives": write.array(labelled), "ranked": write.array(candidate)}
+        own["search"] = write.of(hints["search"])
+    else:
+        own |= {"nearest": candidate, "missing_bytes": _PLAIN[int], "remedies": write.of(hints["remedies"])}
+    extras: dict[str, Schema] = {one.name: {} for one in fields(Extras)}  # of the reports' own, which nobody else reads
+    return _object({**extras, **own}, required=list(own))
+
+
+def answer_schema() -> Schema:
+    """The schema of a plan's answer: whole (plan, no_plan), or as `--json=brief`."""
+    write, short = _Writer(), _Writer(cut=True)
+    candidate: Schema = {"$ref": "#/$defs/Candidate"}
+    write.defs["Candidate"] = _candidate(write)
+    write.defs["Workload"] = _workload(write)
+    workload = {"$ref": "#/$defs/Workload"}
+    write.defs["Plan"] = _plan(write, Plan, workload, candidate)
+    write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)
+    short.of(BriefPlan)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:finetune-planner:answer:{SCHEMA_VERSION}",
+        "title": "Answer of `plan MODEL --gpu GPU`: --json (whole), plan.json, --json=brief",
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan", "BriefPlan")],
+        "$defs": dict(sorted({**short.defs, **write.defs}.items())),
+    }
+
+
+def schema_text() -> str:
+    """The schema as its file."""
+    return json.dumps(answer_schema(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(schema_text(), encoding="utf-8")
