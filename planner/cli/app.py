@@ -51,6 +51,7 @@ COMMANDS = {
     "compare-adapters": Command("tables", "compare_adapters", "Every kind of adapter in LoRA's place."),
     "compare-targets": Command("tables", "compare_targets", "Which program runs a wish fastest."),
     "which-model": Command("tables", "which_model", "What a card can fine-tune, how long, how fast."),
+    "table": Command("bulk", "table", "Every model x card x length x method, to Parquet."),
     "init": Command("init", "init", "Five questions, then a plan and the command that made it."),
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),

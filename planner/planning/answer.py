@@ -71,6 +71,7 @@ def plan_workload(
     *,
     num_ranked: int = NUM_RANKED,
     helped: bool = True,
+    explained: bool = True,
 ) -> Plan | NoPlan:
     """The formula rung's whole answer.
 
@@ -79,6 +80,8 @@ def plan_workload(
         known: kept by whoever plans for the same model again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
         helped: where nothing fits, with what would help.
+        explained: with the tree, the alternatives and the notes, which take two fifths of a plan's time; without them
+            the choice and its figures are the same.
 
     Raises:
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
@@ -91,14 +94,17 @@ def plan_workload(
             return packed
     walked = _Walked.all(workload, corrections, known)
     if walked.node is None or walked.best is None:
-        return _nothing_fits(walked, corrections, helped)
+        return _nothing_fits(walked, corrections, helped, explained)
     written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
-    return written if written is not None else _plan(walked, walked.node, walked.best, num_ranked)
+    return written if written is not None else _plan(walked, walked.node, walked.best, num_ranked, explained)
 
 
-def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED) -> Plan:
+def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
     """The answer where something fits."""
     workload, facts = walked.workload, walked.facts
+    if not explained:
+        space, chosen = _space_count(workload, walked.values, facts), candidate(workload, best.setup)
+        return Plan(workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space)
     alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup)
     installed = _with_packages(workload, chosen, facts.known)
@@ -116,7 +122,10 @@ def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED
 
 
 def _nothing_fits(
-    walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True
+    walked: _Walked,
+    corrections: Mapping[CorrectionKey, float] | None,
+    helped: bool = True,
+    explained: bool = True,
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, facts = walked.workload, walked.facts
@@ -128,12 +137,14 @@ def _nothing_fits(
     instead = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
     if instead is not None:
         return instead
+    from planner.decision.remedies import refusal  # a plan needs none
+
+    if not explained:
+        return refusal(workload, facts, (), space, (), helped=False)
     alone = _one_gpu(workload, facts.known) if workload.num_gpus > 1 else None
     tree = tuple(answers(workload, facts, None, None, None, alone))
     installed = _with_packages(workload, None, facts.known)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    from planner.decision.remedies import refusal  # a plan needs none
-
     refused = refusal(workload, facts, tree, space, notes, helped=helped)
     if not helped:
         return refused
