@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     packing: bool
     loss: str | Sequence[str]
     kernels: str | Sequence[str]
+    linear_attention: str | Sequence[str]
     adapter: str
     frozen_encoder: bool
     trained_layers: int

@@ -27,7 +27,7 @@ from planner.single_changes import Predict, single_changes
 from planner.tools import changed_fields
 
 HARM: Mapping[str, int] = {
-    **dict.fromkeys(("attention", "kernels", "compile"), 0),
+    **dict.fromkeys(("attention", "kernels", "compile", "linear_attention"), 0),
     **dict.fromkeys(("checkpointing", "selective_checkpointing", "activation_offload", "reentrant_checkpointing"), 1),
     "loss": 2,
     **dict.fromkeys(("micro_batch_seqs", "accumulation_steps", "cached_seqs"), 3),

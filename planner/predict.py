@@ -2,10 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from planner.choices.packages import DELTA, DELTA_TYPES
+from planner.choices.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.evidence.bands import memory_band, of_a_plan, profile_band, time_band, unknown_mixers, with_evidence
 from planner.hardware.gpu import GpuSpec
-from planner.hardware.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
+from planner.hardware.kernels import (
+    Kernel,
+    attention_kernel,
+    linear_attention_refusal,
+    missing_kernels,
+    packs_apart,
+)
 from planner.memory.dtypes import flow_of
 from planner.memory.model import memory_of
 from planner.memory.optimizer import paged_bytes
@@ -69,7 +75,12 @@ def predict(
         time_band_fraction=max(speed.band_fraction, time_band(model)),
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
-        notes=(*memory_notes(model, gpu, setup), *_rank_notes(model, gpu, setup, ranks, cluster), *speed.notes),
+        notes=(
+            *memory_notes(model, gpu, setup),
+            *_rank_notes(model, gpu, setup, ranks, cluster),
+            *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed),
+            *speed.notes,
+        ),
         rank_peaks=_rank_peaks(ranks) if setup.num_gpus > 1 else (),
     )
     return with_evidence(found, gpu, setup, planned=planned)
@@ -87,6 +98,24 @@ def _step_time(
     if "paging" not in speed.parts_s or of_a_plan(setup):
         return speed
     return speed if paged_overflow(model, gpu, setup, peak_device_bytes) else speed.without_paging()
+
+
+def _loop_notes(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: "Cluster | None",
+    peak_device_bytes: int,
+    speed: StepTime,
+) -> list[str]:
+    """What flash-linear-attention would give where transformers' own loop is counted."""
+    if setup.linear_attention != "torch" or linear_attention_refusal(model, gpu):
+        return []
+    other = setup.trusted_with(linear_attention="fla")
+    peak = device_peak_bytes(model, gpu, other)
+    faster = _step_time(model, gpu, other, cluster, peak)
+    gain = f"{gib(peak_device_bytes - peak)} less, {faster.tokens_per_s:,.0f} tokens/s for {speed.tokens_per_s:,.0f}"
+    return [risk(f"linear attention is counted as transformers' own loop in PyTorch: with {DELTA} installed {gain}")]
 
 
 def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:
@@ -173,14 +202,16 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
                 "flash-linear-attention), where they are installed, take less memory and far less time"
             )
         )
-    if model.model_type in DELTA_TYPES:
+    if setup.linear_attention == "fla":
+        hopper = "; on Hopper it refuses Triton 3.4 to 3.7.0" if gpu.arch == "Hopper" else ""
         notes.append(
             risk(
-                f"its linear attention is priced as {DELTA} runs it, which run.sh installs: without it transformers' "
-                "own loop ran a Qwen3.5-4B on an H100 at a fifth of what is predicted (docs/accuracy/own-runs.md). The "
-                "memory is that loop's: the package takes less"
+                f"linear attention is counted as {DELTA}'s kernels, which run.sh installs{hopper}; its speed was "
+                "compared with those kernels alone (docs/kernels.md)"
             )
         )
+    elif model.model_type in DELTA_TYPES - CHUNKED_TYPES:
+        notes.append(risk(f"memory and speed are those of transformers' own loop: {DELTA} takes less of both"))
     if model.like:
         words = f"nobody here knows model_type {model.model_type}: its sizes are read as a {model.like}'s (--like)"
         notes.append(risk(f"{words}; files name it as it is, and load only where its own code is installed"))

@@ -30,6 +30,7 @@ LATER_FIELDS = (
     "hard_negatives",
     "cached_seqs",
     "frozen_encoder",
+    "linear_attention",
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""

@@ -29,6 +29,7 @@ OPTIMIZERS = tuple(_OPTIMIZERS)
 ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = tuple(_LOSSES)
 KERNEL_FAMILIES = tuple(_KERNELS)
+LINEAR_ATTENTIONS = ("torch", "fla")
 OBJECTIVE_NAMES = tuple(_OBJECTIVES)
 ADAPTER_KINDS = tuple(_ADAPTERS)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -48,6 +49,7 @@ _ONE_OF = {
     "attention": ATTENTIONS,
     "loss": LOSSES,
     "kernels": KERNEL_FAMILIES,
+    "linear_attention": LINEAR_ATTENTIONS,
     "adapter_dtype": ADAPTER_DTYPES,
     "adapter": ADAPTER_KINDS,
     "parallel": PARALLELS,

@@ -36,6 +36,8 @@ class SetupValues:
         loss: "full" (logits materialised), "chunked" (TRL's default head), "liger" (fused linear cross-entropy).
         kernels: "eager" (transformers' and peft's own operations), "liger" (Liger's norm, rotary and gated kernels),
             "fused" (those or Unsloth's, with LoRA as fused functions).
+        linear_attention: what computes a hybrid's gated delta rule: "torch" (transformers' own loop over chunks) or
+            "fla" (flash-linear-attention's kernels, `planner.choices.packages.CHUNKED_TYPES`).
         activation_offload: the inputs of checkpointed layers lie in the host's memory from forward to backward.
         micro_batch_seqs: samples per forward on one GPU: sequences, or what the objective makes of a sample (pairs).
         accumulation_steps: micro-batches per optimizer step.
@@ -120,6 +122,7 @@ class SetupValues:
     hard_negatives: int = 0
     cached_seqs: int = 0
     frozen_encoder: bool = False
+    linear_attention: str = "torch"
 
     @property
     def autocast_dtype(self) -> str | None:

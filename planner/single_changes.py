@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from planner.choices.kernels import LIGER_PARTS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
+from planner.choices.packages import CHUNKED_TYPES, DELTA
 from planner.choices.stacks import STACKS
 from planner.errors import SetupError
 from planner.hardware.gpu import GpuSpec
@@ -96,6 +97,8 @@ def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
     if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
         label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
         found.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
+    if setup.linear_attention == "torch" and model.model_type in CHUNKED_TYPES:
+        found.append((f"{DELTA}, installed", {"linear_attention": "fla"}, False))
     return found
 
 

@@ -82,6 +82,7 @@ FIXED: dict[str, str] = {
     "precomputed_reference": "the user's: no reference in the steps",
     "hard_negatives": "the user's: texts beside each pair of a contrastive batch",
     "cached_seqs": "the plan's: sequences at once under a gradient cache",
+    "linear_attention": "the plan's: flash-linear-attention wherever it runs",
     "adapter": "the user's: a plan proposes LoRA",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",

@@ -15,21 +15,23 @@ TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0", VLLM: "
 """The version that is installed: of Liger that whose own code was run here (tools/liger_parts.py,
 benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds;
 vLLM: the newest that pip resolves beside transformers 5.23, and that trl 1.16 takes)."""
-DELTA_TYPES = frozenset({
-    "bailing_hybrid", "glm5_next", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "qwen4_exp",
+CHUNKED_TYPES = frozenset({
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp",
 })  # fmt: skip
-"""Model types whose gated delta rule transformers 5.23 hands to flash-linear-attention where that is installed
-(`use_kernel_func_from_hub_with_fallback("chunk_...", "fla")`); without it a loop in PyTorch runs, in fp32."""
+"""Model types whose gated delta rule transformers 5.23 hands to flash-linear-attention's `chunk_gated_delta_rule` where
+that is installed (`use_kernel_func_from_hub_with_fallback(..., "fla")`); without it a loop in PyTorch runs, in fp32."""
+DELTA_TYPES = CHUNKED_TYPES | {"bailing_hybrid", "glm5_next", "kimi_linear"}
+"""With those whose delta rule is the package's `chunk_kda`, which is counted as the loop without it."""
 PACKAGED: Mapping[str, Mapping[object, str]] = {
     "loss": {name: LIGER for name, row in LOSSES.items() if row.triton},
     "attention": {"flash-attention-2": FLASH},
     "kernels": {name: row.package or "another tool" for name, row in KERNELS.items() if row.triton},
+    "linear_attention": {"fla": DELTA},
 }
 """Field of a setup -> its values that need a package -> the package."""
 PROGRAMS = ("axolotl",)
 """Launch targets that a plan takes unasked and that come as programs of their own, with what they bring along."""
-_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn", VLLM: VLLM} | {name: name for name in PROGRAMS}
+_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn", DELTA: "fla", VLLM: VLLM} | {name: name for name in PROGRAMS}
 
 
 PACKAGE_PRICES = {"flash-attention-2": 0.03}

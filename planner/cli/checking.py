@@ -3,14 +3,18 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from planner.check import Change, CheckResult, check
+from planner.choices.packages import DELTA
 from planner.errors import ConfigError, UnknownModelError, UsageError
+from planner.exporters.install import BRINGS
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
+from planner.hardware.kernels import linear_attention_refusal
 from planner.improvement import Improved
 from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
@@ -22,7 +26,7 @@ from planner.predict import predict
 from planner.readers import ReadConfig, Surroundings, canonical, read_config, read_text
 from planner.readers.evaluating import HOW_MANY
 from planner.readers.loading import read_bounded
-from planner.readers.read import pinned, roots_of
+from planner.readers.read import installs, pinned, roots_of
 from planner.readers.rewrite import rewrite
 from planner.readers.sharding import LAUNCHERS
 from planner.readers.supply import determined, parse_sets, parse_versions, supply
@@ -135,15 +139,45 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
         said.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
         )
+    setup, known = with_linear_attention(config, spec, card, named=_names_delta(file, asked))
+    config = replace(config, setup=setup)
+    said.append(known)
     model_id = config.model_id if asked.model is None else spec.model_id
     return replace(config, model_id=model_id, assumptions=(*filter(None, said), *config.assumptions)), spec, card
+
+
+def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *, named: bool) -> tuple[TrainSetup, str]:
+    """The setup of a config with what computes a hybrid's gated delta rule, and how that is known: the package where
+    the config's tool brings it, a requirements file names it, or it is installed here; else transformers' own loop.
+
+    Args:
+        named: whether what the run installs names the package.
+    """
+    setup = config.setup
+    if linear_attention_refusal(spec, card):
+        return setup, ""
+    brought = DELTA in BRINGS.get(setup.stack, ())
+    here = all(find_spec(name) is not None for name in ("fla", "triton"))
+    if not (brought or named or here):
+        return setup, ""
+    how = "what it installs names it" if named else "it is installed here"
+    how = f"{setup.by.title} brings it" if brought else how
+    return setup.with_(linear_attention="fla"), f"linear attention by {DELTA}: {how}"
+
+
+_DELTA_NAMES = (DELTA, "fla-core")
+
+
+def _names_delta(file: Path, asked: Asked) -> bool:
+    return any(name in asked.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
 
 
 def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
     """Where the command line and the file name different models or numbers of GPUs."""
     if asked.model is not None and first.model_id not in (None, asked.model):
         yield f"planned for {asked.model} (--model); the file names {first.model_id}"
-    for package in sorted({*asked.versions} - {"trl", "transformers", *TOOLS} | {*asked.versions} & {*LAUNCHERS}):
+    followed = {"trl", "transformers", *_DELTA_NAMES, *TOOLS} - {*LAUNCHERS}
+    for package in sorted({*asked.versions} - followed):
         yield f"--assume {package}: nothing that is read here hangs on its version"
     num_gpus = config.setup.num_gpus
     if asked.num_gpus not in (1, num_gpus):

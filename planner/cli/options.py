@@ -205,13 +205,17 @@ def without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
     Raises:
         UsageError: a flag asks for nothing else.
     """
-    values = {"loss": fields.LOSSES, "attention": fields.ATTENTIONS, "kernels": fields.KERNEL_FAMILIES}
+    values = {
+        "loss": fields.LOSSES,
+        "attention": fields.ATTENTIONS,
+        "kernels": fields.KERNEL_FAMILIES,
+        "linear_attention": fields.LINEAR_ATTENTIONS,
+    }
     for name, packaged in PACKAGED.items():
         left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
         if not left:
-            raise UsageError(
-                f"--no-extra-packages contradicts --{name} {fixed[name][0]}", hint="leave one of the two out"
-            )
+            asked = f"--{name.replace('_', '-')} {fixed[name][0]}"
+            raise UsageError(f"--no-extra-packages contradicts {asked}", hint="leave one of the two out")
         fixed[name] = left
 
 

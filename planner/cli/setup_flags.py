@@ -195,6 +195,7 @@ SPACE = (
     Flag(of="packing", help="Fill sequences with several samples"),
     Flag(of="loss", values=fields.LOSSES, many=True),
     Flag(of="kernels", values=fields.KERNEL_FAMILIES, many=True),
+    Flag(of="linear_attention", values=fields.LINEAR_ATTENTIONS, many=True, help="A hybrid's; fla: its package"),
     Flag(of="activation_offload", help="Checkpoints in host memory or on the GPU"),
     Flag(of="selective_checkpointing", help="Checkpointed layers keep their attention (TRL, Axolotl)"),
     Flag(of="compile", help="torch.compile, which no plan takes unasked"),

@@ -9,7 +9,7 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 from collections.abc import Iterator, Mapping
 
 from planner.choices.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
-from planner.choices.packages import PACKAGED
+from planner.choices.packages import CHUNKED_TYPES, DELTA, PACKAGED
 from planner.choices.stacks import DEFAULT
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, NodeFacts
 from planner.decision.node import Node
@@ -18,7 +18,7 @@ from planner.decision.spreads import spread_key
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import ON_THE_TRAINER
-from planner.hardware.kernels import missing_kernels
+from planner.hardware.kernels import linear_attention_refusal, missing_kernels
 from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
 from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
@@ -378,6 +378,19 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
     return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=choice, reason=reason)
 
 
+def _linear_attention_answer(workload: Workload, setup: TrainSetup) -> Answer:
+    """What computes the gated delta rule: what the package buys, or why transformers' own loop stays."""
+    package = setup.trusted_with(linear_attention="fla")
+    words = _gain_words(workload, package, setup.trusted_with(linear_attention="torch"))
+    if setup.linear_attention == "fla":
+        reason = f"{words}, against transformers' own loop; needs {DELTA} and Triton"
+    elif not (reason := linear_attention_refusal(workload.model, workload.gpu)):
+        reason = "asked for" if "linear_attention" in workload.fixed else f"{DELTA} is not installed here"
+        reason += f": the package would be {words}"
+    choice = DELTA if setup.linear_attention == "fla" else "transformers' own loop"
+    return Answer(question="What computes linear attention?", choice=choice, reason=reason)
+
+
 def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     family = best.family
@@ -385,6 +398,8 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
     answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
+    if workload.model.model_type in CHUNKED_TYPES:
+        answers.append(_linear_attention_answer(workload, best.setup))
     answers.append(_program_answer(workload, best, facts))
     if family.aim.rolls_out:
         answers.append(_generator_answer(workload, best, facts))

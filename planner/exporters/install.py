@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from planner.choices.kernels import LIGER
 from planner.choices.optimizers import OPTIMIZERS
-from planner.choices.packages import CONV, DELTA, DELTA_TYPES, FLASH, VLLM, requirement
+from planner.choices.packages import CHUNKED_TYPES, CONV, DELTA, DELTA_TYPES, FLASH, VLLM, requirement
 from planner.exporters.types import ExportRequest, Launch
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -60,9 +60,11 @@ def checkpointing_key(setup: TrainSetup) -> str:
     return "gradient_checkpointing" if from_hub(setup) else "activation_checkpointing"
 
 
-def has_delta_rule(model: ModelSpec | None) -> bool:
-    """Whether a model has layers that flash-linear-attention computes."""
-    return model is not None and model.model_type in DELTA_TYPES
+def needs_delta(setup: TrainSetup, model: ModelSpec | None) -> bool:
+    """Whether flash-linear-attention computes layers of a model, or is all that keeps its packed samples apart."""
+    kind = "" if model is None else model.model_type
+    asked = setup.linear_attention == "fla" or setup.packing or kind not in CHUNKED_TYPES
+    return kind in DELTA_TYPES and asked
 
 
 def torch_builds(gpu: GpuSpec | None) -> str:
@@ -77,13 +79,13 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     runs = launch.runs_as(request.setup)
     vendor = request.gpu.vendor if request.gpu is not None else "NVIDIA"
     tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
-    hybrid = has_delta_rule(request.model) and vendor != "Apple"
+    delta = needs_delta(runs, request.model) and vendor != "Apple"
     flash = launch.target == "llamafactory" and runs.attention == "flash-attention-2"
     needed = {
         "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
         LIGER: "liger" in (runs.loss, runs.kernels),
         "deepspeed": runs.zero,
-        DELTA: hybrid,
+        DELTA: delta,
         VLLM: runs.aim.rolls_out and runs.rolls.by_vllm,
     }
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]
@@ -96,7 +98,7 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         calls[0] = [word for word in calls[0] if not word.startswith("torch==")]
         calls.insert(0, ["torch", "--index-url", f"{TORCH_INDEX}{builds}"])
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package
-    built = [FLASH] * flash + [CONV] * (hybrid and runs.packing and launch.target == "trl" and CONV not in brings)
+    built = [FLASH] * flash + [CONV] * (delta and runs.packing and launch.target == "trl" and CONV not in brings)
     if built:
         calls += [list(BUILDS), *([requirement(name), *SOURCE] for name in built)]
     return calls

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from planner.choices.kernels import KERNELS, LIGER_LOSS, kernels_refusal
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
+from planner.choices.packages import CHUNKED_TYPES, DELTA
 from planner.choices.sound import WITH_SOUND, WITH_TWO_HALVES
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
@@ -178,14 +179,33 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return f"experts in 4 bits need CUDA, not {gpu.name}"
     if gpu.vendor == "Apple" and OPTIMIZERS[setup.optimizer].bitsandbytes:
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
+    if setup.linear_attention == "fla" and (reason := linear_attention_refusal(model, gpu)):
+        return reason
     triton = LOSSES[setup.loss].triton or KERNELS[setup.kernels].triton
-    if (triton or setup.compile) and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
+    if (triton or setup.compile) and not _compiles_triton(gpu):
         return f"{'Liger' if triton else 'torch.compile'}'s kernels are Triton's, which does not compile for {gpu.name}"
     if KERNELS[setup.kernels].nvidia and gpu.vendor != "NVIDIA":
         return f"{KERNELS[setup.kernels].words} are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""
+
+
+def _compiles_triton(gpu: GpuSpec) -> bool:
+    return gpu.vendor != "Apple" and (gpu.compute_capability or TRITON_FROM) >= TRITON_FROM
+
+
+def linear_attention_refusal(model: ModelSpec, gpu: GpuSpec) -> str:
+    """Why flash-linear-attention computes nothing of a model on a card, "" where it does."""
+    if model.model_type not in CHUNKED_TYPES:
+        return f"transformers asks {DELTA} for nothing that is known here in {model.model_type}"
+    return "" if _compiles_triton(gpu) else f"{DELTA}'s kernels are Triton's, which does not compile for {gpu.name}"
+
+
+def planned_linear_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
+    """What may compute a model's gated delta rule on a card, the better first: the package keeps less and is faster
+    at every size."""
+    return ("torch",) if linear_attention_refusal(model, gpu) else ("fla", "torch")
 
 
 def halves_refusal(model: ModelSpec, setup: TrainSetup) -> str:

@@ -52,8 +52,13 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
     return SIZE_BYTES[dtype] * elements + 8 * rows
 
 
+GATED_NORM = "linear_attn.norm"
+
+
 def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
-    """Whether a kernel of its own computes the norm."""
+    """Whether a kernel of its own computes the norm. Liger leaves the gated one of linear attention as it is."""
+    if norm.name == GATED_NORM and "inputs" not in context.fused:
+        return False
     of_heads = norm.rows_per_token > 1 or norm.name.rpartition(".")[2] in ("q_norm", "k_norm")  # OLMo's span all heads
     return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
 
@@ -96,7 +101,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
     if context.kernel == "linear":
-        return linear_attention_saved(attention, context.flow, tokens), 0
+        package = context.setup.linear_attention == "fla"
+        return linear_attention_saved(attention, context.flow, tokens, package=package), 0
     scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
         width = query_width + value_width

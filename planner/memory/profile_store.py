@@ -120,6 +120,7 @@ def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     rarer = (
         ("objective", setup.objective, "sft"),
         ("adapter", adapter, "lora"),
+        ("linear attention", setup.linear_attention, "torch"),
         ("saved", "+".join(setup.modules_to_save), ""),
         ("reference", "precomputed" if setup.precomputed_reference else "", ""),
     )

@@ -21,7 +21,7 @@ from planner.choices.precisions import PRECISIONS, precision_of
 from planner.choices.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.choices.stacks import DEFAULT as DEFAULT_STACK
 from planner.errors import SetupError, UsageError
-from planner.hardware.kernels import missing_kernels, supported_attentions
+from planner.hardware.kernels import missing_kernels, planned_linear_attentions, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
 from planner.planning.expressed import branches_as_run
 from planner.planning.rollouts import planned_rollouts
@@ -83,6 +83,7 @@ def dimension_values(workload: Workload) -> Values:
         "attention",
         "checkpointing",
         "kernels",
+        "linear_attention",
         *(("compile",) if "compile" in values else ()),
     ):
         _keep_what_runs(values, workload, name)
@@ -106,6 +107,7 @@ def _open_values(workload: Workload) -> Values:
         "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets, workload.aim.name),
+        "linear_attention": planned_linear_attentions(workload.model, gpu),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
         "quantize_experts": (False,),
         "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),
@@ -187,7 +189,9 @@ def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
     values[name] = tuple(value for value in values[name] if not missing[value])
     if not values[name]:
         reason = next(iter(missing.values()))
-        raise UsageError(f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU or model")
+        option = name.replace("_", "-")
+        hint = f"leave --{option} out, or name another GPU or model"
+        raise UsageError(f"--{option} cannot be kept: {reason}", hint=hint)
 
 
 def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bool) -> tuple[str, ...]:
@@ -256,7 +260,7 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
     objective = OBJECTIVES[name]
     usual = {
         "lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False,
-        "frozen_encoder": False, "trained_layers": 0,
+        "frozen_encoder": False, "trained_layers": 0, "linear_attention": "torch",
     }  # fmt: skip
     return {
         **{one: values.get(one, (default,))[0] for one, default in usual.items()},

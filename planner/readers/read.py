@@ -1,6 +1,8 @@
 """From a path to a `ReadConfig`: which format it is, and the reader for it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,18 @@ def roots_of(path: Path) -> tuple[Path, ...]:
             break
         kept.append(above)
     return (*kept, Path())
+
+
+def installs(path: Path, packages: Sequence[str]) -> bool:
+    """Whether a requirements file or a run.sh beside a config, or a `pip install` in the file itself, names a package,
+    in whatever version."""
+    name = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, packages))})(?![\w.-])")
+    for source in (path.parent / "requirements.txt", path.parent / "run.sh", path):
+        with suppress(ConfigError):
+            lines = (line.partition("#")[0] for line in read_bounded(source).splitlines())
+            if any(name.search(line) and ("install" in line or source.suffix == ".txt") for line in lines):
+                return True
+    return False
 
 
 def pinned(path: Path) -> dict[str, str]:

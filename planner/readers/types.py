@@ -141,9 +141,11 @@ class ReadConfig:
 def canonical(setup: TrainSetup) -> TrainSetup:
     """The setup with everything that two equal runs may write differently put into one form.
 
-    Adapter data type resolved, target lists sorted, fields that the method does not use at their defaults.
+    Adapter data type resolved, target lists sorted, fields that the method does not use at their defaults, as well as
+    what is decided by what is installed.
     """
     plain = TrainSetup()
+    setup = setup.with_(linear_attention=plain.linear_attention)
     if setup.method == "full":
         return setup.with_(
             lora_targets=plain.lora_targets, lora_dropout=plain.lora_dropout, adapter_dtype=plain.adapter_dtype

@@ -62,7 +62,7 @@ _PRODUCTS = (
     "bitsandbytes.gemm_4bit",
     "bitsandbytes.int8_linear_matmul",
 )
-_KERNELS = ("liger.", "trl.", "unsloth.", "triton.")
+_KERNELS = ("fla.", "liger.", "trl.", "unsloth.", "triton.")
 
 
 @dataclass(frozen=True, kw_only=True)

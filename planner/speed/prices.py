@@ -333,6 +333,29 @@ VIEWS = frozenset(
 )
 """Operators that run nothing on the device; those that only give another view of a tensor are told apart by the run."""
 
+
+def _chunked(per_sm: float, chunk_s: float = 0.0) -> Row:
+    """A kernel of flash-linear-attention: its bytes at the copy rate, or at so many bytes a second on each
+    multiprocessor; one that goes along a sequence's chunks takes `chunk_s` for each at least.
+
+    Source: QwenLM/FlashQLA `benchmark/benchmark_results_H200.txt`, `..._GB200.txt` (fla 0.5.1 as CUDA graphs, heads of
+    128, 2,048 to 32,768 tokens; 1.7 times the bandwidth changes little). Shares of the parts of a forward and of a
+    backward by the slopes over heads and over sequences: no kernel was timed by itself.
+    Measured: tests/probes/test_linear_attention.py, the whole forward and the whole backward.
+    """
+
+    def price(call: Operator, rates: CardRates) -> Price:
+        moved = _bytes(call.inputs) + _bytes(call.outputs)
+        walked = chunk_s * call.outputs[0].shape[1]
+        seconds = max(moved / (0.9 * rates.copy), moved / (per_sm * rates.sms), walked)
+        return Price(rates.launch_s + seconds, "attention")
+
+    return price
+
+
+_FLA_BYTES_PER_SM = 16e9
+
+
 ROWS: dict[str, Row] = {
     **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmv", "aten.mv"), _product),
     "aten._grouped_mm": _grouped,
@@ -398,6 +421,10 @@ ROWS: dict[str, Row] = {
     "bitsandbytes.optimizer_update_8bit_blockwise": _optimizer_8bit,
     "bitsandbytes.optimizer_update_32bit": _moved(0.37, "optimizer"),
     # kernels that are launched from Python, by the names of their functions
+    "fla.l2norm_fwd": _moved(0.9, "attention"),
+    "fla.l2norm_bwd": _moved(0.9, "attention"),
+    "fla.chunk_gated_delta_rule_fwd_h": _chunked(22e9, 1.1e-6),
+    "fla.chunk_gated_delta_rule_bwd_dhu": _chunked(9e9, 2.6e-6),
     "liger.rms_norm": _moved(0.97),
     "liger.rms_norm_backward": _norm_backward,
     "liger.rope": _moved(0.95),
@@ -435,7 +462,7 @@ def price(call: Operator, rates: CardRates) -> Price:
     return (row or _elementwise)(call, rates)
 
 
-_LAUNCHED = {"triton": _moved(0.9)}
+_LAUNCHED = {"triton": _moved(0.9), "fla": _chunked(_FLA_BYTES_PER_SM)}
 """What is launched from Python and has no row: every tensor that it is given is read or written once."""
 
 

@@ -10,6 +10,7 @@ from planner.models.spec import LinearSpec
 from planner.records import dataclass
 from planner.throughput.conditions import Conditions
 from planner.throughput.inventory import Inventory
+from planner.throughput.mixers import Mixer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,7 @@ def layer_traffic(
     trained: bool,
     drag: float = 1.0,
     fused: frozenset[str] = frozenset(),
+    mixer: Mixer,
 ) -> Moved:
     """Elementwise traffic of all layers: norms, rotary, residual, activation, casts, expert routing.
 
@@ -122,6 +124,7 @@ def layer_traffic(
 
     Args:
         fused: of LAYER_PARTS, what one kernel each computes: one pass over memory; "inputs": torch.compile's.
+        mixer: what a linear-attention layer does.
 
     Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv (A100-SXM4-80GB, version 0.2.1; LayerNorm on an
     H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
@@ -132,13 +135,14 @@ def layer_traffic(
     sizes = _Sizes(*(SIZE_BYTES[one] for one in (flow.residual, flow.compute, flow.linear_out(flow.residual))))
     passes = SINGLE_GATED if conditions.single_operations else (5, 9)
     forward, backward = _elementwise_bytes(inv, flow, sizes, fused, passes, trained=trained, drag=drag)
+    mixed = inv.mixer_width * mixer.passes * SIZE_BYTES[flow.compute]
     cast, summed, casting = _around_matrices(inv, sizes)
     kernels = _kernels(inv, conditions, fused, trained=trained, casting=casting)
     return Moved(
-        forward_bytes=forward + cast,
-        backward_bytes=backward + cast + summed,
-        forward_kernels=kernels[0],
-        backward_kernels=kernels[1],
+        forward_bytes=forward + cast + 2 * mixed,
+        backward_bytes=backward + cast + summed + 4 * mixed,
+        forward_kernels=kernels[0] + inv.num_mixers * mixer.forward,
+        backward_kernels=kernels[1] + inv.num_mixers * mixer.backward,
     )
 
 
@@ -160,8 +164,8 @@ def _elementwise_bytes(
     trained: bool,
     drag: float,
 ) -> tuple[float, float]:
-    """Bytes of norms, rotary embeddings, residuals, activations, dropouts, routing and mixers, forward and backward."""
-    stream, compute, wide = sizes
+    """Bytes of norms, rotary embeddings, residuals, activations, dropouts and routing, forward and backward."""
+    stream, _, wide = sizes
     norm, rotary, gated = ("norm" in fused, "rotary" in fused, "gated" in fused)
     rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
     rope_forward, rope_backward = 2.0 * wide, 2.0 * wide
@@ -185,7 +189,6 @@ def _elementwise_bytes(
         + inv.gated_width * act_forward
         + inv.plain_width * 2 * wide
         + inv.routed_width * 7 * stream
-        + inv.mixer_width * 2 * compute
         + COMPOSED_FORWARD[0] * composed
         + dropped
     )
@@ -197,7 +200,6 @@ def _elementwise_bytes(
         + inv.gated_width * act_backward
         + inv.plain_width * 3 * wide
         + inv.routed_width * 8 * stream
-        + inv.mixer_width * 4 * compute
         + COMPOSED_BACKWARD[0] * composed
         + dropped
     )

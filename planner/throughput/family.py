@@ -7,6 +7,7 @@ from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.trained import frozen_below
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.counts import SINGLE_HOST
+from planner.throughput.mixers import CHUNK
 from planner.throughput.model import SpeedModel
 from planner.throughput.rented import (
     ADAPTER_S,
@@ -131,6 +132,7 @@ class Family:
         work, setup, speed = self.work, self._setup, self.work.speed
         moved, trained, calls = work.moved, work.trained, work.unpacked.calls
         ahead, back = work.further_kernels
+        mixers, mixer = speed.inv.num_mixers, speed.mixer(setup)
         single = SINGLE_HOST if speed.conditions.single_operations else (1.0, 1.0)
         forward = single[0] * (moved.forward_kernels + ahead)
         self.forward_host_s = forward * ALONE_S + calls * QUANTIZED_S + trained.calls * ADAPTER_S
@@ -148,8 +150,10 @@ class Family:
                 adapter_backward=trained.backward_kernels,
                 adapted=trained.calls,
                 quantized=calls,
-                launches=launches(speed.inv, setup.fused_parts(speed.model.model_type)),
+                launches=launches(speed.inv, setup.fused_parts(speed.model.model_type)) + mixers * mixer.launches,
             ).host_s(speed.inv.num_layers)
+            chunks = mixers * -(-work.length // CHUNK)
+            host += chunks * (mixer.chunk_s + again * mixer.recomputed_chunk_s)
         host += setup.extra_forwards * host / (2.0 + again)
         if setup.selective_checkpointing:
             host += 2.0 * again * forward * SELECTIVE_HOST * FORWARD_S

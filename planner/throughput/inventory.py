@@ -8,7 +8,6 @@ from planner.records import dataclass
 _STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})
 COMPOSED = frozenset({"gelu_new", "gelu_fast"})
 """Activations that transformers computes as eight or nine kernels. Source: transformers 5.23 `activations.py`."""
-_LINEAR_ATTENTION_WIDTH = 30  # elementwise passes that stand in for a linear-attention mixer's scan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class Inventory:
         residual_width: elements of residual additions.
         gated_width, plain_width: elements between the MLP's matrices (active experts only).
         routed_width: elements gathered and scattered around experts.
-        mixer_width: elementwise stand-in of linear attention.
+        mixer_width: elements of linear attention, in `num_mixers` layers (`planner.throughput.mixers`).
         composed_width: elements of activations that are single operations in Python, `num_composed` modules.
         dropout_width: elements that the model's own dropouts mask while training, `num_dropouts` of them.
         num_apart: layers of a length of their own, which nothing here counts but `num_params` and `num_tensors`.
@@ -64,6 +63,7 @@ class Inventory:
     plain_width: int
     routed_width: int
     mixer_width: int
+    num_mixers: int
     composed_width: int
     num_composed: int
     dropout_width: int
@@ -85,7 +85,10 @@ class _Tally:
         self.merged: dict[LinearSpec, int] = {}
         self.attentions: dict[AttentionSpec, int] = {}
         self.width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
-        names = ("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed", "apart")
+        names = (
+            *("rms", "layer", "rotary", "experts", "expert_layers"),
+            *("tensors", "composed", "crossed", "apart", "mixers"),
+        )
         self.num = dict.fromkeys(names, 0)
 
     def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int) -> None:
@@ -112,7 +115,8 @@ class _Tally:
 
     def _add_attention(self, attention: AttentionSpec, repeats: int) -> None:
         if attention.kind == "linear":
-            self.width["mixer"] += repeats * attention.num_heads * attention.head_dim * _LINEAR_ATTENTION_WIDTH
+            self.width["mixer"] += repeats * attention.num_heads * attention.head_dim
+            self.num["mixers"] += repeats
             return
         self.attentions[attention] = self.attentions.get(attention, 0) + repeats
         if attention.rotary:
@@ -170,6 +174,7 @@ def _count(model: ModelSpec) -> Inventory:
         layer_norm_width=width.pop("layer"),
         **{f"{name}_width": total for name, total in width.items()},
         num_rms=num["rms"],
+        num_mixers=num["mixers"],
         num_layer_norms=num["layer"],
         num_rotary=num["rotary"],
         residual_width=2 * model.hidden_size * num_layers,

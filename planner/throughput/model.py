@@ -30,6 +30,7 @@ from planner.throughput.counts import (
 )
 from planner.throughput.inventory import Inventory, inventory
 from planner.throughput.lora import adapted_linears
+from planner.throughput.mixers import Mixer, mixer_of
 from planner.throughput.rates import Rates, matmul_s, rates_of
 from planner.throughput.rented import LISTED_TENSOR_S, LOOPED_TENSOR_S, UPDATE_S
 
@@ -121,7 +122,7 @@ class SpeedModel:
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
-        self._traffic: dict[tuple[Flow, bool, str, bool], Moved] = {}
+        self._traffic: dict[tuple[Flow, bool, str, bool, Mixer], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -233,16 +234,21 @@ class SpeedModel:
             moved = SINGLE_LOGIT[SIZE_BYTES[dtype] == 2]
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
-    def traffic(self, flow: Flow, trained: bool, kernels: str, compiled: bool = False) -> Moved:
-        """Elementwise traffic of the layers for one data flow and kernel family."""
-        key = (flow, trained, kernels, compiled)
+    def traffic(self, flow: Flow, trained: bool, setup: TrainSetup) -> Moved:
+        """Elementwise traffic of the layers for one data flow and a setup's kernels."""
+        kernels, compiled, mixer = setup.kernels, setup.compiled, self.mixer(setup)
+        key = (flow, trained, kernels, compiled, mixer)
         found = self._traffic.get(key)
         if found is None:
             fused = parts_of(kernels, self.model.model_type, compiled=compiled)
             found = self._traffic[key] = layer_traffic(
-                self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused
+                self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
             )
         return found
+
+    def mixer(self, setup: TrainSetup) -> Mixer:
+        """What a linear-attention layer does."""
+        return mixer_of(self.model.model_type, setup.linear_attention)
 
     def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, modules, and those of

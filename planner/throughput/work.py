@@ -75,7 +75,7 @@ class Work:
         self.flow = flow = flow_of(setup)
         self._full = full = setup.method == "full"
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
-        self.moved = moved = speed.traffic(flow, full, setup.kernels, setup.compiled)
+        self.moved = moved = speed.traffic(flow, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
         gap = constants.kernel_gap_s * bytes_left
         self.per_byte = per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth

@@ -20,6 +20,7 @@ from probes.stack.dtypes import DTYPES
 from probes.stack.heads import head_loss, headless, owner_of
 from probes.stack.images import seeing
 from probes.stack.kernels import running as kernels_running
+from probes.stack.linear_attention import gated_delta_rule
 from probes.stack.losses import InPlaceCrossEntropy
 from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
 from probes.stack.objectives import Asked
@@ -166,6 +167,7 @@ def train_step(
     loss = None
     with ExitStack() as stack:
         stack.enter_context(kernels_running(trainer.inner, setup))
+        stack.enter_context(gated_delta_rule(trainer.inner, setup))
         stack.enter_context(seeing(trainer.inner, setup))
         if mark is not None:  # hooks cost time: none while timing
             stack.enter_context(_marks(trainer, tell))

@@ -29,6 +29,7 @@ from planner.throughput.calibration import load_calibration
 from planner.throughput.conditions import CURRENT, Conditions
 from planner.throughput.counts import eager_score_bytes, layer_traffic
 from planner.throughput.inventory import inventory
+from planner.throughput.mixers import Mixer
 from planner.throughput.model import EIGHT_BIT_STATE_S, H100_SMS, SpeedModel, int8_bytes
 from planner.throughput.rates import matmul_s
 from planner.units import MIB
@@ -369,7 +370,11 @@ def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
     flow = flow_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
     composed, plain, dropless = (
         layer_traffic(
-            inventory(spec_from_config(config | more, model_id="gpt2", source="here")), flow, CURRENT, trained=True
+            inventory(spec_from_config(config | more, model_id="gpt2", source="here")),
+            flow,
+            CURRENT,
+            trained=True,
+            mixer=Mixer(),
         )
         for more in (
             {"activation_function": "gelu_new"},

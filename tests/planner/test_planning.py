@@ -225,7 +225,19 @@ def test_a_package_that_a_speed_stands_on_is_named(model: str, *, said: bool) ->
     asked = wish(model, "h100-sxm", fixed={"method": ("lora",)})
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
-    assert any("flash-linear-attention runs it" in one for one in plan.chosen.formula.notes) == said
+    assert any("flash-linear-attention's kernels" in one for one in plan.chosen.formula.notes) == said
+    assert (plan.chosen.setup.linear_attention == "fla") == said
+    assert any(one.choice == "flash-linear-attention" for one in plan.tree) == said
+
+
+def test_without_the_package_a_plan_counts_the_loop_and_says_what_it_would_give() -> None:
+    asked = wish("Qwen/Qwen3.5-4B", "h100-sxm", fixed={"method": ("lora",)})
+    plan = plan_workload(replace(asked, absent_packages=("flash-linear-attention",)))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.linear_attention == "torch"
+    note = next(one for one in plan.chosen.formula.notes if "transformers' own loop" in one)
+    assert "with flash-linear-attention installed" in note
+    assert "tokens/s for" in note
 
 
 def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:

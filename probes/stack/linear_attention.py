@@ -1,0 +1,208 @@
+"""The gated delta rule of hybrids as flash-linear-attention computes it, by what its autograd function allocates.
+
+Like the kernel families (`probes.stack.kernels`), the function here computes nothing: fla's own needs a GPU and Triton,
+which a dry run has not. Its launches are told to whoever listens.
+
+Source: fla-core 0.6.0 `ops/gated_delta_rule/chunk.py` ChunkGatedDeltaRuleFunction and what it calls: `chunk_fwd.py`,
+`wy_fast.py`, `ops/common/chunk_delta_h.py`, `ops/common/chunk_o.py`, `ops/utils/cumsum.py`, `modules/norm/l2norm.py`.
+Measured: tests/probes/test_linear_attention.py holds every allocation and launch equal to fla's own code.
+Not counted: what Triton's autotuner allocates in the first step while it times candidates.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.choices.packages import DELTA
+from planner.install import packages_command
+from planner.setup import TrainSetup
+from probes.stack.kernels import KernelsMissing
+from probes.stack.launches import launched
+
+CHUNK = 64
+"""Tokens of one chunk: transformers' and fla's default."""
+_TORCH_NAME = "torch_chunk_gated_delta_rule"
+
+
+@contextmanager
+def gated_delta_rule(inner: Any, setup: TrainSetup) -> Iterator[None]:
+    """Within it a model computes its gated delta rule by the setup's path, whichever is installed here.
+
+    Raises:
+        KernelsMissing: fla's kernels on a real device without the package, or in a class that does not ask for it.
+    """
+    module = sys.modules[type(inner).__module__]
+    wrapped = getattr(module, _TORCH_NAME, None)
+    fla, real = setup.linear_attention == "fla", next(inner.parameters()).device.type != "meta"
+    if fla and wrapped is None:
+        raise KernelsMissing(f"{type(inner).__name__} of this transformers does not ask for {DELTA}")
+    if fla and real and any(find_spec(name) is None for name in ("fla", "triton")):
+        raise KernelsMissing(f"linear_attention 'fla' needs {DELTA} and Triton: {packages_command(DELTA)}")
+    if wrapped is None or (fla and real):
+        yield
+        return
+    with mock.patch.object(module, _TORCH_NAME, chunk_gated_delta_rule if fla else wrapped.__wrapped__):
+        yield
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """fla's function of this name in training: queries and keys normalized within, no state before or after.
+
+    Shapes: query, key [seqs, tokens, key heads, key size]; value [seqs, tokens, value heads, value size]; g, beta
+    [seqs, tokens, value heads]; returns [seqs, tokens, value heads, value size].
+    """
+    return _ChunkGatedDeltaRule.apply(query, key, value, g, beta), None
+
+
+class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
+    """Keeps normalized queries and keys, values, the decay's sums, beta and each chunk's 64-wide inverse; the states of
+    all chunks are made again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        given = [one.contiguous() for one in (q, k, v, g, beta)]  # copies live to the end, as in fla's `input_guard`
+        q, q_rows = _l2norm(given[0])
+        k, k_rows = _l2norm(given[1])
+        v, g, beta = given[2], _chunk_sums(given[3]), given[4]
+        inverse = torch.zeros(*beta.shape, CHUNK, device=k.device, dtype=k.dtype)
+        launched("fla.chunk_gated_delta_rule_fwd_kkt_solve", [k, g, beta], [inverse])
+        w, u = _weighted(k, v, beta, inverse, g)
+        h, new_values = _states(k, w, u, g)
+        out = torch.empty_like(new_values)
+        launched("fla.chunk_fwd_o", [q, k, new_values, h, g], [out])
+        ctx.save_for_backward(q, q_rows, k, k_rows, v, g, beta, inverse)
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, q_rows, k, k_rows, v, g, beta, inverse = ctx.saved_tensors
+        do = grads[0].contiguous()
+        dq, dk, dv, dg, dbeta = _gradients(q, k, v, g, beta, inverse, do)
+        dq = _l2norm_backward(q, q_rows, dq)
+        dk = _l2norm_backward(k, k_rows, dk)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.to(g.dtype), dbeta.to(beta.dtype)
+
+
+def _l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the rows normalized, one fp32 a row)."""
+    out = torch.empty_like(x)
+    rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    launched("fla.l2norm_fwd", [x], [out, rows])
+    return out, rows
+
+
+def _l2norm_backward(normed: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(normed)
+    launched("fla.l2norm_bwd", [normed, rows, gradient], [out])
+    return out
+
+
+def _chunk_sums(g: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(g, dtype=torch.float32)
+    launched("fla.chunk_local_cumsum_scalar", [g], [out])
+    return out
+
+
+def _weighted(
+    k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, inverse: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The WY form's w and u: keys and values of every value head times the chunk's inverse."""
+    w = k.new_empty(*beta.shape, k.shape[-1])
+    u = torch.empty_like(v)
+    launched("fla.recompute_w_u_fwd", [k, v, beta, inverse, g], [w, u])
+    return w, u
+
+
+def _states(k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the state before each chunk [seqs, chunks, heads, key size, value size], values less what it foretells)."""
+    seqs, tokens, heads, size = u.shape
+    h = k.new_empty(seqs, -(-tokens // CHUNK), heads, k.shape[-1], size)
+    new_values = torch.empty_like(u)
+    launched("fla.chunk_gated_delta_rule_fwd_h", [k, w, u, g], [h, new_values])
+    return h, new_values
+
+
+def _gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    inverse: torch.Tensor,
+    do: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Those of normalized queries and keys, values, decays and beta."""
+    w, u = _weighted(k, v, beta, inverse, g)
+    h, new_values = _states(k, w, u, g)
+    dv = torch.empty_like(do)
+    launched("fla.chunk_bwd_dv_local", [q, k, g, do], [dv])
+    dh, of_u = torch.empty_like(h), torch.empty_like(dv)
+    launched("fla.chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, do, dv], [dh, of_u])
+    dv = of_u
+    del of_u
+    dq, dk, dw, dg = _through_chunks(q, k, new_values, w, g, h, dv, do, dh)
+    dk2, dv, dbeta, dg2 = _through_weighted(k, v, beta, g, inverse, dw, dv)
+    dk.add_(dk2)
+    dg.add_(dg2)
+    sums = torch.empty_like(dg)
+    launched("fla.chunk_local_cumsum_scalar", [dg], [sums])
+    return dq, dk, dv, sums, dbeta
+
+
+KEY_TILE = 64
+"""Columns of a key that one block of fla's gradient kernels takes where all is 16-bit on an A100, or on newer cards:
+64 to 128. Their partial sums of the decay's gradient are so many fp32 rows."""
+
+
+def _through_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    new_values: torch.Tensor,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    h: torch.Tensor,
+    dv: torch.Tensor,
+    do: torch.Tensor,
+    dh: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys, w and decay by the output; key heads that share are summed over their value heads."""
+    dq, dk = torch.empty_like(w), torch.empty_like(w)
+    dg = torch.empty(-(-k.shape[-1] // KEY_TILE), *g.shape, dtype=torch.float32, device=g.device)
+    dw = torch.empty_like(w)
+    launched("fla.chunk_bwd_dqkwg", [q, k, new_values, w, g, h, dv, do, dh], [dq, dk, dg, dw])
+    dq = _to_key_heads(dq, k)
+    dk = _to_key_heads(dk, k)
+    return dq, dk, dw, dg.sum(0)
+
+
+def _through_weighted(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor,
+    inverse: torch.Tensor,
+    dw: torch.Tensor,
+    du: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of keys, values, beta and decay by the WY form."""
+    dk = torch.empty_like(dw)
+    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    launched("fla.prepare_wy_repr_bwd", [k, v, beta, g, inverse, dw, du], [dk, dv, dbeta, dg])
+    return _to_key_heads(dk, k), dv, dbeta, dg
+
+
+def _to_key_heads(gradient: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A gradient of every value head, summed over those that share a key head."""
+    heads = k.shape[2]
+    if gradient.shape[2] == heads:
+        return gradient
+    return gradient.view(*k.shape[:2], heads, gradient.shape[2] // heads, k.shape[3]).sum(3)
