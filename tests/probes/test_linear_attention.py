@@ -98,7 +98,7 @@ def fla() -> Iterator[tuple[Callable[..., Any], list[str]]]:
     """fla's own function over launches that do nothing, and their names."""
     place = find_spec("fla")
     if place is None or place.submodule_search_locations is None:
-        pytest.skip("without fla-core and einops")
+        pytest.skip("pip install --no-deps fla-core==0.6.0 einops")
     roots = [*place.submodule_search_locations]
     launches: list[str] = []
     import_module("torch._dynamo")  # `torch.compiler.disable` does, and would ask for more of Triton
@@ -112,8 +112,8 @@ def fla() -> Iterator[tuple[Callable[..., Any], list[str]]]:
             package.__version__, sys.modules[name] = version("fla-core"), package
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no GPU
-            from fla.ops.common import chunk_o
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as own
+            chunk_o = import_module("fla.ops.common.chunk_o")
+            own = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
         with mock.patch.object(chunk_o, "check_shared_mem", lambda arch, _: arch == "ada"):
             yield own, launches
