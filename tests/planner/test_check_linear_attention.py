@@ -1,0 +1,66 @@
+"""`plan check` of a hybrid: transformers' own loop is counted unless flash-linear-attention is known to be there."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.check import CheckResult
+from planner.cli.checking import Asked, checked
+
+FILE = """\
+model_name_or_path: Qwen/Qwen3.5-4B
+dataset_name: some/data
+use_peft: true
+dtype: bfloat16
+bf16: true
+per_device_train_batch_size: 1
+max_length: 2048
+"""
+
+
+def _checked(folder: Path, text: str = FILE, asked: Asked | None = None) -> CheckResult:
+    file = folder / "train.yaml"
+    file.write_text(text)
+    return checked(file, "rtx-4090", asked)[0]
+
+
+def test_the_loop_is_counted_and_what_installing_the_package_gives_is_said(tmp_path: Path) -> None:
+    result = _checked(tmp_path)
+    assert result.config.setup.linear_attention == "torch"
+    change = next(one for one in result.changes if one.fields == ("linear_attention",))
+    assert change.label == "flash-linear-attention, installed"
+    assert change.speedup > 2
+    assert change.saves_bytes > 0
+    assert not change.in_place
+    assert any("with flash-linear-attention installed" in note for note in result.prediction.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("requirements.txt", "trl\nflash-linear-attention>=0.4\n"),
+        ("requirements.txt", "fla-core==0.6.0\n"),
+        ("run.sh", "pip install trl flash-linear-attention\n"),
+    ],
+)
+def test_what_a_run_installs_is_read_beside_it(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    result = _checked(tmp_path)
+    assert result.config.setup.linear_attention == "fla"
+    assert any("what it installs names it" in one for one in result.config.assumptions)
+
+
+@pytest.mark.parametrize("text", ["# flash-linear-attention\n", "my-flash-linear-attention-fork\n", "trl\n"])
+def test_a_comment_and_another_package_are_not_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "requirements.txt").write_text(text)
+    assert _checked(tmp_path).config.setup.linear_attention == "torch"
+
+
+def test_the_command_line_can_say_it(tmp_path: Path) -> None:
+    asked = Asked.of(assume=["flash-linear-attention==0.6.0"])
+    assert _checked(tmp_path, asked=asked).config.setup.linear_attention == "fla"
+
+
+def test_a_model_without_such_layers_has_no_path(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("flash-linear-attention\n")
+    assert _checked(tmp_path, FILE.replace("Qwen3.5-4B", "Qwen3-4B")).config.setup.linear_attention == "torch"
