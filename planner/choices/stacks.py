@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import final
 
+from planner import plugins
 from planner.records import dataclass
 
 DEFAULT = "trl"
@@ -298,12 +299,15 @@ class TargetRow:
         objectives: those that it has a file for, and what it calls each.
         kernels: kernel families that a plan for it tries, its own first; (): what every tool on transformers runs.
         program: what starts its file where a trace can follow that; "" where it starts processes of others.
+        module: what writes its files (`refusal`, `differences`, `export`, `VALIDATED_WITH`); "" of those in
+            `planner.exporters`.
     """
 
     title: str
     objectives: Mapping[str, str]
     kernels: tuple[str, ...] = ()
     program: str = ""
+    module: str = ""
 
 
 _SUPERVISED = {"sft": "sft", "pretrain": "sft"}
@@ -342,6 +346,7 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
     "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
     "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
+    **{name: TargetRow(**row) for name, row in plugins.loaded("targets")},
 }
 """Every launch target by its name."""
 

@@ -128,7 +128,7 @@ def _without_liger(found: tuple[Difference, ...]) -> Iterator[Difference]:
 @cache
 def _room(name: str) -> ModuleType:
     """A target's module, imported when it is first asked for."""
-    return import_module(f"planner.exporters.{name.replace('-', '_')}")
+    return import_module(TARGET_ROWS[name].module or f"planner.exporters.{name.replace('-', '_')}")
 
 
 TARGETS: Mapping[str, Target] = {name: Target(name) for name in TARGET_ROWS}

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from planner import plugins
 from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.hardware.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.hardware.gpu import GpuSpec
@@ -156,9 +157,15 @@ def _spec(row: dict[str, str]) -> GpuSpec:
 
 @cache
 def _rows() -> dict[str, dict[str, str]]:
-    """The file's rows by their keys."""
+    """The file's rows by their keys, and those of plug-ins."""
     with _PATH.open(newline="", encoding="utf-8") as file:
-        return {row["key"]: row for row in csv.DictReader(file)}
+        reader = csv.DictReader(file)
+        found = {row["key"]: row for row in reader}
+    for row in plugins.rows("gpus", tuple(reader.fieldnames or ())):
+        if row["key"] in found:
+            raise ConfigError(f"a plug-in's card has a key of the table: {row['key']}", hint="give it another key")
+        found[row["key"]] = row
+    return found
 
 
 @cache

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from planner import plugins
 from planner.records import dataclass
 
 _PATH = Path(__file__).parents[1] / "data" / "prices.csv"
@@ -36,9 +37,11 @@ class Price:
 
 @cache
 def all_prices() -> tuple[Price, ...]:
-    """Every price known."""
+    """Every price known, those of plug-ins last."""
     with _PATH.open(newline="", encoding="utf-8") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows: list[dict[str, Any]] = list(reader)
+    rows += plugins.rows("prices", tuple(reader.fieldnames or ()))
     return tuple(
         Price(**row | {name: float(row[name]) for name in ("low_usd_per_h", "high_usd_per_h")}) for row in rows
     )
