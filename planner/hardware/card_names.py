@@ -29,6 +29,13 @@ def normalized(name: str) -> str:
     return "".join([one for one in words if one not in _NOISE] or words)
 
 
+def size_alone(name: str) -> float | None:
+    """The memory in GiB, where a name is nothing else: "16GB", "24 GB GPU"."""
+    sizes = _MEMORY.findall(name)
+    rest = set(re.findall(r"[a-z0-9]+", _MEMORY.sub(" ", name.lower())))
+    return float(sizes[0]) if len(sizes) == 1 and rest <= {*_MAKERS, *_NOISE} else None
+
+
 def words_of(name: str) -> frozenset[str]:
     """The words of a name that tell something, without its size."""
     return frozenset(re.findall(r"[a-z0-9]+", _MEMORY.sub(" ", name.lower().replace("-", " ")))) - {*_MAKERS, *_NOISE}
@@ -43,6 +50,8 @@ def size_and_words(name: str) -> tuple[float | None, str]:
 def counted(text: str) -> tuple[int | None, str]:
     """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "RTX 4090") of "RTX 4090"."""
     text = text.strip()[:MAX_NAME]
+    if size_alone(text) is not None:  # "24 GB" is no 24 of a GB200
+        return None, text
     for pattern in _COUNTED:
         if found := pattern.fullmatch(text):
             return int(found[1]), found[2]

@@ -52,6 +52,14 @@ Source: recommendedMaxWorkingSetSize of 21,845 of 32,768 MiB (ollama issue 434),
 1870), 73,728 of 98,304 (llama.cpp issue 3213). Beyond it command buffers fail or the system swaps.
 """
 
+SERVICES = {"colab": "a t4 (paid: l4, a100-40gb, h100-sxm)", "kaggle": "2 x t4 or one p100"}
+"""What is behind a name that is a service's, not a card's.
+
+Source: mccormickml.com "Colab GPUs Features & Pricing", March 2026 (free: T4; paid: L4, A100, H100, G4); the choices of
+Kaggle's notebooks, "GPU T4 x2 or P100".
+"""
+MAX_OF_SIZE = 8
+
 _FAMILIES = {
     "GeForce": ("geforce", "rtx"),
     "Apple": ("apple", "mac", "macbook", "macbookpro", "macstudio", "mps", "metal"),
@@ -350,12 +358,27 @@ def _unknown(name: str) -> UnknownGpuError:
     from planner.hardware.described import FORM, MEANING
 
     shown = name if len(name) <= 60 else name[:57] + "..."
-    close = _closest(name)
+    near = _service(name) or _of_size(name) or (f"closest: {', '.join(close)}" if (close := _closest(name)) else "")
     return UnknownGpuError(
         f"GPU {shown!r} is not in the table",
-        hint=(f"closest: {', '.join(close)}; " if close else "")
+        hint=(f"{near}; " if near else "")
         + f"`plan gpus` lists all, --gpu local asks this machine; any card can be described: --gpu {FORM} ({MEANING})",
     )
+
+
+def _service(name: str) -> str:
+    """Which cards a notebook service gives, where the name is the service's."""
+    words = "".join(one for one in name.lower() if one.isalpha())
+    return next((f"{one.title()} gives {cards}" for one, cards in SERVICES.items() if one in words), "")
+
+
+def _of_size(name: str) -> str:
+    """The rented or sold cards of a memory size, where nothing but a size is said: "16GB"."""
+    from planner.hardware.card_names import size_alone
+
+    gib = size_alone(name)
+    sized = [key for key, row in _rows().items() if gib is not None and gib in _marketed_gib(row)]
+    return f"cards of {gib:g} GB: {', '.join(sized[:MAX_OF_SIZE])}" if sized else ""
 
 
 def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
