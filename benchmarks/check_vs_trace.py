@@ -6,6 +6,13 @@ Programs of TRL's and transformers' trainers, each with something of its own (PR
 this run, read by the formula, then run whole by the phantom GPU for two optimizer steps. Told per program: the peaks of
 both, and what the reading said that it does not follow. Aim: within 2 %, or said.
 Results: benchmarks/data/check_vs_trace.json, by name; rows of programs that were not named stay.
+
+    python -m benchmarks.check_vs_trace --fix [NAME ...]
+
+Instead: each program on a card that has 75 and 50 % of what it needs, mended by `plan check --fix`; the written file is
+run by the phantom GPU. Aim: each runs, fits, differs from its original only where the answer says so, and has no
+shorter sequences where another change would do. Results: benchmarks/data/check_fixes.json. Needs liger-kernel and
+triton beside what the tests need, both without their dependencies.
 """
 
 import argparse
@@ -19,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "data" / "check_vs_trace.json"
+FIXES = ROOT / "benchmarks" / "data" / "check_fixes.json"
+SHARES = (0.75, 0.5)
 HEAD = """
 import torch
 from datasets import Dataset
@@ -152,17 +161,67 @@ def row_of(name: str, gpu: str) -> dict[str, Any]:
     return row | {"result": "both", "said": [*read["approximations"], *read["notes"], *read["prediction"]["notes"]]}
 
 
+def fixed(name: str, gpu: str, share: float) -> dict[str, Any]:
+    """What became of a program where the card has a share of what it needs."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, start = Path(place), time.monotonic()
+        (folder / "train.py").write_text(HEAD + PROGRAMS[name])
+        read, refused = answered(["check", "train.py", "--gpu", gpu, "--json"], folder)
+        if read is None:
+            return {"result": "not read", "why": refused}
+        needed = read["prediction"]["peak_device_bytes"]
+        memory = ["--gpu", gpu, "--memory-gib", f"{share * needed / 2**30 + 0.5:.3f}"]
+        asked, refused = answered(["check", "train.py", *memory, "--fix", "--json"], folder)
+        fix = asked["fix"] if asked is not None else {}
+        row: dict[str, Any] = {"needed_bytes": needed, "changes": fix.get("changes", [])}
+        if asked is None or not fix.get("path"):
+            row |= {"result": "no file", "why": fix.get("refused") or refused, "command": fix.get("command", "")}
+            return row
+        row |= {"budget_bytes": asked["budget_bytes"], "verdict": fix["verdict"], "diff": fix["diff"]}
+        traced, failed = answered(["trace", *memory, "--json", "-y", "--", sys.executable, fix["path"]], folder)
+        again, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json"], folder)
+    row["wall_s"] = round(time.monotonic() - start)
+    if traced is None or again is None:
+        return row | {"result": "does not run" if traced is None else "not read again", "why": failed or refused}
+    was, now = asked["setup"], again["setup"]
+    differing = [field for field in was if was[field] != now.get(field)]
+    singles = {one["label"]: one for one in asked["changes"]}
+    told = {field for label in row["changes"] for field in singles.get(label, {"fields": differing})["fields"]}
+    row["untold"] = [one for one in differing if one not in told]
+    spared = [label for label, one in singles.items() if one["verdict"] == "fits" and not one["changes_training"]]
+    row["cut_needlessly"] = spared if "seq_len_tokens" in told else []
+    row["traced_bytes"] = traced["peak_device_bytes"]
+    return row | {"result": "fits" if row["traced_bytes"] <= row["budget_bytes"] else "does not fit"}
+
+
+def write(path: Path, key: str, row: dict[str, Any]) -> None:
+    """One row more in a table, by its key."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(dict(sorted({**table, key: row}.items())), indent=1) + "\n")
+
+
 def main() -> None:
-    """Both answers on the programs that were named, or on all."""
+    """Both answers on the programs that were named, or on all; or their mended files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--gpu", default="a100-80gb")
+    parser.add_argument("--fix", action="store_true", help="run what --fix writes")
     arguments = parser.parse_args()
-    for name in arguments.names or PROGRAMS:
+    names = arguments.names or list(PROGRAMS)
+    for share, name in ((share, name) for share in SHARES * arguments.fix for name in names):
+        row = fixed(name, arguments.gpu, share)
+        write(FIXES, f"{name} at {share:g}", row)
+        shown = (
+            row["result"],
+            row.get("untold"),
+            row.get("cut_needlessly"),
+            row.get("why", "")[:100],
+            row.get("changes"),
+        )
+        print(name, share, *shown, row.get("changes"), flush=True)
+    for name in names if not arguments.fix else ():
         row = row_of(name, arguments.gpu)
-        table = json.loads(OUT.read_text()) if OUT.exists() else {}
-        table[name] = row
-        OUT.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        write(OUT, name, row)
         print(name, row["result"], row.get("allocated_error", row.get("why")), f"{row['wall_s']} s", flush=True)
 
 

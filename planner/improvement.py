@@ -68,18 +68,39 @@ class Improved:
     elsewhere: bool = False
 
 
+Verify = Callable[[TrainSetup], Prediction | None]
+MAX_VERIFIED = 6
+
+
 def harm(before: TrainSetup, after: TrainSetup) -> int:
     """The worst of the changes between two setups."""
     return max((HARM.get(name, OTHER_HARM) for name in changed_fields(before, after)), default=0)
 
 
-def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
+def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Verify | None = None) -> Improved:
     """The least harmful setup that fits, of a config that does not: with changes that its file's form can hold, where
     those do not cut sequences while others fit whole. Of a config that fits the fastest whose training is the same.
     The same setup where nothing helps.
+
+    Args:
+        verify: a better prediction of what was found (a dry run), by which it has to be found again; None: there is
+            none.
     """
+    verified = dict[TrainSetup, Prediction]()
+    found = _improved(result, model, predict)
+    for _ in range(MAX_VERIFIED):
+        better = verify(found.setup) if verify is not None and found.labels and found.setup not in verified else None
+        if better is None:
+            break
+        verified[found.setup] = better
+        found = _improved(result, model, lambda setup: verified.get(setup) or predict(setup))
+    return found
+
+
+def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
+    """What one level of predictions finds."""
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
-        again = improve(_without_evaluation(result, model, predict), model, predict)
+        again = _improved(_without_evaluation(result, model, predict), model, predict)
         labels = (evaluation_label(again.setup), *again.labels)
         return replace(again, labels=labels, eval_seqs=again.setup.micro_batch_seqs)
     search = _Search(result, model, including(predict, result.config, model, result.gpu))

@@ -149,6 +149,8 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
         page.line(clean(f"wrote {fixed['path']} ({outcome}): {changes}"))
         for line in fixed["diff"]:
             page.command(clean(line))
+        if fixed["needs"]:
+            page.line(f"needs, where it runs: pip install {' '.join(fixed['needs'])}")
         if fixed["verdict"] != "fits":
             page.line("its band reaches over the limit: it may or may not fit")
     elif fixed["command"]:

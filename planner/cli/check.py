@@ -10,16 +10,19 @@ import typer
 from planner.app.progress import say
 from planner.check import CheckResult, Verdict
 from planner.cli import check_folder, options
-from planner.cli.checking import Asked, as_document, by_hand, checked, command_of, fixed_text
+from planner.cli.checking import Asked, as_document, by_hand, checked, command_of, dry_run_of, fixed_text
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.setup_flags import takes_options
 from planner.errors import ConfigError, UsageError
+from planner.exporters.install import packages_added
 from planner.hardware.gpus import find_gpu
-from planner.improvement import improve
+from planner.improvement import Verify, improve
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
+from planner.outcome import Prediction
 from planner.readers.loading import read_bounded
 from planner.records import dataclass
+from planner.setup import TrainSetup
 from planner.single_changes import Predict
 from planner.units import gib, percent
 from reports.check import render_check
@@ -121,7 +124,8 @@ def check(
         cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
         dry_run=not answer.no_dry_run,
     )
-    fixed = _fixed(file, target, result, spec, predict, wish) if target else None
+    verify = _by_dry_run(result, spec, predict, limits) if not answer.no_dry_run else None
+    fixed = _fixed(file, target, result, spec, predict, wish, verify) if target else None
     if answer.as_json:
         print_json(as_document(result, fixed))
     else:
@@ -129,11 +133,28 @@ def check(
     return result.exit_code
 
 
+def _by_dry_run(result: CheckResult, spec: ModelSpec, predict: Predict, limits: options.Memory) -> Verify:
+    """A setup's memory by its own dry run, with its speed as changed setups are compared by."""
+    memory, _ = limits.of(result.gpu)
+
+    def verify(setup: TrainSetup) -> Prediction | None:
+        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, memory)
+        return dry and replace(dry, step_time_s=plain.step_time_s, tokens_per_s=plain.tokens_per_s)
+
+    return verify
+
+
 def _fixed(
-    file: Path, target: Path, result: CheckResult, spec: ModelSpec, predict: Predict, asked: Asked
+    file: Path,
+    target: Path,
+    result: CheckResult,
+    spec: ModelSpec,
+    predict: Predict,
+    asked: Asked,
+    verify: Verify | None = None,
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
-    config, found = result.config, improve(result, spec, predict)
+    config, found = result.config, improve(result, spec, predict, verify)
     text, refused = None, ""
     helps = bool(found.labels) and found.verdict is not Verdict.DOES_NOT_FIT
     try:
@@ -149,6 +170,7 @@ def _fixed(
         "changes": list(found.labels),
         "diff": _difference(file, target, text) if text is not None else [],
         "path": str(target) if text is not None else None,
+        "needs": packages_added(config.setup, found.setup) if text is not None else [],
         "refused": refused,
         "by_hand": by_hand(config, found) if refused else [],
         "command": command_of(config, found.setup, result.gpu) if found.elsewhere and helps else "",

@@ -289,30 +289,38 @@ def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) ->
     return lambda setup: predict(spec, card, setup, cluster)
 
 
-def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
-    """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
-    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
+def dry_run_of(
+    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int
+) -> Prediction | None:
+    """The dry run of a setup, with what only the formula says of it; None where none is possible."""
     from planner.app.climb import dry_run_possible, with_dry_run  # late: the formula rung needs none of it
 
     if dry_run_possible() or built_by_transformers_4(spec):
-        return formula
+        return None
     plain = formula(setup)
     candidate = Candidate(setup=setup, budget_bytes=0, formula=plain)
     dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
     if not isinstance(dry, Prediction):
-        return formula
-    step_time_s, tokens_per_s = dry.step_time_s or plain.step_time_s, dry.tokens_per_s or plain.tokens_per_s
+        return None
     # a dry run is more than the formula: where fewer published runs were dry, its band is the formula's
     narrower = dry if dry.memory_band_fraction <= plain.memory_band_fraction else plain
-    own = replace(
+    return replace(
         dry,
-        step_time_s=step_time_s,
-        tokens_per_s=tokens_per_s,
+        step_time_s=dry.step_time_s or plain.step_time_s,
+        tokens_per_s=dry.tokens_per_s or plain.tokens_per_s,
         terms=dry.terms or plain.terms,
         memory_band_fraction=narrower.memory_band_fraction,
         bands=narrower.bands,
     )
-    ratio = dry.peak_device_bytes / plain.peak_device_bytes
+
+
+def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
+    """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
+    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
+    own = dry_run_of(setup, formula, spec, card, memory_bytes)
+    if own is None:
+        return formula
+    ratio = own.peak_device_bytes / formula(setup).peak_device_bytes
 
     def corrected(changed: TrainSetup) -> Prediction:
         if changed == setup:

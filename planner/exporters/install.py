@@ -74,6 +74,22 @@ def torch_builds(gpu: GpuSpec | None) -> str:
     return {"AMD": ROCM, "Intel": XPU, "NVIDIA": OLD_CUDA}.get(gpu.vendor, "")
 
 
+def packages_of(runs: TrainSetup) -> dict[str, bool]:
+    """The packages that some setups need beside their trainer's own, and whether this one does."""
+    return {
+        "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
+        LIGER: "liger" in (runs.loss, runs.kernels),
+        "deepspeed": runs.zero,
+        VLLM: runs.aim.rolls_out and runs.rolls.by_vllm,
+    }
+
+
+def packages_added(before: TrainSetup, after: TrainSetup) -> list[str]:
+    """What a changed setup needs that it did not need before."""
+    had = packages_of(before)
+    return [name for name, needed in packages_of(after).items() if needed and not had[name]]
+
+
 def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     """Arguments of `pip install`, one list per call."""
     runs = launch.runs_as(request.setup)
@@ -81,13 +97,7 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     tested, brings = launch.validated_with, BRINGS.get(launch.target, set())
     delta = needs_delta(runs, request.model) and vendor != "Apple"
     flash = launch.target == "llamafactory" and runs.attention == "flash-attention-2"
-    needed = {
-        "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
-        LIGER: "liger" in (runs.loss, runs.kernels),
-        "deepspeed": runs.zero,
-        DELTA: delta,
-        VLLM: runs.aim.rolls_out and runs.rolls.by_vllm,
-    }
+    needed = {**packages_of(runs), DELTA: delta}
     packages = [f"{name}=={version}" for name, version in tested.items() if needed.get(name, True)]
     older = OLDER.get(launch.target, {})
     for name, on in needed.items():

@@ -333,6 +333,23 @@ def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.Ca
     assert [one.name for one in tmp_path.iterdir()] == ["run.sh"]
 
 
+def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-1.5B\nmax_length: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
+        "gradient_checkpointing: true\nloss_type: chunked_nll\n"
+    )
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "9"]
+    run([*words, "--json"])
+    fix = json.loads(capsys.readouterr().out)["fix"]
+    assert fix["changes"][-1] == "paged-adamw-8bit optimizer"
+    assert fix["needs"] == ["bitsandbytes"]
+    run(words)
+    assert "needs, where it runs: pip install bitsandbytes" in capsys.readouterr().out
+
+
 def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text(TRL)

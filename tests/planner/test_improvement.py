@@ -96,6 +96,24 @@ def test_one_change_is_made_where_one_is_enough() -> None:
         assert len(improved(result).labels) == 1
 
 
+def test_what_a_better_prediction_refuses_is_not_taken() -> None:
+    """The formula's first choice needs a third more by the better prediction: something else is found, which that
+    prediction knows to fit."""
+    result = judged(LORA, 12.0)
+    first, seen = improved(result), dict[TrainSetup, Prediction]()
+
+    def verify(setup: TrainSetup) -> Prediction:
+        plain = predicted(setup)
+        factor = 4 / 3 if setup == first.setup else 1.0
+        return seen.setdefault(setup, replace(plain, peak_device_bytes=round(plain.peak_device_bytes * factor)))
+
+    found = improve(result, MODEL, predicted, verify)
+    assert first.verdict is found.verdict is Verdict.FITS
+    assert found.setup != first.setup
+    assert [*seen][0] == first.setup
+    assert seen[found.setup] == found.after
+
+
 def test_every_change_has_its_place_in_the_order() -> None:
     """A field that single changes touch and that has none counts as one that spreads a job."""
     setups = [TrainSetup(), TrainSetup(method="lora", precision="bf16-mixed"), TrainSetup(checkpointing=0, loss="full")]
