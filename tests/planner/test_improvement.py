@@ -110,7 +110,7 @@ def test_what_a_better_prediction_refuses_is_not_taken() -> None:
     found = improve(result, MODEL, predicted, verify)
     assert first.verdict is found.verdict is Verdict.FITS
     assert found.setup != first.setup
-    assert [*seen][0] == first.setup
+    assert next(iter(seen)) == first.setup
     assert seen[found.setup] == found.after
 
 
