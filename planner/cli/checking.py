@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.check import Change, CheckResult, check
 from planner.choices.packages import DELTA
-from planner.errors import ConfigError, UnknownModelError, UsageError
+from planner.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.exporters.install import BRINGS
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
@@ -118,6 +118,26 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
         ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
     """
     asked, card = asked or Asked(), find_gpu(gpu)
+    try:
+        return _loaded(file, card, asked)
+    except PlannerError as error:
+        error.hint = _exact(error.hint, file, card)
+        raise
+
+
+RUNS = {".py": "python", ".sh": "bash", ".bash": "bash"}
+
+
+def _exact(hint: str, file: Path, card: GpuSpec) -> str:
+    """A hint whose `plan trace` is the command for this file and card."""
+    traced = f"plan trace --gpu {card.key} --"
+    if file.suffix not in RUNS:
+        return hint.replace("plan trace --", traced)
+    return hint.replace("plan trace -- python FILE", f"{traced} {RUNS[file.suffix]} {shlex.quote(str(file))}")
+
+
+def _loaded(file: Path, card: GpuSpec, asked: Asked) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+    """A config with its model resolved."""
     first = determined(_named(_read(file, None, card, asked), asked.model, file.name))
     if asked.strict and first.unknown_keys:
         raise ConfigError(

@@ -26,11 +26,6 @@ from planner.records import dataclass
 RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
 
 
-def run_it(name: str) -> str:
-    """What finds out about a program that cannot be read."""
-    return RUN_IT.replace("FILE", name) if name.endswith(".py") else RUN_IT
-
-
 HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
 LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
 TRAINERS_OF = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "llamafactory", "swift", "pl")
@@ -130,7 +125,7 @@ def _recognise(found: Training, trainer: Made, name: str) -> None:
         )
     if foreign := _of_unknown_package(trainer):
         if trainer.name in PLANNED or trainer.name in OTHER_TRAINERS:
-            raise refusal(f"{name} trains with {foreign}", run_it(name))
+            raise refusal(f"{name} trains with {foreign}", RUN_IT)
         found.open_objective = f"{trainer.where}: what a step of {foreign} is"
     given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
     if isinstance(given, Made):
@@ -242,12 +237,12 @@ def _refuse(program: Program, name: str) -> None:
     if loads or engine or {"backward", "zero_grad"} <= called:
         raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
-            hint=f"{run_it(name)}; plan estimate answers for a setup that you name",
+            hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
         )
     trains = (one for one in program.made if "train" in one.called and one.name != "from_pretrained")
     unknown = next((one.more for one in trains if one.more), "")
     if unknown:
-        raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=run_it(name))
+        raise Undetermined(f"{name} trains with a trainer that is not known ({unknown})", hint=RUN_IT)
     raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
         hint="give the script that trains; settings of a command line go into --args",
@@ -293,7 +288,7 @@ def _follow_model(found: Training, model: Value | None, name: str) -> None:
     """
     for step in range(16):
         if own := _own_class(model):
-            raise refusal(f"{name} trains a model of its own ({own})", run_it(name))
+            raise refusal(f"{name} trains a model of its own ({own})", RUN_IT)
         if isinstance(model, Known) and isinstance(model.data, str) and model.data:
             found.model = model
             last = found.touched[-1] if step else None

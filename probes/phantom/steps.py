@@ -42,7 +42,8 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
             for one in group["params"]:
                 if one.grad is not None:
                     own(one.grad, "gradients", origins.parameter_name(one))
-                own(one, "trained weights", origins.parameter_name(one))
+                if one.requires_grad:  # a loop may hand over all of the model's, LoRA's frozen base among them
+                    own(one, "trained weights", origins.parameter_name(one))
         origins.stepping += 1
         phantom.issued.step_begins()
 

@@ -350,6 +350,21 @@ def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(
     assert "needs, where it runs: pip install bitsandbytes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "command"), [("my loop.py", "python '{}'"), ("loop.py", "python {}")])
+def test_what_cannot_be_read_is_sent_to_a_command_that_runs_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-0.5B')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\nfor batch in batches:\n"
+        "    model(**batch).loss.backward()\n    optimizer.step()\n"
+    )
+    assert run(["check", str(file), "--gpu", "RTX 4090", "--no-dry-run"]) == 2
+    assert f"plan trace --gpu rtx-4090 -- {command.format(file)} runs it" in capsys.readouterr().err
+
+
 def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text(TRL)

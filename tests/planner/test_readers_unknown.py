@@ -367,7 +367,7 @@ def test_settings_with_something_before_their_name_are_read(prefix: str) -> None
 def test_a_loop_of_its_own_is_called_one(loop: str) -> None:
     with pytest.raises(ConfigError, match="loop of its own") as caught:
         read_text("import deepspeed, torch\nfrom mymodel import build, net, optimizer, loss, a\n" + loop, "t.py")
-    assert "plan trace -- python t.py" in caught.value.hint
+    assert "plan trace -- python FILE" in caught.value.hint
 
 
 SPREADS = {
