@@ -125,7 +125,7 @@ def check(
         dry_run=not answer.no_dry_run,
     )
     verify = _by_dry_run(result, spec, predict, limits) if not answer.no_dry_run else None
-    fixed = _fixed(file, target, result, spec, predict, wish, verify) if target else None
+    fixed = _fixed(file, target, result, spec, predict, wish, limits, verify) if target else None
     if answer.as_json:
         print_json(as_document(result, fixed))
     else:
@@ -151,7 +151,8 @@ def _fixed(
     spec: ModelSpec,
     predict: Predict,
     asked: Asked,
-    verify: Verify | None = None,
+    limits: options.Memory,
+    verify: Verify | None,
 ) -> dict[str, Any]:
     """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
     config, found = result.config, improve(result, spec, predict, verify)
@@ -173,7 +174,7 @@ def _fixed(
         "needs": packages_added(config.setup, found.setup) if text is not None else [],
         "refused": refused,
         "by_hand": by_hand(config, found) if refused else [],
-        "command": command_of(config, found.setup, result.gpu) if found.elsewhere and helps else "",
+        "command": command_of(config, found.setup, result.gpu, vars(limits)) if found.elsewhere and helps else "",
         "verdict": found.verdict.value,
         "peak_device_bytes": found.after.peak_device_bytes,
         "tokens_per_s": found.after.tokens_per_s,

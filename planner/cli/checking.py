@@ -291,14 +291,19 @@ def by_hand(config: ReadConfig, found: Improved) -> list[str]:
     return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
 
 
-def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec) -> str:
-    """The command that writes launch files of a setup which a file's form does not take."""
-    said = {
+def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:
+    """The command that writes launch files of a setup which a file's form does not take.
+
+    Args:
+        limits: `memory_gib` and `headroom` as they were given, None: not.
+    """
+    said: dict[str, object] = {
         "gpu": gpu.key, "method": setup.method, "seq-len": setup.seq_len_tokens,
         "global-batch": setup.global_batch_seqs,
         **({"gpus": setup.num_gpus} if setup.num_gpus > 1 else {}),
         **({"rank": setup.lora_rank} if setup.lora_rank else {}),
         **({"objective": setup.objective} if setup.objective != "sft" else {}),
+        **{name.replace("_", "-"): f"{given:g}" for name, given in limits.items() if given is not None},
     }  # fmt: skip
     words = [f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in said.items()]
     return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"

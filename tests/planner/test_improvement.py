@@ -241,6 +241,7 @@ def test_a_file_that_does_not_fit_is_never_written(
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"] is not None) == (tmp_path / "t.fixed.py").exists() == written
     assert (f"--method {method} " in fix["command"]) if method else not fix["command"]
+    assert not method or f"--memory-gib {memory_gib} " in fix["command"]
     assert not written or fix["verdict"] == "fits"
 
 
