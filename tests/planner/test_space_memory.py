@@ -1,6 +1,7 @@
 """The walk's figures are `memory_of`'s: the space shares parts, it has no memory model of its own."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from planner.models import catalogue
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
+from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish
 
@@ -78,3 +80,23 @@ def test_what_a_rival_outruns_is_never_smaller(
             mine, best = (known.peaks(workload, one, loss).by_optimizer for one in (run, run.rival))
             assert all(own >= other for pair in zip(mine, best, strict=True) for own, other in zip(*pair, strict=True))
     assert unfused
+
+
+@pytest.mark.parametrize(("slower", "left_out"), [(-0.5, False), (0.0, False), (0.02, False), (0.04, True)])
+def test_a_run_is_left_out_where_its_rival_is_faster_by_more_than_a_preference(
+    slower: float, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fixed:
+        def __init__(self, setup: TrainSetup) -> None:
+            self._fused = setup.attention != "eager" and setup.kernels == "liger"
+
+        def tokens_per_s(self, _: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+            return [1000.0 if self._fused else 1000.0 * (1 - slower)] * len(pairs)
+
+    monkeypatch.setattr("planner.planning.walk.family_speeds", lambda _model, _gpu, setup, *_: Fixed(setup))
+    workload = wish("Qwen/Qwen2.5-1.5B", "rtx-4090", seq_len=128)
+    runs = Known().runs(workload, dimension_values(workload), spreads(workload, STAGES))
+    rivalled = {run.shared for run in runs if run.rival is not None and run.shared.kernels == "eager"}
+    walked = {point.shared for point in walk(workload)}
+    assert rivalled
+    assert (rivalled <= walked, walked & rivalled == set()) == (not left_out, left_out)
