@@ -31,7 +31,10 @@ from planner.tools.unsloth import own_kernels
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
-ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
+ARGUMENTS = (
+    *("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments"),
+    *CONFIGS.values(),
+)
 
 
 def read(text: str, name: str, outside: Surroundings, source: Source | None = None) -> ReadConfig:

@@ -17,6 +17,7 @@ from planner.models import catalogue
 from planner.outcome import Prediction
 from planner.predict import predict
 from planner.readers import read_config, read_text
+from planner.readers.objectives import CONFIGS
 from planner.setup import TrainSetup
 from planner.single_changes import single_changes
 from planner.tools import changed_fields
@@ -260,3 +261,18 @@ def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:
     other = improved(judged(program, 3.9, "t.py"))
     assert (other.setup.method, other.elsewhere) == ("qlora", True)  # a program's loading is not changed
     assert replace(other, elsewhere=False).labels
+
+
+@pytest.mark.parametrize("config", sorted(set(CONFIGS.values()) - {"GRPOConfig"}))
+def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_path: Path) -> None:
+    """GRPO's call has no micro-batch that could be halved without its generations."""
+    text = HEAD.replace("SFTConfig, SFTTrainer", f"{config}, {config.removesuffix('Config')}Trainer") + LOAD
+    text += f'args = {config}("out", per_device_train_batch_size=8, gradient_accumulation_steps=1, max_length=512)\n'
+    text += f"{config.removesuffix('Config')}Trainer(model=model, args=args, train_dataset=data).train()\n"
+    (tmp_path / "t.py").write_text(text)
+    config_read = read_config(tmp_path / "t.py")
+    before = config_read.setup
+    halved = before.with_(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
+    found = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
+    written = fixed_text(tmp_path / "t.py", config_read, found, MODEL)
+    assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
