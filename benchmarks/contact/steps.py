@@ -84,7 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
     "l1-full-pure-fused": _case(L1, {**_FULL, "precision": "bf16-pure"}, 4, loss="chunked"),
 }  # fmt: skip
 FLA = "qwen35-4b-lora-mb2-ck-fla"
-CASES[FLA] = CASES["qwen35-4b-lora-mb2-ck"]
+_LOOP = CASES["qwen35-4b-lora-mb2-ck"]
+CASES[FLA] = {**_LOOP, "setup": {**_LOOP["setup"], "linear_attention": "fla"}}
 """With flash-linear-attention on the path."""
 REHEARSED = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
