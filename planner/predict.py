@@ -115,7 +115,9 @@ def _loop_notes(
     peak = device_peak_bytes(model, gpu, other)
     faster = _step_time(model, gpu, other, cluster, peak)
     gain = f"{gib(peak_device_bytes - peak)} less, {faster.tokens_per_s:,.0f} tokens/s for {speed.tokens_per_s:,.0f}"
-    return [risk(f"linear attention is counted as transformers' own loop in PyTorch: with {DELTA} installed {gain}")]
+    packed = "; it refuses packed samples whose borders a trainer hands on, as TRL does" if setup.packing else ""
+    loop = f"linear attention is counted as transformers' own loop in PyTorch{packed}"
+    return [risk(f"{loop}: with {DELTA} installed {gain}")]
 
 
 def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> bool:

@@ -32,7 +32,10 @@ def test_the_loop_is_counted_and_what_installing_the_package_gives_is_said(tmp_p
     assert change.speedup > 2
     assert change.saves_bytes > 0
     assert not change.in_place
-    assert any("with flash-linear-attention installed" in note for note in result.prediction.notes)
+    note = next(one for one in result.prediction.notes if "with flash-linear-attention installed" in one)
+    assert "packed" not in note
+    packed = _checked(tmp_path, f"{FILE}packing: true\n").prediction.notes
+    assert any("refuses packed samples" in one for one in packed)
 
 
 @pytest.mark.parametrize(
