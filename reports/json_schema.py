@@ -1,15 +1,13 @@
 """The JSON Schema of what `--json` and plan.json hold, made of the types that write and read them.
 
 A field that a type has not yet in the written document's form is an error here, not a gap: the tests validate real
-answers. `python -m reports.json_schema` writes the file that the wheel ships.
+answers. `plan --json-schema` prints it.
 """
 
-import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from planner.hardware.cluster import Cluster
@@ -24,7 +22,6 @@ from reports.extras import Extras
 from reports.plan_json import DATA_KEYS, RUNG_KEYS
 
 Schema = dict[str, Any]
-FILE = Path(__file__).parents[1] / "planner" / "data" / "answer.schema.json"
 _PLAIN: dict[Any, Schema] = {
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -197,12 +194,3 @@ def answer_schema() -> Schema:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan", "BriefPlan")],
         "$defs": dict(sorted({**short.defs, **write.defs}.items())),
     }
-
-
-def schema_text() -> str:
-    """The schema as its file."""
-    return json.dumps(answer_schema(), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    FILE.write_text(schema_text(), encoding="utf-8")

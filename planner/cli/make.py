@@ -84,9 +84,9 @@ class FileOptions:
 
 def _print_schema(wanted: bool) -> None:
     if wanted:
-        from importlib.resources import files  # late: few ask
+        from reports.json_schema import answer_schema  # late: few ask
 
-        print(files("planner").joinpath("data/answer.schema.json").read_text("utf-8"), end="")
+        print_json(answer_schema())
         raise typer.Exit
 
 
