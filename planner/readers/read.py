@@ -294,10 +294,11 @@ def roots_of(path: Path) -> tuple[Path, ...]:
 
 
 def installs(path: Path, packages: Sequence[str]) -> bool:
-    """Whether a requirements file or a run.sh beside a config, or a `pip install` in the file itself, names a package,
-    in whatever version."""
+    """Whether a requirements file beside a config, a run.sh there or above it (as launch folders have it), or a `pip
+    install` in the file itself names a package, in whatever version."""
     name = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, packages))})(?![\w.-])")
-    for source in (path.parent / "requirements.txt", path.parent / "run.sh", path):
+    folder = path.absolute().parent
+    for source in (folder / "requirements.txt", folder / "run.sh", folder.parent / "run.sh", path):
         with suppress(ConfigError):
             lines = (line.partition("#")[0] for line in read_bounded(source).splitlines())
             if any(name.search(line) and ("install" in line or source.suffix == ".txt") for line in lines):

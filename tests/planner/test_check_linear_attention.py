@@ -44,11 +44,14 @@ def test_the_loop_is_counted_and_what_installing_the_package_gives_is_said(tmp_p
         ("requirements.txt", "trl\nflash-linear-attention>=0.4\n"),
         ("requirements.txt", "fla-core==0.6.0\n"),
         ("run.sh", "pip install trl flash-linear-attention\n"),
+        ("../run.sh", "      pip install trl flash-linear-attention==0.6.0\n"),
     ],
 )
 def test_what_a_run_installs_is_read_beside_it(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    result = _checked(tmp_path)
+    folder = tmp_path / "trl"
+    folder.mkdir()
+    (folder / name).write_text(text)
+    result = _checked(folder)
     assert result.config.setup.linear_attention == "fla"
     assert any("what it installs names it" in one for one in result.config.assumptions)
 
