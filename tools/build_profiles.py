@@ -4,6 +4,7 @@
     python -m tools.build_profiles --programs [NAME ...]  # the programs of these models, else of all with profiles
     python -m tools.build_profiles --minutes 20         # as many as fit; the next call goes on
     python -m tools.build_profiles --check 3 [--seed 1] # some kept structures against fresh runs
+    python -m tools.build_profiles --confirm 3          # made by another dry run, kept where so many structures agree
 
 Needs torch, no GPU and no weights: 20 to 120 CPU seconds a model.
 """
@@ -13,14 +14,18 @@ import random
 import sys
 import time
 
-from planner.memory.profile_store import SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
+from planner.memory.profile_store import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.packed import read_packed, write_packed
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
 from probes.tracing.profile_builder import asked_structures, build_profiles, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs
+
+SAME = 0.001
+"""A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
 
 
 def current(model: ModelSpec) -> bool:
@@ -86,6 +91,25 @@ def check(num: int, seed: int) -> int:
     return wrong
 
 
+def confirm(names: list[str], num: int, seed: int) -> None:
+    """Models made by another dry run in the same way: those of which this one says the same are marked as its own."""
+    draw = random.Random(seed)
+    for name in names:
+        model = catalogue.load(name)
+        if model is None or current(model) or not profiled(name):
+            continue
+        path = SHIPPED / f"{config_digest(model.config)}.json.gz"
+        raw = read_packed(path, SCHEMA, shipped=True)
+        if raw["versions"]["step profile"] != versions()["step profile"]:
+            continue
+        asked = draw.sample(sorted(asked_structures(model).items(), key=lambda one: one[0]), num)
+        errors = [abs(error) for _, (setup, gpu) in asked for _, error in deviations(model, gpu, setup)]
+        same = bool(errors) and max(errors) < SAME
+        if same:
+            write_packed(path, {**raw, "versions": versions()})
+        print(f"{name}: {'the same' if same else 'not the same'}, worst of {len(errors)} {max(errors):.4%}", flush=True)
+
+
 def main() -> int:
     """Builds or checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,12 +117,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
+    parser.add_argument("--confirm", type=int, default=0, metavar="N", help="compare N structures of each model")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.check:
         return int(check(args.check, args.seed) > 0)
     names = args.names or list(catalogue.names())
-    if args.programs:
+    if args.confirm:
+        confirm(names, args.confirm, args.seed)
+    elif args.programs:
         build_programs([one for one in names if args.names or profiled(one)], args.minutes)
     else:
         build(names, args.minutes)

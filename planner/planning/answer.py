@@ -131,6 +131,9 @@ def _nothing_fits(
     workload, facts = walked.workload, walked.facts
     space = _space_count(workload, walked.values, facts)
     if not space.walked:
+        unpacked = _of_unpacked(workload, corrections)
+        if unpacked is not None:
+            return unpacked
         spreads = facts.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, kinds(workload, walked.values, spreads))
         raise _nothing_to_walk(workload, facts)
@@ -297,15 +300,23 @@ def _of_some_target(
 
 def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
     """The plan of the 16-bit copy of weights that nothing here trains as they are published; None where none fits."""
+    plan = _of_unpacked(workload, corrections, "trains only unpacked and does not fit so")
+    return plan if isinstance(plan, Plan) else None
+
+
+def _of_unpacked(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, why: str = "the named target does not unpack"
+) -> Plan | NoPlan | None:
+    """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     copy = plain_copy(workload.model)
     try:
         plan = plan_workload(replace(workload, model=copy), corrections) if copy is not None else None
     except UsageError:
         return None
-    if copy is None or not isinstance(plan, Plan):
+    if copy is None or plan is None:
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
-    note = f"{published}, which trains only unpacked and does not fit so: planned for its 16-bit copy {copy.model_id}"
+    note = f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}"
     return replace(plan, notes=(found(note), *plan.notes))
 
 

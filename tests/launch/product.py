@@ -71,7 +71,7 @@ def cases() -> list[Case]:
 
 SWAPS = {
     "fp16": (r"[Tt]rue", "False"),  # a GPU's loss scaler
-    "attn_implementation": (r"\S*flash\S*", '"eager"'),
+    "attn_implementation": (r'"?[\w./-]*flash[\w./-]*"?', '"eager"'),
     "(?:use|enable)_liger_kernel": (r"[Tt]rue", "False"),  # Triton
     "deepspeed": (r"\S+\.json", "null"),
     "liger_kernel_config": (r"\{.*\}", "{}"),

@@ -87,7 +87,7 @@ def test_a_first_evening(case: Case, place: Path, monkeypatch: pytest.MonkeyPatc
         return
     assert not reason
     planned = json.loads((out / "plan.json").read_text())["workload"]
-    assert planned["model"]["model_id"] == SPOKEN[case.typed]
+    assert planned["model"]["model_id"] in (SPOKEN[case.typed], PLAIN_COPIES.get(SPOKEN[case.typed]))
     assert planned["gpu"]["key"] == CARDS[case.card][0]
     files = [path for path in (out / "launch" / case.target).rglob("*") if path.is_file()]
     text = "".join(path.read_text() for path in files)
@@ -114,6 +114,8 @@ def why_not(case: Case, gpu: GpuSpec, num: int) -> str:
         return "is written for one GPU" if num > 1 else "its kernels are Triton's"
     if case.target == "unsloth" and case.kind in ("bloom", "gemma2", "gptj"):  # which transformers runs without SDPA
         return "Unsloth picks its attention itself"
+    if (case.target, case.kind) == ("unsloth", "gpt_oss"):
+        return "Unsloth loads conversions of its own"
     several = {"deepspeed": "DeepSpeed shards", "torchtitan": "for several GPUs"}
     if case.target in several and num == 1:
         return several[case.target]
@@ -153,7 +155,7 @@ def installs(case: Case, gpu: GpuSpec, text: str, out: Path, place: Path) -> Non
 NEEDS = {
     "bitsandbytes": r"(load_in_[48]bit|quantization_bit)\W+(?![Ff]alse)\w|optim\w*\W+\w*(8bit|paged)",
     "liger-kernel": r"(use|enable)_liger_kernel\W+[Tt]rue",
-    "kernels": r"kernels-community/",
+    "kernels": r"kernels-community/|attn_implementation\W+flash_attention_2",  # on AMD's cards the hub's by itself
 }
 """Package -> what in a file needs it."""
 BROUGHT = {"axolotl": ("liger-kernel", "kernels"), "unsloth": ("bitsandbytes",)}
