@@ -30,6 +30,7 @@ from planner.cli.app import run  # noqa: E402
 from planner.exporters.mlx import TYPES  # noqa: E402
 from planner.hardware.gpu import GpuSpec  # noqa: E402
 from planner.hardware.gpus import find_gpus  # noqa: E402
+from planner.models.stored import PLAIN_COPIES  # noqa: E402
 from tests.launch.conftest import run_script, run_trl  # noqa: E402
 from tests.launch.data_formats import FORMATS, NUM  # noqa: E402
 from tests.launch.product import PAIRED, Case, cases, on_cpu  # noqa: E402

@@ -125,6 +125,11 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     roomy = plan_workload(wish("openai/gpt-oss-20b", "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert roomy.workload.model.model_id == "openai/gpt-oss-20b"
+    for card, kind in (("a100-80gb", Plan), ("t4", NoPlan)):  # TRL's command unpacks nothing
+        by_trl = plan_workload(wish("openai/gpt-oss-20b", card, targets=("trl",)))
+        assert isinstance(by_trl, kind)
+        assert by_trl.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
+        assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]
     other = wish("openai/gpt-oss-20b")
     found = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
     assert isinstance(found, NoPlan)  # weights of which no copy is known
