@@ -137,7 +137,7 @@ def short_setup_words(setup: TrainSetup) -> str:
 
 
 def trial_words(setup: TrainSetup) -> str:
-    """One line of a progress log: what a search or a campaign varies."""
+    """One line of a progress log: what a search varies."""
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps} of {setup.seq_len_tokens:,}"
     return joined(
         (

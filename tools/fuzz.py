@@ -244,15 +244,6 @@ class Seeds:
             "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
             "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"},
         }  # fmt: skip
-        self.campaign = {
-            "name": "c", "gpu": "local", "limits": {"time_s": 60, "measure_s": 5},
-            "blocks": [{
-                "name": "b", "models": [MODEL, {"model_type": "llama", "hidden_size": 64}], "micro_batch": [1, 2],
-                "base": {"method": "lora", "lora_rank": 8},
-                "grid": {"attention": ["sdpa", "eager"], "seq_len_tokens": [512]},
-                "variants": [{"optimizer": "adamw"}], "depths": "truncated", "why": "x", "memory_gib": 24,
-            }],
-        }  # fmt: skip
         self.preferences = (
             "from trl import DPOConfig, DPOTrainer\nargs = DPOConfig(per_device_train_batch_size=2, beta=0.1,\n"
             f"    max_length=512, bf16=True)\nDPOTrainer(model={MODEL!r}, args=args).train()\n"
@@ -484,11 +475,6 @@ def store_case(folder: Path, dice: random.Random) -> Case:
     return Case("store", ["store", "export", str(folder / "out" / "x.jsonl"), "--store", str(store)])
 
 
-def campaign_case(folder: Path, dice: random.Random) -> Case:
-    file = put(folder / "campaign.yaml", as_yaml(mutate(seeds().campaign, dice), dice), dice)
-    return Case("campaign", ["campaign", str(file), "--list", *dice.choice(([], ["--json"]))])
-
-
 def report_case(folder: Path, dice: random.Random) -> Case:
     plan = seeds().preference_plan if dice.random() < 0.4 else seeds().plan
     file = put(folder / "p" / "plan.json", as_json(mutate(plan, dice), dice), dice)
@@ -646,9 +632,7 @@ def storage_url_case(folder: Path, dice: random.Random) -> Case:
 def words_case(folder: Path, dice: random.Random) -> Case:
     from planner.cli.app import COMMANDS
 
-    command = dice.choice(
-        [name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "campaign", "ui")]
-    )
+    command = dice.choice([name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "ui")])
     options = ["--gpu", "--rank", "--seq-len", "--global-batch", "--micro-batch", "--json", "--method", "--precision"]
     options += [
         "--memory-gib",
@@ -826,7 +810,7 @@ def _grid_name() -> str:
 
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (config_case, 20), (check_case, 20), (program_case, 12), (folder_case, 6), (trace_case, 2),
-    (setups_case, 8), (store_case, 12), (campaign_case, 8), (report_case, 8),
+    (setups_case, 8), (store_case, 12), (report_case, 8),
     (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (journal_case, 6), (corrections_case, 4),
     (storage_url_case, 2), (words_case, 8), (options_case, 12), (places_case, 8), (page_case, 4),
 )  # fmt: skip
@@ -879,7 +863,7 @@ def preload() -> None:
     """What most children would import, once: six tenths of an input's time."""
     for package in ("planner", "reports", "search", "mcp"):
         found = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
-        for name in (*(one.name for one in found), "probes.store", "probes.campaign", "probes.phantom.runner"):
+        for name in (*(one.name for one in found), "probes.store", "probes.phantom.runner"):
             with contextlib.suppress(ImportError):  # an extra that is not installed
                 import_module(name)
 

@@ -62,10 +62,9 @@ COMMANDS = {
     "doctor": Command("lists", "doctor", "What this machine can do, and how to mend what is missing."),
     "accuracy": Command("accuracy", "accuracy", "Predicted against measured, per source and per case."),
     "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
-    "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
 }
 INTERRUPTED = 130
-MEASURING = frozenset({"campaign", "confirm", "probe", "race", "tune"})
+MEASURING = frozenset({"confirm", "probe", "race", "tune"})
 """Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("store", "store_app", "Export and import the store of measurements.")}

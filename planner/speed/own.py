@@ -120,7 +120,7 @@ def calibrate(points: Sequence[Point], start: Calibration) -> OwnReport:
     if len(points) < MIN_POINTS:
         raise UsageError(
             f"a calibration needs at least {MIN_POINTS} usable measurements, got {len(points)}",
-            hint="measure more setups: plan probe MODEL --gpu local, or plan campaign",
+            hint="measure more setups: plan probe MODEL --gpu local",
         )
     timed = [_Timed(one, start) for one in points]
     groups = sorted({_group(one) for one in timed})

@@ -74,7 +74,6 @@ def test_probe_runs_nothing_of_the_current_folder(folder: Path, more: list[str])
 def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> None:
     (folder / "train.py").write_text("from trl import SFTTrainer\nSFTTrainer('.').train()\n")
     (folder / "trl.yaml").write_text("model_name_or_path: .\nmax_length: 64\n")
-    (folder / "c.yaml").write_text("name: c\ngpu: local\nblocks: [{name: b, models: ['.'], micro_batch: [1]}]\n")
     card = ["--gpu", "rtx-4090"]
     commands = [
         [".", *card, "--no-dry-run", "--out", "out"],
@@ -84,7 +83,6 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["check", "trl.yaml", *card, "--no-dry-run", "--fix"],
         ["report", "out"],
         ["compare", "out", "out"],
-        ["campaign", "c.yaml", "--list"],
         ["store", "export", "x.jsonl"],
         ["trace", *card, "--", "true"],
         ["which-model", *card, "--model", "."],

@@ -95,7 +95,7 @@ def test_other_errors_while_building_are_left_alone() -> None:
 
 
 def test_only_other_peoples_missing_packages_are_unsupported() -> None:
-    """Seen in a rehearsal: the code was replaced while a campaign ran, and the setup was stored as unsupported."""
+    """Seen in a rehearsal: the code was replaced while probes ran, and the setup was stored as unsupported."""
     ours = ImportError("cannot import name 'auto_class' from 'probes.stack.build'", name="probes.stack.build")
     theirs = ImportError("the package flash_attn is not installed", name="flash_attn")
     assert classify_exception(ours)[0] is FailureKind.CRASHED

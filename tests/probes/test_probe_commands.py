@@ -91,27 +91,6 @@ def test_probe_refuses_nonsense(words: list[str], message: str, tiny: str, capsy
     assert "Traceback" not in told.err
 
 
-def test_campaign_list_says_what_would_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("blocks: [{name: b, models: [Qwen/Qwen2.5-0.5B], grid: {lora_rank: [8, 64]}, micro_batch: [1]}]")
-    assert run(["campaign", str(path), "--list", "--json"]) == 0
-    chains = answer(capsys)["chains"]
-    assert [one["setup"]["lora_rank"] for one in chains] == [8, 64]
-    assert run(["campaign", str(path), "--list"]) == 0
-    assert "2 chains" in capsys.readouterr().out
-
-
-def test_campaign_with_an_unknown_model_fails_before_the_first_probe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = tmp_path / "c.yaml"
-    path.write_text("blocks: [{models: [no-such/model-at-all], base: {lora_rank: 8}, micro_batch: [1]}]")
-    assert run(["campaign", str(path), "--device", "cpu", "--store", str(tmp_path / "s.jsonl")]) in (2, 3)
-    assert "no-such/model-at-all" in capsys.readouterr().err
-    assert not (tmp_path / "s.jsonl").exists()
-
-
 @pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_confirm_runs_a_written_plan_at_full_depth(

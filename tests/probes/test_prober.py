@@ -1,21 +1,17 @@
-"""Campaigns, executors and `evaluate`: order of value, resuming, budgets, several devices, cluster jobs."""
+"""Executors, `evaluate` and confirmation: what is known, several devices, cluster jobs, promises."""
 
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.errors import ConfigError, EnvironmentProblem
+from planner.errors import EnvironmentProblem
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
-from probes.campaign import CampaignReport, Step, export_for_commit, run_campaign
-from probes.campaign_spec import CampaignSpec, Chain, parse_spec, read_spec
 from probes.confirm import Promise, compare, confirm
 from probes.gpu.evaluate import ProbeEvent, Prober, mfu_fraction
 from probes.gpu.executors import LocalExecutor, SubmititExecutor
@@ -163,157 +159,6 @@ def test_missing_submitit_is_an_environment_problem(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(EnvironmentProblem, match="submitit is not installed"):
         SubmititExecutor(tmp_path)
-
-
-# campaigns
-
-
-def campaign(fault: str = "ok", **block: Any) -> CampaignSpec:
-    values = {"models": [{"name": "m1", "model_type": "m1", "fault": fault}], "base": {"lora_rank": 4}, **block}
-    return parse_spec({"name": "c", "limits": {"time_s": PATIENCE_S}, "blocks": [values]}, "test")
-
-
-def walk(tmp_path: Path, spec: CampaignSpec, executor: LocalExecutor | None = None, **changes: Any) -> CampaignReport:
-    with executor or local(tmp_path) as used:
-        return run_campaign(
-            spec,
-            executor=used,
-            store=Store(tmp_path / "s.jsonl"),
-            resolve=lambda chain: model(chain.model, **dict(chain.config or {})),
-            gpu=None,
-            device="cpu",
-            **changes,
-        )
-
-
-def test_campaign_goes_by_value_and_in_waves_and_resumes(tmp_path: Path) -> None:
-    spec = campaign(variants=[{"lora_rank": 8}, {"lora_rank": 64}], micro_batch=[1, 2])
-    order: list[tuple[int, int]] = []
-
-    def note(step: Step, report: CampaignReport) -> None:
-        order.append((step.setup.lora_rank, step.setup.micro_batch_seqs))
-
-    report = walk(tmp_path, spec, on_step=note)
-    assert order == [(8, 1), (64, 1), (8, 2), (64, 2)]
-    assert (report.finished, report.num_measured, report.num_known) == (True, 4, 0)
-    again = walk(tmp_path, spec)
-    assert (again.finished, again.num_measured, again.num_known) == (True, 0, 4)
-    assert export_for_commit(spec, Store(tmp_path / "s.jsonl"), tmp_path / "out.jsonl") == 4
-
-
-def test_campaign_doubles_until_memory_ends(tmp_path: Path) -> None:
-    report = walk(tmp_path, campaign(fault="memory", micro_batch="doubling"))
-    assert report.finished
-    assert report.failures() == {FailureKind.OUT_OF_MEMORY: 1}
-    assert len(report.steps) == 1
-
-
-def test_campaign_keeps_its_budget(tmp_path: Path) -> None:
-    """A probe that hangs past the budget is given up, and what is left is said."""
-    pid = tmp_path / "pid"
-    spec = campaign(models=[{"name": "m1", "model_type": "m1", "fault": "hang", "pid_file": str(pid)}], micro_batch=[1])
-    report = walk(tmp_path, spec, budget_s=60.0, clock=lambda: 61.0 if pid.exists() else 0.0)
-    assert pid.exists()
-    assert not report.finished
-    assert (report.remaining, report.steps) == (1, [])
-
-
-def test_interrupted_campaign_keeps_what_was_measured(tmp_path: Path) -> None:
-    spec = campaign(micro_batch=[1, 2, 4])
-
-    def interrupt(step: Step, report: CampaignReport) -> None:
-        if len(report.steps) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        walk(tmp_path, spec, on_step=interrupt)
-    assert len(Store(tmp_path / "s.jsonl").records()) == 2
-    assert walk(tmp_path, spec).num_known == 2
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("probe")]
-
-
-def test_a_fault_of_the_machine_ends_a_campaign_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Before: NVML answered, torch found no driver, and every setup was "unsupported" for good."""
-    spec = campaign(fault="no-driver", variants=[{"lora_rank": 8}, {"lora_rank": 64}])
-    with pytest.raises(EnvironmentProblem, match=r"cannot measure.*no usable driver") as found:
-        walk(tmp_path, spec)
-    assert found.value.exit_code == 3
-    assert Store(tmp_path / "s.jsonl").records() == ()
-
-
-def test_two_runners_share_one_store(tmp_path: Path) -> None:
-    """Two campaigns at the same time, on the same file: every outcome of both is there, and a third finds them all."""
-    first = campaign(variants=[{"lora_rank": 8}], micro_batch=[1, 2, 4])
-    second = campaign(variants=[{"lora_rank": 64}], micro_batch=[1, 2, 4])
-    with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda spec: walk(tmp_path, spec), (first, second)))
-    assert [report.num_measured for report in reports] == [3, 3]
-    assert len(Store(tmp_path / "s.jsonl").records()) == 6
-    assert [walk(tmp_path, spec).num_known for spec in (first, second)] == [3, 3]
-
-
-@pytest.mark.parametrize("name", ["h200", "rehearsal"])
-def test_shipped_campaigns_read_and_name_known_models(name: str) -> None:
-    from planner.hardware.gpus import find_gpu
-    from planner.models.catalogue import find
-
-    spec = read_spec(ROOT / "campaigns" / f"{name}.yaml")
-    assert spec.impossible == 0
-    assert all(chain.config is not None or find(chain.model) is not None for chain in spec.chains)
-    if spec.gpu != "local":
-        assert find_gpu(spec.gpu).key == spec.gpu
-    if name == "h200":
-        asked = {
-            "Llama-3.2-1B", "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-8B", "gemma-2-2b",
-            "Mistral-7B-v0.3",
-        }  # fmt: skip
-        assert asked == {chain.model.partition("/")[2] for chain in spec.chains}
-        setups = [chain.setup for chain in spec.chains]
-        assert {one.method for one in setups} == {"full", "lora", "qlora"}
-        assert {8, 64} <= {one.lora_rank for one in setups}
-        assert {one.seq_len_tokens for one in setups} == {512, 2048, 8192}
-        assert {one.attention for one in setups} == {"sdpa", "eager", "flash-attention-2"}
-        assert {"full", "liger"} <= {one.loss for one in setups}
-        assert {"adamw-fused", "adamw-8bit"} <= {one.optimizer for one in setups}
-        assert {0, 1} == {one.checkpointing for one in setups}
-        truncated = {(one.model, one.setup) for one in spec.chains if not one.depths}
-        pairs = [one for one in spec.chains if one.depths == (0,) and (one.model, one.setup) in truncated]
-        assert len(pairs) >= 20
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([], "list of blocks"),
-        ({"blocks": [{"models": []}]}, "no models"),
-        ({"blocks": [{"models": ["m"], "gird": {}}]}, "unknown key 'gird'"),
-        ({"blocks": [{"models": ["m"], "base": {"lora_rnk": 1}}]}, "unknown setup key"),
-        ({"blocks": [{"models": ["m"], "micro_batch": "many"}]}, "micro_batch"),
-        ({"blocks": [{"models": ["m"], "grid": {"lora_rank": 8}}]}, "must be a list"),
-        ({"blocks": [{"models": ["m"], "depths": "deep"}]}, "depths"),
-        ({"limits": {"time": 1}, "blocks": [{"models": ["m"]}]}, "unknown key 'time'"),
-    ],
-)
-def test_campaign_that_makes_no_sense_is_refused(values: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_spec(values, "c.yaml")
-
-
-def test_campaign_file_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("blocks: [!!python/object/apply:os.system ['true']]")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        read_spec(path)
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_spec(tmp_path / "none.yaml")
-
-
-def test_campaign_leaves_impossible_combinations_out() -> None:
-    spec = campaign(grid={"method": ["full", "lora"], "quantization": ["none", "nf4"]}, base={"lora_rank": 4})
-    kinds = [(chain.setup.method, chain.setup.quantization) for chain in spec.chains]
-    assert kinds == [("lora", "none")]  # full has no rank and no quantization, lora no quantization
-    assert spec.impossible == 3
-    assert isinstance(spec.chains[0], Chain)
 
 
 # confirmation
