@@ -8,6 +8,7 @@ import pytest
 from planner.choices.images import Images
 from planner.choices.rollouts import Rollout
 from planner.exporters import EXPORTERS, Launch, accelerate
+from planner.exporters.install import install_calls
 from planner.models import catalogue
 from planner.readers import Surroundings, canonical, read_text
 from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
@@ -171,8 +172,10 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         **dict.fromkeys(("hard_negatives", "cached_seqs"), contrastive),
         **dict.fromkeys(SHARDING, base.with_(num_gpus=4, parallel="fsdp2")),
     }
-    # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`
-    assert set(changes) == set(TrainSetup.__dataclass_fields__) - {*AROUND_FIELDS, "fsdp_version"}
+    # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`; which
+    # linear attention runs is decided by what run.sh installs
+    elsewhere = {*AROUND_FIELDS, "fsdp_version", "linear_attention"}
+    assert set(changes) == set(TrainSetup.__dataclass_fields__) - elsewhere
     launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *SPREAD_FIELDS}
     for field, setup in changes.items():
         before = EXPORTERS[target](request(spread.get(field, base), hyper=request(base).hyper))
@@ -185,6 +188,14 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         if target == "accelerate" and field in ("micro_batch_seqs", "accumulation_steps"):
             continue
         assert said or previously or not same or before.refused, field
+
+
+def test_which_linear_attention_runs_is_what_is_installed() -> None:
+    model = catalogue.load("Qwen/Qwen3.5-4B")
+    for path in ("torch", "fla"):
+        asked = request(TrainSetup(linear_attention=path, loss="full"), model=model)
+        words = [word for call in install_calls(EXPORTERS["hf"](asked), asked) for word in call]
+        assert any(word.startswith("flash-linear-attention") for word in words) == (path == "fla")
 
 
 def _settings_only(launch: Launch) -> list[str]:
