@@ -13,6 +13,7 @@ from planner.choices.stacks import written_by
 from planner.errors import NotExpressed, SetupError, UsageError
 from planner.notes import found
 from planner.setup import TrainSetup
+from planner.tools.field import changed_fields
 from planner.workload import Workload
 
 CONFIGS = ("accelerate", "deepspeed")
@@ -96,12 +97,15 @@ def writers(workload: Workload) -> list[str]:
 
 
 def unwritten(workload: Workload, setup: TrainSetup) -> str:
-    """Why no target runs such a setup, what most of them say; "" where one does or targets were named."""
+    """Why no target runs such a setup as it is, what most of them say; "" where one does or targets were named."""
     reasons: Counter[str] = Counter()
     for target in writers(workload) if not workload.targets else ():
         runs = as_run(target, setup, workload)
         if not isinstance(runs, str):
-            return ""
+            otherwise = [one for one in changed_fields(setup, runs) if one not in (*NOT_PLANNED, "stack")]
+            if not otherwise:
+                return ""
+            runs = f"{target} has another {', '.join(otherwise)}"
         reasons[runs] += 1
     return reasons.most_common(1)[0][0] if reasons else ""
 
