@@ -28,10 +28,9 @@ from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit, value_of, valu
 
 UNIT = 128
 """Lengths that are run are multiples of it: attention kernels pad some rows to that."""
-USUAL = ((7, 13, 184), (3, 9, 40), (5, 17, 56))
+USUAL = ((7, 13, 24), (3, 9, 40), (5, 17, 56))
 """Micro-batch, length in UNIT and rank of the runs: without a factor in common; the second has fewer tokens than a tile
-of TRL's loss, and more than the embedding's backward sorts at once. The first rank is 8 x 23, which few widths share:
-with 24 a 4-bit matrix's scales had the bytes of an adapter (768 x 3,072 / 64 = 24 x 768 x 2)."""
+of TRL's loss, and more than the embedding's backward sorts at once."""
 SEQS = (2, 4, 16, 64)
 RANKS = (8, 64, 256)
 LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
