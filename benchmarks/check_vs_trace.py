@@ -208,21 +208,16 @@ def main() -> None:
     parser.add_argument("--fix", action="store_true", help="run what --fix writes")
     arguments = parser.parse_args()
     names = arguments.names or list(PROGRAMS)
-    for share, name in ((share, name) for share in SHARES * arguments.fix for name in names):
-        row = fixed(name, arguments.gpu, share)
-        write(FIXES, f"{name} at {share:g}", row)
-        shown = (
-            row["result"],
-            row.get("untold"),
-            row.get("cut_needlessly"),
-            row.get("why", "")[:100],
-            row.get("changes"),
-        )
-        print(name, share, *shown, row.get("changes"), flush=True)
-    for name in names if not arguments.fix else ():
-        row = row_of(name, arguments.gpu)
-        write(OUT, name, row)
-        print(name, row["result"], row.get("allocated_error", row.get("why")), f"{row['wall_s']} s", flush=True)
+    for name in names:
+        if not arguments.fix:
+            row = row_of(name, arguments.gpu)
+            write(OUT, name, row)
+            print(name, row["result"], row.get("allocated_error", row.get("why")), f"{row['wall_s']} s", flush=True)
+        for share in SHARES if arguments.fix else ():
+            row = fixed(name, arguments.gpu, share)
+            write(FIXES, f"{name} at {share:g}", row)
+            shown = [row.get(key) for key in ("result", "untold", "cut_needlessly", "why", "changes")]
+            print(name, share, *shown, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ directories' names, where asking every distribution for its entry points costs e
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -70,22 +71,17 @@ def loaded(group: str) -> Iterator[tuple[str, Any]]:
             yield point.name, value
 
 
-class _blamed:
+@contextmanager
+def _blamed(point: "EntryPoint") -> Iterator[None]:
     """Names the plug-in whose code or data failed."""
-
-    def __init__(self, point: "EntryPoint") -> None:
-        self.point = point
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            who = self.point.dist.name if self.point.dist is not None else self.point.value
-            raise EnvironmentProblem(
-                f"the plug-in {who} ({self.point.group} {self.point.name}) fails: {type(error).__name__}: {error}",
-                hint=f"pip uninstall {who}, or mend it",
-            ) from error
+    try:
+        yield
+    except Exception as error:
+        who = point.dist.name if point.dist is not None else point.value
+        raise EnvironmentProblem(
+            f"the plug-in {who} ({point.group} {point.name}) fails: {type(error).__name__}: {error}",
+            hint=f"pip uninstall {who}, or mend it",
+        ) from error
 
 
 def rows(group: str, columns: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -97,7 +93,8 @@ def rows(group: str, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     for point in _entry_points():
         if point.group == GROUP + group:
             with _blamed(point):
-                yield from _checked(point.load()(), columns)
+                given = _checked(point.load()(), columns)
+            yield from given
 
 
 def _checked(given: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> list[dict[str, str]]:

@@ -33,14 +33,12 @@ def table(
 
     A row is what `plan MODEL --gpu GPU --seq-len N --method M --no-dry-run` chooses.
     """
-    lengths = [
-        positive("seq-lens", int(word)) if word.isdigit() else positive("seq-lens", 0) for word in _words(seq_lens)
-    ]
-    built_in = [card for card in all_gpus() if not card.is_built_in]
+    lengths = [positive("seq-lens", int(word) if word.isdecimal() else 0) for word in _words(seq_lens)]
+    separate = [card for card in all_gpus() if not card.is_built_in]
     grid = Grid(
-        cards=tuple(built_in if gpus == "all" else dict.fromkeys(find_gpu(name) for name in _words(gpus))),
+        cards=tuple(separate if gpus == "all" else dict.fromkeys(find_gpu(name) for name in _words(gpus))),
         seq_lens=tuple(dict.fromkeys(length for length in lengths if length is not None)),
-        methods=choices("methods", tuple(dict.fromkeys(_words(methods))), ("full", "lora", "qlora")),
+        methods=choices("methods", [methods], ("full", "lora", "qlora")),
         global_batch=positive("global-batch", global_batch),
     )
     asked = configs_of(configs, match)

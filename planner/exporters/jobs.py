@@ -144,9 +144,7 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
 def _left_behind(request: ExportRequest, name: str) -> list[str]:
     """What lies on this machine's disk and does not travel with the job."""
     local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
-    local += (
-        [request.model_id] if request.model_id.startswith((".", "/", "~")) or Path(request.model_id).exists() else []
-    )
+    local += [] if on_hub(request.model_id) else [request.model_id]
     if name == "skypilot":  # takes the whole directory along
         local = [path for path in local if path.startswith(("..", "/", "~"))]
     return [f"{path} lies on this machine: put it where the job finds it, and name that place" for path in local]

@@ -24,8 +24,6 @@ from planner.readers.values import Settings
 from planner.records import dataclass
 
 RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
-
-
 HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
 LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
 TRAINERS_OF = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "llamafactory", "swift", "pl")
