@@ -64,6 +64,10 @@ COMMANDS = {
     "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
 }
 INTERRUPTED = 130
+NAMES_A_MODEL = frozenset(
+    {MAIN_COMMAND, "estimate", "probe", "tune", "which-gpu", "which-cluster", "compare-adapters", "compare-targets"}
+)
+"""Commands whose one argument is a model's name."""
 MEASURING = frozenset({"confirm", "probe", "race", "tune"})
 """Commands that measure and keep what they measured."""
 GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
@@ -101,15 +105,21 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments with the main command written in, where the first word names no subcommand.
 
     A leading option other than help, version and completion belongs to the main job too (plan --gpu GPU MODEL). A
-    directory that is named like a subcommand is meant with a path: ./gpus.
+    directory that is named like a subcommand is meant with a path: ./gpus. A model's name of several words need not be
+    quoted: plan llama 3.1 8b --gpu GPU.
     """
     if not arguments:
         return ["--help"]
     if len(arguments) == 1 and arguments[0] in GROUPS:
         return [*arguments, "--help"]
     if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in GROUP_OPTIONS:
-        return ["--help" if word == "-h" else word for word in arguments]
-    return [MAIN_COMMAND, *arguments]
+        words = ["--help" if word == "-h" else word for word in arguments]
+    else:
+        words = [MAIN_COMMAND, *arguments]
+    if words[0] not in NAMES_A_MODEL:
+        return words
+    end = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    return [words[0], *([" ".join(words[1:end])] if end > 1 else []), *words[end:]]
 
 
 def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:

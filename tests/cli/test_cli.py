@@ -137,6 +137,9 @@ def test_main_command_is_written_in_only_where_no_subcommand_stands() -> None:
     assert complete_arguments(["--gpu", "t4", "gpt2"])[0] == "make"
     assert complete_arguments(["gpus"]) == ["gpus"]
     assert complete_arguments(["./gpus"])[0] == "make"
+    assert complete_arguments(["llama", "3.1", "8b", "--gpu", "t4"]) == ["make", "llama 3.1 8b", "--gpu", "t4"]
+    assert complete_arguments(["which-gpu", "qwen", "3"]) == ["which-gpu", "qwen 3"]
+    assert complete_arguments(["compare", "a", "b"]) == ["compare", "a", "b"]
     assert build_app(["gpus"]).registered_commands[0].name == "gpus"
 
 
