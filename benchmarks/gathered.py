@@ -3,6 +3,7 @@
     python -m benchmarks.gathered            # the page docs/accuracy/gathered.md, from the formula of today
     python -m benchmarks.gathered --first    # also records the first look at rows that have none
     python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
+    python -m benchmarks.gathered --list dlrover mistral_finetune  # memory of these sources run by run, nothing written
 
 Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.evidence.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
@@ -25,6 +26,7 @@ from planner.errors import PlannerError
 from planner.evidence.measured import MeasuredRow, Quantity, read_rows
 from planner.outcome import Prediction
 from planner.predict import predict
+from planner.units import gib
 from reports.accuracy import predicted_figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,8 +71,14 @@ def kept_out(row: MeasuredRow) -> bool:
 
 def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
     """(predicted over measured, whether measured lies inside the stated band) of each figure; tokens/s a GPU's."""
+    ratios, bands = banded_look(row)
+    return ratios, {what: 1 - bands[what][0] <= 1 / ratio <= 1 + bands[what][1] for what, ratio in ratios.items()}
+
+
+def banded_look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """(predicted over measured, the stated band below and above) of each figure."""
     ratios: dict[str, float] = {}
-    inside: dict[str, bool] = {}
+    bands: dict[str, tuple[float, float]] = {}
     model, gpu = _lookup(row)
     for what in METRICS:
         measured = row.measured(what)
@@ -86,8 +94,37 @@ def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
         if what == "tokens_per_s":
             below = max(below, 1 - 1 / (1 + (found.time_band_fraction or 0.0)))
             above = max(above, found.time_band_fraction or 0.0)
-        inside[what] = 1 - below <= 1 / ratios[what] <= 1 + above
-    return ratios, inside
+        bands[what] = (below, above)
+    return ratios, bands
+
+
+def listing(groups: Collection[str]) -> str:
+    """The memory of some sources' runs: each with its prediction and band, and by number of GPUs how many of those
+    whose mapping is sure lie inside, the median error, and how many of the others were predicted too low."""
+    lines, sure = [], defaultdict(list)
+    for row in rows():
+        if row.group not in groups or row.setup is None or row.unmapped:
+            continue
+        ratios, bands = banded_look(row)
+        for what in (one for one in METRICS[:3] if one in ratios):
+            measured, ratio, (below, above) = row.measured(what) or 0, ratios[what], bands[what]
+            miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
+            known = row.memory_confidence in ("A", "B")
+            if known:
+                sure["one GPU" if row.num_gpus == 1 else "several GPUs"].append((ratio, miss))
+            lines.append(
+                f"{row.id:24} {'kept out' if kept_out(row) else '':8} {'' if known else 'unsure':6} {row.num_gpus:3} "
+                f"{what:9} {gib(ratio * measured):>9} (-{below:.0%} to +{above:.0%}), measured {gib(measured):>9}: "
+                f"{ratio - 1:+.1%} {miss}"
+            )
+    for gpus, found in sorted(sure.items()):
+        misses = [miss for _, miss in found if miss]
+        error = statistics.median(abs(ratio - 1) for ratio, _ in found)
+        lines.append(
+            f"{gpus}, sure: {len(found) - len(misses)} of {len(found)} inside their bands, median {error:.1%}; "
+            f"{misses.count('too low')} of {len(misses)} misses too low"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], dict[str, str]]:
@@ -212,7 +249,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
     parser.add_argument("--dry-runs", action="store_true", help="dry-run what is not recorded")
+    parser.add_argument("--list", nargs="+", default=(), metavar="SOURCE", help="memory of these sources, run by run")
     asked = parser.parse_args()
+    if asked.list:
+        sys.stdout.write(listing(asked.list))
+        return
     first = json.loads(FIRST.read_text())
     dry_runs = json.loads(DRY_RUNS.read_text()) if DRY_RUNS.exists() else {}
     if asked.first:

@@ -15,6 +15,8 @@ from planner.setup_values import SetupValues
 
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
+OF_OTHERS = ("transformers_version", "bitsandbytes_version", "use_cache")
+"""What only other people's runs have: every launch file says today's."""
 LATER_FIELDS = (
     "kernels",
     "activation_offload",
@@ -31,6 +33,7 @@ LATER_FIELDS = (
     "cached_seqs",
     "frozen_encoder",
     "linear_attention",
+    *OF_OTHERS,
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
@@ -53,6 +56,7 @@ class TrainSetup(SetupValues):
             "expandable_segments": True,
             "reentrant_checkpointing": False,
             "fsdp_version": 2,
+            **{name: _DEFAULTS[name] for name in OF_OTHERS},
         }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self

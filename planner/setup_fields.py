@@ -1,5 +1,7 @@
 """What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
 
+import re
+
 from planner.choices.adapters import ADAPTERS as _ADAPTERS
 from planner.choices.adapters import Adapter, refusal
 from planner.choices.images import WITH_IMAGES
@@ -133,6 +135,9 @@ def _check_values(setup: SetupValues) -> None:
         value = values[name]
         if type(value) is not int or not at_least <= value <= MAX_COUNT:
             count(name, value, at_least=at_least)
+    for name in ("transformers_version", "bitsandbytes_version"):
+        if values[name] and not re.fullmatch(r"\d+(\.\d+)+", str(values[name])):
+            raise SetupError(f"{name} must be a version such as 4.44, got {values[name]!r:.80}", hint='"" is today\'s')
     if not 0.0 <= setup.lora_dropout < 1.0:
         raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
     if isinstance(setup.lora_targets, str):

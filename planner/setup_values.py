@@ -74,6 +74,10 @@ class SetupValues:
         images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
         precomputed_reference: the reference's log-probabilities of all data were computed before the first step.
         hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
+        transformers_version, bitsandbytes_version: whose code computes the step ("4.44"); "": today's. No plan chooses
+            an older one.
+        use_cache: the model fills its key-value cache while it trains, as transformers' do in a loop that leaves
+            `config.use_cache` on (their own checkpointing switches it off, a wrapper's does not).
         cached_seqs: sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once.
     """
 
@@ -123,6 +127,9 @@ class SetupValues:
     cached_seqs: int = 0
     frozen_encoder: bool = False
     linear_attention: str = "torch"
+    transformers_version: str = ""
+    bitsandbytes_version: str = ""
+    use_cache: bool = False
 
     @property
     def autocast_dtype(self) -> str | None:
@@ -268,6 +275,26 @@ class SetupValues:
             self.by.traces_masks and self.checkpointing and self.attention == "flash-attention-2"
         )
 
+    def before_transformers(self, *version: int) -> bool:
+        """Whether the modeling code is that of an older transformers than this version."""
+        return _before(self.transformers_version, version)
+
+    @property
+    def pins_inputs(self) -> bool:
+        """Whether a quantized matrix keeps its input on the node of its graph, where no checkpointing reaches it.
+
+        Source: bitsandbytes 0.50 `MatMul8bitLt` (ctx.tensors); of 4 bits 0.43.1 `MatMul4Bit` ((A, B)), not 0.43.2.
+        """
+        return self.quantization == "int8" or (self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2)))
+
+    @property
+    def repeats_keys(self) -> bool:
+        """Whether SDPA is handed keys and values repeated to all query heads, whichever kernel it picks.
+
+        Source: transformers 4.53 `integrations/sdpa_attention.py` (repeat_kv), 4.54 (enable_gqa without a mask).
+        """
+        return self.attention == "sdpa" and self.before_transformers(4, 54)
+
     def fused_parts(self, model_type: str) -> frozenset[str]:
         """What of a layer of this type runs as kernels of its own (`planner.choices.kernels.parts_of`)."""
         return parts_of(self.kernels, model_type, compiled=self.compiled)
@@ -380,3 +407,8 @@ class SetupValues:
         """
         partial = bool(self.trained_layers) and self.method == "full"
         return partial and self.stack == "llamafactory" and self.autocast_dtype is not None
+
+
+def _before(said: str, version: tuple[int, ...]) -> bool:
+    """Whether a version that is said ("4.44.2", "" for today's) is older than another."""
+    return bool(said) and tuple(int(part) for part in said.split(".")[: len(version)]) < version

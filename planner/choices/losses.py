@@ -54,6 +54,8 @@ class LossShape:
         asked: a reference is asked between its forward and its backward.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
+        upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
+        copies_shifted: the loss copies all logits but the last ones (before 4.49).
     """
 
     tokens: int
@@ -73,6 +75,8 @@ class LossShape:
     widened: bool = False
     asked: bool = False
     compiled: bool = False
+    upcast_early: bool = False
+    copies_shifted: bool = False
 
     @property
     def cast_bytes(self) -> int:
@@ -154,7 +158,7 @@ class FullLoss(Loss):
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
         beside = kept + shape.cast_bytes
-        held = (wide if shape.widened else logit) * elements if shape.kept else 0
+        held = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
         if shape.in_place:
             there = (8 if shape.shifted else logit) * elements + beside  # shifted: in the backward, its padded gradient
             late = logit * elements if shape.shifted else 0
@@ -175,8 +179,9 @@ class FullLoss(Loss):
                 logits_bytes=logit * elements,
                 kept_bytes=held,
             )
+        there = (0 if shape.upcast_early and copy else logit) * elements + wide * elements * shape.copies_shifted
         return LossChain(
-            loss_bytes=logit * elements + copy // shape.chunks + wide * elements + beside,
+            loss_bytes=there + copy // shape.chunks + wide * elements + beside,
             backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + beside,
             logits_bytes=logit * elements,
             kept_bytes=held,

@@ -189,8 +189,8 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     """({metric: (below, above)} of published runs of this stack, what a person must know or "").
 
     A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
-    its runs was. A memory figure that nobody compared is as uncertain as the widest that somebody did, of the stack or
-    else of all. Several GPUs have no compared dry runs: theirs are the formula's.
+    its runs was. A memory figure that nobody compared, or one source alone, is as uncertain as the widest that somebody
+    did, of the stack or else of all. Several GPUs have no compared dry runs: theirs are the formula's.
     """
     cells, gpus = _cells(), metric_of(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
@@ -211,7 +211,9 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
             assert cell is not None
             elsewhere = on_trainer or (gpu.key not in cards and metric != "allocated")
             wider = UNSEEN_CARD if own is not None and elsewhere else 1.0
-            bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
+            like = (cell, *known) if cell.num_sources == 1 and metric in MEMORY else (cell,)
+            below, above = max(one.below for one in like), max(one.above for one in like)
+            bands[metric] = (min(0.95, below * wider), above * wider)
     if not setup.aim.supervised:
         return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
     if on_trainer:

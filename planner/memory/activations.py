@@ -122,7 +122,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
 
 def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
     """Whether a fused kernel is handed keys and values repeated to all heads; a single head is repeated by a view."""
-    return context.kernel != "flash" and attention.num_kv_heads not in (1, attention.num_heads)
+    repeated = context.kernel != "flash" or context.setup.repeats_keys
+    return repeated and attention.num_kv_heads not in (1, attention.num_heads)
 
 
 def _aligned(keys: int) -> int:

@@ -84,8 +84,8 @@ class Inputs:
 class Saved:
     """Bytes kept for the backward by part.
 
-    `pinned` is kept even where the layer is checkpointed: bitsandbytes' int8 multiplication stores its input on the
-    autograd context itself, past the hooks of non-reentrant checkpointing.
+    `pinned` is kept even where the layer is checkpointed: bitsandbytes' int8 multiplication, and its old one of 4 bits,
+    stores its input on the autograd context itself, past the hooks of non-reentrant checkpointing.
     """
 
     norm: int = 0

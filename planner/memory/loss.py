@@ -1,11 +1,12 @@
 """The loss chain: logits, their fp32 copies, log-softmax and gradients. It dominates for modern vocabularies."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.in_flight import in_flight_losses_bytes
-from planner.memory.micro_batch import step_flow
+from planner.memory.micro_batch import cached_bytes, step_flow
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart
 from planner.memory.reference import Asked
@@ -37,10 +38,15 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         compiled=setup.compiled and by.compiles_loss,
         asked=setup.asks_beside,
         widened=by.widens_outputs and flow.autocast is not None,
+        upcast_early=by.transformers_loss and setup.before_transformers(4, 46),
+        copies_shifted=by.transformers_loss and setup.before_transformers(4, 49),
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
         return aim.whole_logits(shape, setup.stack)
-    return LOSSES[setup.loss].memory(shape)
+    chain = LOSSES[setup.loss].memory(shape)
+    if not (setup.use_cache and by.keeps_outputs):
+        return chain
+    return replace(chain, kept_bytes=chain.kept_bytes + cached_bytes(model, setup))
 
 
 def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:

@@ -39,7 +39,7 @@ def inputs_saved(
         return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
     base = _base_keeps(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
     pinned = 0
-    if setup.quantization == "int8" and not context.trained and linears[0].quantizes and not pinned_elsewhere:
+    if setup.pins_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
     own = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)

@@ -13,7 +13,7 @@ _PART_NAMES = {
     "scores": "attention scores (tokens x tokens)",
     "mlp": "MLP activations",
     "adapters": "adapter input copies",
-    "pinned": "inputs that int8 matrices keep",
+    "pinned": "inputs that quantized matrices keep",
     "inputs": "checkpointed layer inputs",
     "bias": "position biases (tokens x tokens)",
     "masks": "attention masks (tokens x tokens)",
@@ -62,7 +62,8 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
 
 def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
     """Before the layers' backward, and the backward of a tower, which comes behind it."""
-    kept = (*stored, ("activations", "autocast's cache", parts.cast_cache))
+    cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
+    kept = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
     unpacked: Term = ("dequantization", "one dequantized matrix in the forward", parts.dequantized)
     norm: Term = ("activations", "final norm", parts.final_norm)
@@ -70,7 +71,7 @@ def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, .
         Moment("start", ()),
         Moment("gather", kept),
         Moment("forward", (*kept, temporaries, unpacked)),
-        Moment("loss", (*stored, norm) if last else ()),
+        Moment("loss", (*stored, cached, norm) if last else ()),
         Moment("head", stored),
     ]
     if seen:

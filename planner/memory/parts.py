@@ -55,6 +55,7 @@ class ActivationParts(NamedTuple):
         asked: of a reference that is asked beside all this.
         hooked: at the backward's end, in place of what is left of what is stored
             (`planner.memory.micro_batch.hooked_bytes`).
+        cached: keys and values in the model's cache until its outputs are dropped or replaced.
     """
 
     stored: dict[str, int]
@@ -71,6 +72,7 @@ class ActivationParts(NamedTuple):
     tower: TowerBytes = NO_TOWER
     asked: Asked = Asked()
     hooked: int = 0
+    cached: int = 0
 
     @property
     def cast_cache(self) -> int:

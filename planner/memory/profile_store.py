@@ -18,7 +18,7 @@ from planner.memory.dtypes import flow_of
 from planner.memory.step_profile import Form, Group, Piece, ProfileMoment, StepProfile
 from planner.models.spec import ModelSpec
 from planner.packed import read_packed, write_packed
-from planner.setup import TrainSetup
+from planner.setup import OF_OTHERS, TrainSetup
 
 SCHEMA = 1
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
@@ -92,6 +92,7 @@ def profiled_kind(setup: TrainSetup) -> bool:
     """
     known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     plain = setup.alone and known and setup.images is None and not setup.compile
+    plain = plain and not any(getattr(setup, name) for name in OF_OTHERS)
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
 
 

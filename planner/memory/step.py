@@ -35,7 +35,7 @@ _MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
     "step": ("step",),
 }
 _OF_LAYERS = ("forward", "first", "turn")
-KEPT_OUTPUTS = "logits in the outputs that the loop holds"
+KEPT_OUTPUTS = "outputs that the loop holds"
 """From one forward's end to the next one's: of the stacks that keep them (`planner.choices.stacks`)."""
 
 

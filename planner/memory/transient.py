@@ -72,8 +72,8 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
             rows = 12 * context.hidden if has_expert_modules(layer) else rows  # each adds its rows to those of all
             return max(gradients, rows), gradients
         return gradients, gradients
-    # bitsandbytes' int8 multiplication keeps its input on the node itself, which lives as long as the layer's graph
-    kept_on = context.setup.quantization == "int8" and down.quantizes and not context.trained
+    # a multiplication that keeps its input on the node itself, which lives as long as the layer's graph
+    kept_on = context.setup.pins_inputs and down.quantizes and not context.trained
     pinned = SIZE_BYTES[input_dtype(down, layer, context)] * down.in_features if kept_on else 0
     gone = max(0, saved.down // context.tokens - pinned)
     activated = activation_dtype(mlp.activation, flow, hidden_dtype)

@@ -66,7 +66,8 @@ def read_text(
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
-    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
+    older = versions.computing(around.versions) if around is not None and found.format in TRAINERS else {}
+    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant, **older)
     told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
     found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
     if found.values.get("auto_find_batch_size") is True:

@@ -117,6 +117,7 @@ class _Script:
         self.transformers = versions.transformers(
             named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
         )
+        self.computing = {} if self.unsloth else versions.computing(named)
         if self.trl and not self.unsloth and self.defaults.assumed:
             self.arguments.assume(self.defaults.taken)
 
@@ -170,7 +171,7 @@ class _Script:
         """The fields of the setup that the program says."""
         arguments = self.arguments
         fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
-        fields |= self._method()
+        fields |= self._method() | self.computing
         fields["checkpointing"] = self._checkpointing()
         fields["activation_offload"] = self._offloads(fields["checkpointing"])
         fields["seq_len_tokens"] = self._length()

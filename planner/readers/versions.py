@@ -6,7 +6,7 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 0.4.7 to 1.0 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from planner.records import dataclass
 
@@ -211,6 +211,17 @@ class TrlDefaults:
             return "liger"
         chunked = loss_type is None and self.version >= TRL_CHUNKED_BY_DEFAULT_SINCE
         return "chunked" if chunked or loss_type == "chunked_nll" else "full"
+
+
+COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
+"""Packages -> the first version that computes a step as today's does (`planner.setup_values`)."""
+
+
+def computing(named: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a setup for the versions of these packages that compute its step otherwise than today's."""
+    found = {name: parsed(named[name]) for name in COMPUTES_OTHERWISE if name in named}
+    older = {name: version for name, version in found.items() if version < COMPUTES_OTHERWISE[name]}
+    return {f"{name}_version": ".".join(map(str, version)) for name, version in older.items() if len(version) > 1}
 
 
 def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefaults:

@@ -12,7 +12,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
-from planner.setup import TrainSetup
+from planner.setup import OF_OTHERS, TrainSetup
 from planner.speed.run import with_run_speed
 from probes.dryrun import cache
 from probes.dryrun.ahead import reported
@@ -166,6 +166,10 @@ def report_for_config(
 def _refusal(setup: TrainSetup) -> str:
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
+    if any(getattr(setup, name) for name in OF_OTHERS):
+        return (
+            "it runs the installed libraries, without a key-value cache: not the older ones or the cache of this setup"
+        )
     pieces = setup.loss == "chunked" or bool(setup.by.loss_chunk_tokens)
     if pieces and setup.tokens_per_micro_batch > MAX_TOKENS_IN_PIECES:
         return (

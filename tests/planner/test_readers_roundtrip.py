@@ -11,7 +11,7 @@ from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.exporters.install import install_calls
 from planner.models import catalogue
 from planner.readers import Surroundings, canonical, read_text
-from planner.setup import AROUND_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.setup import AROUND_FIELDS, OF_OTHERS, SPREAD_FIELDS, TrainSetup
 from tests.planner.launch_sweep import FEWER, objective_spreads, request, setups
 
 SETUPS = setups(FEWER)
@@ -174,7 +174,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
     }
     # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`; which
     # linear attention runs is decided by what run.sh installs
-    elsewhere = {*AROUND_FIELDS, "fsdp_version", "linear_attention"}
+    elsewhere = {*AROUND_FIELDS, "fsdp_version", "linear_attention", *OF_OTHERS}
     assert set(changes) == set(TrainSetup.__dataclass_fields__) - elsewhere
     launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *SPREAD_FIELDS}
     for field, setup in changes.items():

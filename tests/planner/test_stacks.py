@@ -225,3 +225,41 @@ def test_a_loss_outside_the_compiled_model_stays_whole() -> None:
     assert plain == eager
     compiled = loss_parts(MODEL, by("torchtitan", loss="full", compile=True))
     assert (compiled.loss_bytes, compiled.backward_bytes, compiled.logits_bytes) == (2 * LOGITS,) * 3
+
+
+def test_a_cache_that_fills_while_training_is_there_twice() -> None:
+    """dlrover's loop (allocated, 8 A100, full and LoRA): its outputs hold the keys and values of all layers, and those
+    of the step before until the next forward ends; the logits in fp32, as transformers had them before 4.46."""
+    model, card = catalogue.load("meta-llama/Llama-2-7b-hf"), find_gpu("a100-80gb")
+    assert model is not None
+    full = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", optimizer="adamw", attention="flash-attention-2",
+        micro_batch_seqs=4, seq_len_tokens=4096, num_gpus=8, parallel="fsdp2", fsdp_version=1, stack="plain-loop",
+        transformers_version="4.33", use_cache=True, expandable_segments=False,
+    )  # fmt: skip
+    adapted = full.with_(method="lora", lora_rank=16, lora_targets="attention", lora_dropout=0.05)
+    for setup, measured_gib in ((full, 38.668), (adapted, 32.572)):
+        assert predict_memory(model, card, setup).peak_allocated_bytes == pytest.approx(measured_gib * GIB, rel=0.03)
+    keys = 2 * 32 * 4 * 4096 * 4096 * 2
+    without = predict_memory(model, card, full.with_(use_cache=False)).peak_allocated_bytes
+    assert predict_memory(model, card, full).peak_allocated_bytes - without == 2 * keys
+
+
+def test_older_libraries_keep_more() -> None:
+    """Keys repeated to all heads under SDPA, a shifted copy of the logits, the inputs of 4-bit matrices."""
+    assert MODEL is not None
+    card, kept = find_gpu("a100-80gb"), by("hf", checkpointing=0, expandable_segments=False)
+
+    def terms(setup: TrainSetup) -> dict[str, int]:
+        return {one.name: one.size_bytes for one in predict_memory(MODEL, card, setup).terms}
+
+    today, older = terms(kept), terms(kept.with_(transformers_version="4.53"))
+    repeated = 24 * 2 * (14 - 2) * 64 * 2 * TOKENS
+    assert older["attention inputs and outputs"] - today["attention inputs and outputs"] == repeated
+    chains = [loss_parts(MODEL, kept.with_(transformers_version=one)).loss_bytes for one in ("4.53", "4.48", "4.44")]
+    assert [one // LOGITS for one in chains] == [10, 14, 12]
+    packed = kept.with_(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
+    assert "inputs that quantized matrices keep" in terms(packed)
+    assert "inputs that quantized matrices keep" not in terms(packed.with_(bitsandbytes_version="0.43.2"))
+    with pytest.raises(SetupError, match="transformers_version"):
+        kept.with_(transformers_version="newest")
