@@ -88,22 +88,27 @@ SMALL_BYTES = 1 << 20
 """Of what is smaller at the usual point the first form stands for every other that meets it."""
 
 
+Source = tuple[bool, str]
+"""Whether the loss makes an allocation, and its category where it has a name, else its operator."""
+
+
 class Sizes:
-    """The forms that runs of one model have shown, by their bytes at the points that structures are run at; those of
-    the loss apart, whose tiles may have as many tokens as a layer has features."""
+    """The forms that runs of one model have shown, by their bytes at the points that structures are run at and by what
+    makes them: a tile of the loss may have as many tokens as a layer has features, a 4-bit matrix's scales the bytes of
+    an adapter."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Point, bool, int], Form | None] = {}
+        self._known: dict[tuple[Point, Source, int], Form | None] = {}
 
-    def form(self, point: Point, size_bytes: int, *, loss: bool) -> Form | None:
+    def form(self, point: Point, source: Source, size_bytes: int) -> Form | None:
         """The form that gives this size there; None where none is known, or two meet."""
-        return self._known.get((point, loss, size_bytes))
+        return self._known.get((point, source, size_bytes))
 
-    def learn(self, point: Point, size_bytes: int, form: Form, *, loss: bool) -> None:
+    def learn(self, point: Point, source: Source, size_bytes: int, form: Form) -> None:
         """A form that was found, as it is at this point: with one sequence a micro-batch is no variable."""
         if point.micro_batch_seqs == 1:
             form = _of_one_sequence(form)
-        key = point, loss, size_bytes
+        key = point, source, size_bytes
         met = self._known.setdefault(key, form) != form
         if met and size_bytes >= SMALL_BYTES:
             self._known[key] = None

@@ -147,17 +147,15 @@ class Structure:
     def _learn(self, run: Trace, forms: Sequence[Form], point: Point, alone: Point, known: Sizes) -> None:
         """What a run has shown, also of one sequence of its length."""
         values = values_at([alone])[0]
-        made = (run.origins[number] for number in _made(run))
-        shown = ((one.phase == "loss", one.size_bytes, form) for one, form in zip(made, forms, strict=True))
-        for loss, size, form in dict.fromkeys(shown):
-            known.learn(point, size, form, loss=loss)
+        shown = ((*made, form) for made, form in zip(_sources(run), forms, strict=True))
+        for source, size, form in dict.fromkeys(shown):
+            known.learn(point, source, size, form)
             if point != alone:
-                known.learn(alone, round(value_of(form, values)), form, loss=loss)
+                known.learn(alone, source, round(value_of(form, values)), form)
 
     def _forms(self, first: Trace, points: Sequence[Point], known: Sizes) -> list[Form]:
         """The form of every allocation of the run at the first point; what is not known is found with the others."""
-        made = [first.origins[number] for number in _made(first)]
-        forms = [known.form(points[0], one.size_bytes, loss=one.phase == "loss") for one in made]
+        forms = [known.form(points[0], source, size) for source, size in _sources(first)]
         if None not in forms:
             return [form for form in forms if form is not None]
         runs = [first, *(self._run([one])[0] for one in points[1:])]
@@ -308,6 +306,13 @@ def _length(span: Span, units: int) -> int:
 def _made(trace: Trace) -> list[int]:
     """The numbers of what was allocated, in order; they count from 0."""
     return [one.id for one in trace.events if isinstance(one, Alloc)]
+
+
+def _sources(trace: Trace) -> Iterator[tuple[tuple[bool, str], int]]:
+    """Of each allocation whether the loss makes it, what it is known for (else its operator), and its bytes."""
+    for number in _made(trace):
+        one, owner = trace.origins[number], trace.owners.get(number)
+        yield (one.phase == "loss", owner[0] if owner else one.op), one.size_bytes
 
 
 def _with_classes(trace: Trace, number_of: Sequence[int]) -> Trace:

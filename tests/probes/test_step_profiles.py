@@ -67,15 +67,16 @@ def test_two_monomials_are_found_and_what_is_neither_is_refused() -> None:
         fit(POINTS, [1_000_003, 20, 70_001], tiled=True)
 
 
-def test_a_size_that_two_forms_give_is_known_of_neither_but_of_the_loss_apart() -> None:
-    """A tile of 128 tokens beside 128 features of keys: small, and told apart by where it is made."""
-    known, one, other = Sizes(), ((3, 2.0),), ((0, 2.0 * 7 * 1664 * 100),)
-    known.learn(POINTS[0], 5 << 20, one, loss=False)
-    assert known.form(POINTS[0], 5 << 20, loss=False) == one
-    known.learn(POINTS[0], 5 << 20, other, loss=False)
-    assert known.form(POINTS[0], 5 << 20, loss=False) is None
-    known.learn(POINTS[0], 4096, one, loss=True)
-    assert known.form(POINTS[0], 4096, loss=False) is None
+def test_a_size_that_two_forms_give_is_known_of_neither_but_of_what_makes_it_apart() -> None:
+    """768 x 3,072 / 64 bytes of scales are those of an adapter of rank 24: small, and told apart by what they are."""
+    known, adapter, scales = Sizes(), ((6, 1536.0),), ((0, 36864.0),)
+    known.learn(POINTS[0], (False, "adapters"), 36864, adapter)
+    assert known.form(POINTS[0], (False, "weights"), 36864) is None
+    known.learn(POINTS[0], (False, "weights"), 36864, scales)
+    assert known.form(POINTS[0], (False, "adapters"), 36864) == adapter
+    known.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, adapter)
+    known.learn(POINTS[0], (True, "aten.mm.default"), 5 << 20, scales)
+    assert known.form(POINTS[0], (True, "aten.mm.default"), 5 << 20) is None
 
 
 def test_lengths_are_cut_where_a_window_ends() -> None:
