@@ -127,6 +127,9 @@ def test_judge_is_uncertain_exactly_where_the_band_straddles_the_budget() -> Non
     assert judge(of(1000), 1099, 0.1) is Verdict.UNCERTAIN
     assert judge(of(1000), 900, 0.1) is Verdict.UNCERTAIN
     assert judge(of(1000), 899, 0.1) is Verdict.DOES_NOT_FIT
+    cached = replace(of(1000), peak_allocated_bytes=800)  # PyTorch gives 200 back before it runs out
+    verdicts = [judge(cached, budget, 0.1) for budget in (1100, 899, 719)]
+    assert verdicts == [Verdict.FITS, Verdict.UNCERTAIN, Verdict.DOES_NOT_FIT]
 
 
 @pytest.mark.parametrize("name", FILES)
