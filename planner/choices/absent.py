@@ -22,6 +22,9 @@ _MEGATRON = (
 )
 _RL = "it runs generation and training as one program of its own (Ray, vLLM or SGLang): nothing here predicts its step"
 _EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
+_TORCHAO = "it steps through torch.compile, which nothing here runs; its 8-bit states take the bytes of adamw-8bit's"
+_FUSED_EXPERTS = "nothing here predicts its experts' step; Axolotl's gpt-oss in it was published without a figure"
+_NO_REFERENCE = "TRL's experimental CPOTrainer is not predicted here; as ORPO's, its loss asks no reference model"
 _NF4 = "nf4-double, or int8"
 _SPLITS = "--target trl with --parallel fsdp2, --tensor-degree, --pipeline-degree or --expert-degree"
 
@@ -32,6 +35,16 @@ ABSENT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("muon", "shampoo", "soap", "sophia", "came", "prodigy"), (f"it {_OTHER_UPDATE}", "adamw-fused")),
     **dict.fromkeys(("galore", "apollo", "q-galore"), (f"it {_OTHER_UPDATE}", f"{_EIGHT_BIT}, or --method lora")),
     **dict.fromkeys(("lomo", "adalomo", "optimizer-in-backward"), (f"it {_IN_BACKWARD}", _EIGHT_BIT)),
+    **dict.fromkeys(
+        ("adamw-torchao-8bit", "adamw-torchao-4bit", "torchao-adamw-8bit", "ao-adamw-8bit"), (_TORCHAO, _EIGHT_BIT)
+    ),
+    **dict.fromkeys(
+        ("scattermoe", "sonicmoe", "split-lora", "megablocks", "fused-moe"),
+        (_FUSED_EXPERTS, "liger, or fused where the tool has it; --quantize-experts holds the experts in 4 bits"),
+    ),
+    **dict.fromkeys(
+        ("tiled-mlp", "alst"), ("nothing here predicts an MLP cut into pieces of the sequence", "--context-degree")
+    ),
     **dict.fromkeys(("fa3", "flash-attention-3", "flash-attn-3"), (f"it {_FLASH_3}", "sdpa")),
     **dict.fromkeys(("fa4", "flash-attention-4", "flash-attn-4"), (_FLASH_4, "sdpa")),
     **dict.fromkeys(("flex", "flex-attention"), ("it is made by torch.compile, for masks that no plan has", "sdpa")),
@@ -47,6 +60,8 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         ("houlsby", "bottleneck", "pfeiffer", "adapters"),
         ("peft has no such adapter: it is the adapters library's, whose trainer nothing here predicts", "lora"),
     ),
+    **dict.fromkeys(("simpo", "cpo"), (_NO_REFERENCE, "--objective orpo")),
+    "ipo": ("it is DPO's step under another loss_type, of the same memory and speed", "--objective dpo"),
     "ppo": ("nothing here predicts a value model beside the policy", "--objective grpo"),
 }
 """Name -> (why it is no choice, what to use)."""

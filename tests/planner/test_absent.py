@@ -33,6 +33,9 @@ def test_absent_names_are_no_values_of_any_option() -> None:
         ("flash_attention_3", "cuDNN", "sdpa"),
         ("distillation", "teacher", "sft"),
         ("Houlsby", "peft", "lora"),
+        ("adamw_torchao_8bit", "compile", "adamw-8bit"),
+        ("ScatterMoE", "experts", "quantize-experts"),
+        ("SimPO", "CPOTrainer", "orpo"),
     ],
 )
 def test_an_absent_value_is_refused_with_its_reason_and_what_to_use(name: str, words: str, instead: str) -> None:
