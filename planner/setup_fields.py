@@ -169,11 +169,11 @@ def _check_base(setup: SetupValues) -> None:
         )
     if setup.selective_checkpointing:
         _check_selective(setup)
-    if setup.quantize_experts and (not setup.four_bit or setup.kbit_fp32_cast):
+    if setup.quantize_experts and (not setup.quantized or setup.kbit_fp32_cast):
         raise SetupError(
-            f"quantize_experts stores experts in the base's 4 bits, got quantization {setup.quantization!r}"
+            f"quantize_experts stores experts in the base's bits, got quantization {setup.quantization!r}"
             + (" with kbit_fp32_cast" if setup.kbit_fp32_cast else ""),
-            hint="use --quantization nf4-double or nf4",
+            hint="use --quantization nf4-double, nf4 or int8",
         )
     if setup.attention == "flash-attention-2" and setup.precision == "fp32":
         raise SetupError(

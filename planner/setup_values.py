@@ -62,8 +62,8 @@ class SetupValues:
             negative number of the first, or a tuple of their numbers in order; 0: all.
         stack: one of STACK_NAMES, whose training step it is (`planner.choices.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
-        quantize_experts: stacked experts are stored in the base's 4 bits too and unpacked whole, a layer's at a time
-            (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`).
+        quantize_experts: stacked experts are stored in the base's 4 or 8 bits too and unpacked whole, a layer's at a
+            time (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`). No plan takes 8 bits.
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
         selective_checkpointing: checkpointed layers keep what their attention gave and recompute the rest (TRL's and

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.hardware.kernels import Kernel
-from planner.memory.dtypes import Flow
+from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.traits import Traits
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -44,6 +44,14 @@ class LayerContext:
             return self
         setup = self.setup.trusted_with(seq_len_tokens=tokens)
         return replace(self, setup=setup, tokens=setup.forward_tokens)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Of one weight of a stack of experts as it is unpacked: NF4 into the weights' type, 8 bits into fp32.
+
+        Source: bitsandbytes 0.50 `int8_vectorwise_dequant`; Axolotl 0.21 `monkeypatch/moe_quant.py`.
+        """
+        return 4 if self.setup.quantization == "int8" else SIZE_BYTES[self.flow.table]
 
     @property
     def key_tokens(self) -> int:

@@ -88,7 +88,7 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * multiplied
     if context.setup.quantize_experts:
-        kept += size * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
+        kept += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
     elif context.stacks or (multiplied != size and not context.trained):
         kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
     tokens = context.tokens

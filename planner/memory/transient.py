@@ -244,4 +244,5 @@ def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
     """
     if not (context.stacks or context.setup.quantize_experts):
         return 0
-    return SIZE_BYTES[context.flow.table] * sum(one.num_weights for one in layer.linears if one.is_stack)
+    size = context.unpacked_bytes if context.setup.quantize_experts else SIZE_BYTES[context.flow.table]
+    return size * sum(one.num_weights for one in layer.linears if one.is_stack)

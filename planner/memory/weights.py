@@ -43,7 +43,9 @@ def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
     """
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
     if setup.quantize_experts and linear.is_stack:
-        stack = nf4_bytes(linear.num_weights, double=setup.quantization == "nf4-double")
+        rows = linear.num * linear.out_features
+        eight, double = setup.quantization == "int8", setup.quantization == "nf4-double"
+        stack = int8_bytes(linear.num_weights, rows) if eight else nf4_bytes(linear.num_weights, double=double)
         return stack + linear.num_bias * plain
     if not setup.quantized or not linear.quantizes:
         return (linear.num_weights + linear.num_bias) * plain

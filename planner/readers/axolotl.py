@@ -161,13 +161,13 @@ def _method(settings: Settings) -> dict[str, Any]:
 
 
 def _quantizes_experts(settings: Settings, quantization: str) -> bool:
-    """Stacked experts in the base's 4 bits."""
+    """Stacked experts in the base's bits."""
     model = settings.model
     if not settings.flag("quantize_moe_experts", False) or (model is not None and not has_expert_stacks(model)):
         return False
     if quantization == "int8":
-        settings.approximate("stacked experts in 8 bits (quantize_moe_experts) are counted unquantized")
-    return quantization in common.FOUR_BIT
+        settings.approximate("stacked experts in 8 bits (quantize_moe_experts): no dry run follows them")
+    return quantization != "none"
 
 
 def _precision(settings: Settings, method: str) -> str:

@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from benchmarks import gathered, own_runs
+from benchmarks.published_examples import examples
 from planner.evidence.measured import MeasuredRow, load_rows, newest_versions, own_rows, version_noise
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.models import catalogue
@@ -158,3 +160,27 @@ def test_the_formula_keeps_its_aims_on_the_h200() -> None:
             assert predicted == pytest.approx(row.measured(what), rel=aim), (row.id, what)
         aim = FALLS_SHORT.get(row.id, own_runs.AIMS["formula", "speed"])
         assert found.tokens_per_s == pytest.approx(row.tokens_per_s, rel=aim), row.id
+
+
+def test_figures_of_others_readmes_are_read_where_they_stand(tmp_path: Path) -> None:
+    text = """
+    # LoRA (2x48GB @ ~29GiB/GPU)
+    axolotl train examples/a/fsdp.yaml
+    axolotl train examples/a/one.yaml  # no experts ~69 GiB, experts ~93 GiB
+    axolotl train examples/a/two.yml
+    This config uses about 8.7 GiB VRAM, with flash-linear-attention.
+    | `27b.yaml` | Dense | ~47 GiB |
+    - [LoRA](./lora.yml)
+      - Dual GPU @ 11GB VRAM
+    """
+    (tmp_path / "examples" / "a").mkdir(parents=True)
+    (tmp_path / "examples" / "a" / "README.md").write_text(text)
+    found = [(one.path.removeprefix("examples/a/"), one.gib, one.num_gpus) for one in examples(tmp_path)]
+    told = [
+        ("fsdp.yaml", 29.0, 2),
+        ("one.yaml", 69.0, 0),
+        ("two.yml", 8.7, 0),
+        ("27b.yaml", 47.0, 0),
+        ("lora.yml", 11.0, 2),
+    ]
+    assert found == told

@@ -40,6 +40,17 @@ def test_experts_weigh_four_and_a_half_bits() -> None:
     assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
 
 
+def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
+    """As above, one fp32 scale per row; Axolotl's README of GLM-4.7-Flash: about 35 GiB so, 24 in 4 bits."""
+    model = load(QWEN)
+    rows, experts = 48 * 128 * (1536 + 2048), 48 * 128 * (1536 * 2048 + 2048 * 768)
+    eight = PACKED.with_(quantization="int8")
+    plain, packed = (weight_bytes(model, one)["layers"] for one in (eight.with_(quantize_experts=False), eight))
+    assert plain - packed == experts - 4 * rows
+    kept = [activation_parts(model, GPU, one).recomputed for one in (eight.with_(quantize_experts=False), eight)]
+    assert kept[1] - kept[0] == 4 * 128 * (1536 * 2048 + 2048 * 768)
+
+
 def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_time() -> None:
     model = load(QWEN)
     layer = 2 * 128 * (1536 * 2048 + 2048 * 768)

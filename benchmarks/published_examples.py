@@ -1,0 +1,241 @@
+"""A league that nobody here wrote: the memory that Axolotl's READMEs print beside its example configs.
+
+    python -m benchmarks.published_examples --read CHECKOUT   # a checkout of axolotl-ai-cloud/axolotl, read anew
+    python -m benchmarks.published_examples                   # the league, from the formula of today
+    python -m benchmarks.published_examples --dry-run         # the same with `plan check`'s dry run (minutes)
+
+A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says, rounded by
+whoever wrote it; "GB" is taken for GiB. `--read` predicts each config before anything is compared (`first`, never
+written again). Half of the rows, by the checksum of the path (`kept_out`), is never looked at to change a model.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.check import Band, band_of
+from planner.cli.checking import load
+from planner.errors import ConfigError, PlannerError
+from planner.hardware.gpus import find_gpu
+from planner.interchange import asked_form, asked_setup
+from planner.models.resolve import resolve_model
+from planner.outcome import Prediction
+from planner.predict import predict
+from planner.readers import read_text
+from planner.units import GIB
+
+ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
+_FIGURE = r"~?([\d.]+) ?Gi?B"
+_RUN = re.compile(r"axolotl train (examples/\S+\.ya?ml)")
+_AHEAD = re.compile(rf"#.*?(?:(\d+)x\d+ ?GB @ |~){_FIGURE}")
+_LINK = re.compile(r"\]\(\./(\S+\.ya?ml)\)|^\| `(\S+\.ya?ml)`")
+_BEHIND = re.compile(rf"(?:configs? uses? about|This uses about|Single GPU @|Dual GPU @|\|) {_FIGURE}", re.IGNORECASE)
+CARDS = ((23, "rtx-4090"), (46, "rtx-a6000"), (78, "h100-sxm"), (138, "h200"), (float("inf"), "b200"))
+"""The smallest card that holds a figure, where the README says no more than its size."""
+
+
+class Example(NamedTuple):
+    """A config of the checkout, what it is said to take, of how many GPUs each (0: not said), and what its README
+    installs."""
+
+    path: str
+    gib: float
+    num_gpus: int
+    installs: tuple[str, ...]
+
+
+def examples(checkout: Path) -> Iterator[Example]:
+    """The configs with a figure: in a comment before their command or behind it, in a sentence after it, in a table, or
+    under a link."""
+    for readme in sorted(checkout.glob("examples/**/README.md")):
+        ahead: tuple[float, int] | None = None
+        before: list[str] = []
+        text = readme.read_text(encoding="utf-8")
+        installs = tuple(name for name in ("flash-linear-attention",) if name in text)
+        for line in map(str.strip, text.splitlines()):
+            command, link = _RUN.search(line), _LINK.search(line)
+            if command:
+                inline = re.search(rf"#.*?{_FIGURE}", line[command.end() :])
+                said = (float(inline[1]), 0) if inline else ahead
+                before = [] if said else [*before, command[1]]
+                if said:
+                    yield Example(command[1], *said, installs)
+                ahead = None
+                continue
+            if link:
+                before = [str((readme.parent / (link[1] or link[2])).relative_to(checkout))]
+            if (found := _BEHIND.search(line)) and before:
+                gpus = 2 if "Dual" in line else int("Single" in line)
+                yield from (Example(one, float(found[1]), gpus, installs) for one in before)
+                before = []
+            elif ahead is None and (found := _AHEAD.search(line)):
+                ahead = float(found[2]), int(found[1] or 0)
+
+
+SAME_SHAPES = {
+    "axolotl-ai-co/gpt-oss-120b-dequantized": "openai/gpt-oss-120b",
+    "casperhansen/llama-3-70b-fp16": "meta-llama/Meta-Llama-3-70B",
+    "mistralai/Devstral-Small-2507": "mistralai/Mistral-Small-24B-Base-2501",
+    "mistralai/Magistral-Small-2507": "mistralai/Mistral-Small-24B-Base-2501",
+    "allenai/Olmo-3-7B-Instruct-SFT": "allenai/Olmo-3-1025-7B",
+    "katanemo/Plano-Orchestrator-4B": "Qwen/Qwen3-4B",
+}
+"""Models of the examples -> those of the catalogue that they were trained from, as their names or model cards say."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": {
+        "model_type": "seed_oss", "hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 27648,
+        "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136,
+        "attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": False,
+    },
+    "zai-org/GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "tie_word_embeddings": False},
+}  # fmt: skip
+"""Configurations of others: Seed-OSS as tests of an MLX port have it; GLM-4.7-Flash is transformers 5.23's default of
+its type (vLLM's own tests name the same sizes)."""
+
+
+OTHERWISE = {
+    "examples/qwen3-next/qwen3-next-80b-a3b-qlora.yaml": "peft 0.21 moves the names of the shared expert's matrices "
+    "onto all experts (utils/transformers_weight_conversion.py): with adapters there the README says ~71 GiB",
+}
+"""Figures of something else than what today's versions make of the config: printed, not counted."""
+
+
+def known_as(name: str, folder: Path) -> str:
+    """What a model of the examples is looked up by: its own name, the same shapes, or its configuration in a folder."""
+    if name not in CONFIGS:
+        return SAME_SHAPES.get(name, name)
+    place = folder / name
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+    return str(place)
+
+
+def card_of(example: Example) -> str:
+    """Key of the card that the figure is held against."""
+    return next(key for most, key in CARDS if example.gib < most)
+
+
+def kept_out(path: str) -> bool:
+    """Whether no model is changed for this row."""
+    return zlib.crc32(path.encode()) % 2 == 1
+
+
+def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a checkout, each with its first prediction or why there is none."""
+    from planner.cli.checking import Asked
+
+    rows = []
+    for one in {example.path: example for example in examples(checkout)}.values():
+        row: dict[str, Any] = {
+            "path": one.path,
+            "source": f"axolotl-ai-cloud/axolotl@{commit}:{one.path}",
+            "gib": one.gib,
+            "gpu": card_of(one),
+        }
+        try:
+            text = (checkout / one.path).read_text(encoding="utf-8")
+            if not one.num_gpus and re.search(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", text, re.MULTILINE):
+                raise ConfigError("sharded, over how many GPUs is not said")
+            named = read_text(text, one.path).model_id or ""
+            versions = dict.fromkeys(one.installs, "0")
+            asked = Asked(num_gpus=one.num_gpus or 1, says_gpus=True, model=known_as(named, folder), versions=versions)
+            config, spec, card = load(checkout / one.path, row["gpu"], asked)
+            row |= {"model": named, "setup": asked_form(config.setup)}
+            row |= {"approximations": len(config.approximations)} if config.approximations else {}
+            row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / one.gib, 4)
+        except (PlannerError, OSError) as problem:
+            row["refused"] = str(problem)[:160]
+        rows.append(row)
+    return rows
+
+
+def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction, Band]:
+    """The prediction of a row and its band, as `plan check` has them."""
+    model, card, setup = resolve_model(known_as(row["model"], folder)), find_gpu(row["gpu"]), asked_setup(row["setup"])
+    found = predict(model, card, setup)
+    if dry:
+        from probes.dryrun import dry_run
+
+        ran = dry_run(model, card, setup)
+        found = ran if isinstance(ran, Prediction) else found
+    below, above = band_of(found)
+    more = 0.1 * row.get("approximations", 0)
+    return found, Band(below + more, above + more)
+
+
+def league(rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
+    """Prints every row, then the whole, each half and what is not counted."""
+    began, ratios = time.perf_counter(), {}
+    for row in rows:
+        if "setup" not in row:
+            continue
+        found, (below, above) = judged(row, folder, dry=dry)
+        ratio = found.peak_reserved_bytes / GIB / row["gib"]
+        miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
+        if row["path"] not in OTHERWISE:
+            ratios[row["path"]] = ratio, miss
+        print(
+            f"{row['path'].removeprefix('examples/'):52} {'kept out' if kept_out(row['path']) else '':8} "
+            f"{found.peak_reserved_bytes / GIB:6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
+            f"{ratio - 1:+.1%} {OTHERWISE.get(row['path'], miss + _whole_loss(row, folder) * (miss == 'too low'))}"
+        )
+    seconds = time.perf_counter() - began
+    halves = {"all": list(ratios), "kept out": [path for path in ratios if kept_out(path)]}
+    for name, paths in halves.items():
+        errors = [abs(ratios[path][0] - 1) for path in paths]
+        misses = [ratios[path][1] for path in paths if ratios[path][1]]
+        low = sum(ratios[path][0] < 1 for path in paths)
+        print(
+            f"{name}: {len(paths)} configs, median {statistics.median(errors):.1%}, worst {max(errors):.1%}, too low "
+            f"{low / len(paths):.0%}; inside the band {1 - len(misses) / len(paths):.0%} "
+            f"({misses.count('too low')} of {len(misses)} misses too low)"
+        )
+    print(f"{seconds:.1f} s; {sum('setup' not in row for row in rows)} configs are not read:")
+    for row in rows:
+        if "setup" not in row:
+            print(f"  {row['path']}: {row['refused']}")
+
+
+def _whole_loss(row: dict[str, Any], folder: Path) -> str:
+    """What a run without the plugin that cuts the loss would take: the READMEs leave open whether theirs had it."""
+    setup = asked_setup(row["setup"])
+    if setup.loss == "full":
+        return ""
+    whole, _ = judged({**row, "setup": asked_form(setup.with_(loss="full"))}, folder, dry=False)
+    return f" (without cut cross-entropy {whole.peak_reserved_bytes / GIB / row['gib'] - 1:+.1%})"
+
+
+def main() -> None:
+    """Reads a checkout when one is given, and prints the league."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--read", type=Path, metavar="CHECKOUT", help="read a checkout anew; first looks stay as they are"
+    )
+    parser.add_argument("--commit", default="", help="of the checkout")
+    parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(asked, Path(folder))
+
+
+def run(asked: argparse.Namespace, folder: Path) -> None:
+    """As `main`, with a folder for configurations."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    if asked.read:
+        first = {row["path"]: row["first"] for row in rows if "first" in row}
+        rows = sorted(read(asked.read, asked.commit, folder), key=lambda row: str(row["path"]))
+        for row in rows:
+            row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    league(rows, folder, dry=asked.dry_run)
+
+
+if __name__ == "__main__":
+    main()
