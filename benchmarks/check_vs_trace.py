@@ -149,8 +149,10 @@ def row_of(name: str, gpu: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder, start = Path(place), time.monotonic()
         (folder / "train.py").write_text(HEAD + PROGRAMS[name])
-        read, refused = answered(["check", "train.py", "--gpu", gpu, "--no-dry-run", "--json"], folder)
-        traced, failed = answered(["trace", "--gpu", gpu, "--json", "-y", "--", sys.executable, "train.py"], folder)
+        read, refused = answered(["check", "train.py", "--gpu", gpu, "--no-dry-run", "--json=full"], folder)
+        traced, failed = answered(
+            ["trace", "--gpu", gpu, "--json=full", "-y", "--", sys.executable, "train.py"], folder
+        )
     row: dict[str, Any] = {"wall_s": round(time.monotonic() - start)}
     if read is None or traced is None:
         return row | {"result": "not read" if read is None else "not traced", "why": refused or failed}
@@ -166,20 +168,20 @@ def fixed(name: str, gpu: str, share: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder, start = Path(place), time.monotonic()
         (folder / "train.py").write_text(HEAD + PROGRAMS[name])
-        read, refused = answered(["check", "train.py", "--gpu", gpu, "--json"], folder)
+        read, refused = answered(["check", "train.py", "--gpu", gpu, "--json=full"], folder)
         if read is None:
             return {"result": "not read", "why": refused}
         needed = read["prediction"]["peak_device_bytes"]
         memory = ["--gpu", gpu, "--memory-gib", f"{share * needed / 2**30 + 0.5:.3f}"]
-        asked, refused = answered(["check", "train.py", *memory, "--fix", "--json"], folder)
+        asked, refused = answered(["check", "train.py", *memory, "--fix", "--json=full"], folder)
         fix = asked["fix"] if asked is not None else {}
         row: dict[str, Any] = {"needed_bytes": needed, "changes": fix.get("changes", [])}
         if asked is None or not fix.get("path"):
             row |= {"result": "no file", "why": fix.get("refused") or refused, "command": fix.get("command", "")}
             return row
         row |= {"budget_bytes": asked["budget_bytes"], "verdict": fix["verdict"], "diff": fix["diff"]}
-        traced, failed = answered(["trace", *memory, "--json", "-y", "--", sys.executable, fix["path"]], folder)
-        again, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json"], folder)
+        traced, failed = answered(["trace", *memory, "--json=full", "-y", "--", sys.executable, fix["path"]], folder)
+        again, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json=full"], folder)
     row["wall_s"] = round(time.monotonic() - start)
     if traced is None or again is None:
         return row | {"result": "does not run" if traced is None else "not read again", "why": failed or refused}

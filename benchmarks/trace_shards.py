@@ -60,7 +60,7 @@ def traced(tool: str, setup: TrainSetup) -> dict[str, Any]:
             environment[variable] = value
         plan = [sys.executable, "-c", "from planner.cli import main; main()"]
         done = subprocess.run(
-            [*plan, "trace", "--gpu", GPU, "--yes", "--json", "--", *words],
+            [*plan, "trace", "--gpu", GPU, "--yes", "--json=full", "--", *words],
             cwd=name, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if not done.stdout:

@@ -215,9 +215,9 @@ class Estimate(_Answer):
         return self.candidate.fits
 
     def to_dict(self) -> dict[str, Any]:
-        from reports.plan_json import candidate_to_dict
+        from reports.plan_json import estimate_to_dict
 
-        return candidate_to_dict(self.candidate, self.model.model_id, self.gpu.key, detail=True)
+        return estimate_to_dict(self.candidate, self.model.model_id, self.gpu.key)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """The terms of memory at the peak, largest first: category, name, bytes.

@@ -1,22 +1,27 @@
-"""`--json=brief`: any command's document in at most MAX_BYTES, for readers that pay for each token.
+"""`--json`: any command's document in at most MAX_BYTES, for readers that pay for each token; `--json=full` is all.
 
-A plan keeps what the short answer on the terminal says, every other document its head: long lists are cut, and what was
-left out is counted. Nothing here is computed anew.
+The answers of `plan`, `estimate`, `check`, `which-gpu` and `oom` are dataclasses, and `plan --json-schema` is made of
+them; of every other document it is the head: long lists are cut, and what was left out is counted. Nothing is computed.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
+from planner.failures.diagnosis import Cause
+from planner.failures.snapshot import Holder
 from planner.interchange import SCHEMA_VERSION, asked_form, to_jsonable
-from planner.outcome import Measurement, Prediction, speed_rung
-from planner.plan import NoPlan, Plan
+from planner.outcome import Candidate, Prediction, speed_rung
+from planner.plan import Plan
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from reports.brief import why_not
+from reports.extras import extras_from_dict
 from reports.plain import clean
-from reports.plan_json import plan_from_dict
+from reports.plan_json import candidate_from_dict, plan_from_dict
 from reports.rows import compared, notes_of
+from reports.setup_text import short_setup_words
 from reports.text import nothing_sentence, short_verdict
 
 MAX_BYTES = 8_000
@@ -31,20 +36,18 @@ HEAVY = frozenset(
 LEFT_OUT = "left_out"
 
 
-def brief(document: Any, *, max_bytes: int = MAX_BYTES, heavy: bool = False) -> Any:
-    """The document cut to `max_bytes`, under the names of the whole one; of a plan the short answer.
+def brief(document: Any, *, max_bytes: int = MAX_BYTES, indent: int | None = None, heavy: bool = False) -> Any:
+    """The document cut to `max_bytes` of text, under the names of the whole one; of BRIEF's kinds the short answer.
 
     Args:
+        indent: spaces by which the text is indented.
         heavy: the HEAVY parts too, cut as all others.
     """
-    if isinstance(document, Mapping) and document.get("kind") in {"plan", "no_plan"}:
-        document = plan_brief(plan_from_dict(json.loads(json.dumps(document))))
-    elif isinstance(document, Mapping) and document.get("kind") == "check":
-        document = check_brief(document)
+    document = _answer(document)
     without: frozenset[str] = frozenset() if heavy else HEAVY
     for length in LENGTHS:
         short = _cut(document, length, without)
-        if len(json.dumps(short, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
+        if len(json.dumps(short, ensure_ascii=False, indent=indent).encode(errors="replace")) <= max_bytes:
             return short
     return _outline(document)
 
@@ -80,9 +83,19 @@ class BriefInstead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BriefLaunch:
+    """The files written for one target, what starts them, and what is predicted of them, or why there are none."""
+
+    target: str
+    command: str
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BriefPlan:
     """A plan's short answer: the verdict, the setup, its figures with level and band, what was not chosen and why, or
-    (no_plan) what would fit. Its JSON Schema is made of these fields."""
+    (no_plan) what would fit, and what was written."""
 
     schema_version: int
     kind: Literal["plan", "no_plan"]
@@ -97,13 +110,118 @@ class BriefPlan:
     speed: BriefSpeed
     instead: tuple[BriefInstead, ...] = ()
     would_fit: tuple[str, ...] = ()
+    launch: tuple[BriefLaunch, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def plan_brief(answer: Plan | NoPlan) -> dict[str, Any]:
-    """`BriefPlan` of an answer, as JSON values."""
+@dataclass(frozen=True, kw_only=True)
+class BriefEstimate:
+    """One setup's figures: the bytes of each category at the peak, and memory over varying lengths."""
+
+    schema_version: int
+    kind: Literal["estimate"]
+    model: str
+    gpu: str
+    fits: bool
+    verdict: str
+    setup: TrainSetup
+    memory: BriefMemory
+    speed: BriefSpeed
+    terms_bytes: Mapping[str, int]
+    peak_phase: str | None
+    cluster: Mapping[str, Any] | None
+    over_lengths: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefChange:
+    """One change to a file's setup and what it gives."""
+
+    label: str
+    verdict: str
+    peak_device_bytes: int
+    tokens_per_s: float | None
+    changes_training: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefCheck:
+    """The verdict on a file, the setup that it means, its figures, what single changes would give, and the file that
+    `--fix` wrote."""
+
+    schema_version: int
+    kind: Literal["check"]
+    file: str
+    format: str
+    model: str
+    gpu: str
+    verdict: str
+    setup: TrainSetup
+    memory: BriefMemory
+    speed: BriefSpeed
+    changes: tuple[BriefChange, ...]
+    fix: Mapping[str, Any] | None
+    unknown_keys: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    approximations: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefCard:
+    """One card: what is chosen on it in words, and what it costs; where nothing fits, what is missing."""
+
+    gpu: str
+    fits: bool
+    memory_bytes: int
+    missing_bytes: int
+    peak_device_bytes: int
+    tokens_per_s: float | None
+    usd_per_hour: float | None
+    usd_per_million_tokens: float | None
+    duration_s: float | None
+    cost_usd: float | None
+    setup: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefWhichGpu:
+    """Cards for a model in the order asked for, those that fit first."""
+
+    schema_version: int
+    kind: Literal["which_gpu"]
+    model: str
+    num_gpus: int
+    seq_len_tokens: int
+    global_batch_seqs: int
+    answer: str
+    cards: tuple[BriefCard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BriefOom:
+    """Why a run ran out of memory, what held the rest, what helps, and what its config says."""
+
+    schema_version: int
+    kind: Literal["oom"]
+    phase: str | None
+    where: str
+    tried_bytes: int | None
+    allocated_bytes: int | None
+    total_bytes: int | None
+    causes: tuple[Cause, ...]
+    holders: tuple[Holder, ...]
+    cards: tuple[str, ...]
+    config: str | None
+    check: BriefCheck | None
+    not_checked: str
+    unknown: tuple[str, ...]
+
+
+def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
+    answer = plan_from_dict(document)
     subject, workload = answer.subject, answer.workload
-    memory, speed = memory_figures(subject.memory_evidence), speed_figures(subject.speed_evidence)
     instead: tuple[BriefInstead, ...] = ()
     would_fit: tuple[str, ...] = ()
     if isinstance(answer, Plan):
@@ -121,7 +239,7 @@ def plan_brief(answer: Plan | NoPlan) -> dict[str, Any]:
         would_fit = tuple(clean(one.action) for one in answer.remedies if one.fits)
     found = BriefPlan(
         schema_version=SCHEMA_VERSION,
-        kind="plan" if isinstance(answer, Plan) else "no_plan",
+        kind=answer.kind,
         model=workload.model.model_id,
         num_params=workload.model.num_params,
         gpu=workload.gpu.key,
@@ -129,57 +247,114 @@ def plan_brief(answer: Plan | NoPlan) -> dict[str, Any]:
         answer=short_verdict(answer) if isinstance(answer, Plan) else nothing_sentence(answer),
         verdict=subject.verdict,
         setup=subject.setup,
-        memory=BriefMemory(**memory, budget_bytes=subject.budget_bytes),
-        speed=BriefSpeed(**speed),
+        **_figures(subject),
         instead=instead,
         would_fit=would_fit,
+        launch=tuple(
+            BriefLaunch(
+                target=one.target,
+                command=one.command,
+                files=tuple(file.path for file in one.files),
+                notes=one.notes,
+            )
+            for one in extras_from_dict(document).launch
+        ),
         notes=tuple(clean(note) for note in notes_of(answer)),
     )
-    values: dict[str, Any] = to_jsonable(found)
-    return values | {"setup": asked_form(subject.setup)}
+    return vars(found) | {"setup": asked_form(subject.setup)}
 
 
-def check_brief(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict on a file, the setup that it means, its figures, and what single changes would give."""
-    found, level = document["prediction"], document["rung"]
-    names = ("kind", "file", "format", "model", "gpu", "verdict", "setup")
-    figures = {
-        "memory": {
-            "peak_device_bytes": found["peak_device_bytes"],
-            "level": level,
-            "band_fraction": document["memory_band_fraction"],
-            "budget_bytes": document["budget_bytes"],
-        },
-        "speed": {
-            "tokens_per_s": found["tokens_per_s"],
-            "step_time_s": found["step_time_s"],
-            "level": found["rung"],
-            "band_fraction": found["time_band_fraction"],
-        },
+def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
+    subject = candidate_from_dict(document)
+    best = document[subject.memory_evidence.rung.value]
+    own = {
+        "model": document["setup"]["model"],
+        "gpu": document["setup"]["gpu"],
+        "verdict": subject.verdict,
+        "setup": asked_form(subject.setup),
+        **_figures(subject),
+        "terms_bytes": best["terms"],
+        "peak_phase": best["peak_phase"],
+        "notes": [clean(note) for note in subject.notes],
     }
-    wanted = ("label", "verdict", "peak_device_bytes", "tokens_per_s", "changes_training")
-    changes = [{name: one[name] for name in wanted} for one in document["changes"]]
-    rest = {name: document[name] for name in ("unknown_keys", "assumptions", "approximations", "notes")}
-    return {name: document[name] for name in names} | figures | {"changes": changes} | rest
+    return _of(BriefEstimate, {"cluster": None, "over_lengths": None, **document, **own})
 
 
-def memory_figures(evidence: Prediction | Measurement) -> dict[str, Any]:
-    """Peak on the device, the level that says so, and how far it may be off."""
-    band = evidence.memory_band_fraction if isinstance(evidence, Prediction) else None
+def _check(document: Mapping[str, Any]) -> dict[str, Any]:
+    prediction = document["prediction"]
+    memory = BriefMemory(
+        peak_device_bytes=prediction["peak_device_bytes"],
+        level=document["rung"],
+        band_fraction=document["memory_band_fraction"],
+        budget_bytes=document["budget_bytes"],
+    )
+    speed = BriefSpeed(
+        tokens_per_s=prediction["tokens_per_s"],
+        step_time_s=prediction["step_time_s"],
+        level=prediction["rung"],
+        band_fraction=prediction["time_band_fraction"],
+    )
+    changes = [_of(BriefChange, one) for one in document["changes"]]
+    return _of(BriefCheck, {**document, "memory": memory, "speed": speed, "changes": changes})
+
+
+def _which_gpu(document: Mapping[str, Any]) -> dict[str, Any]:
+    cards = []
+    for one in document["cards"]:
+        chosen = candidate_from_dict(one["candidate"])
+        own = {"peak_device_bytes": chosen.memory_evidence.peak_device_bytes, "setup": short_setup_words(chosen.setup)}
+        cards.append(_of(BriefCard, one | own))
+    return _of(BriefWhichGpu, {**document, "cards": cards})
+
+
+def _oom(document: Mapping[str, Any]) -> dict[str, Any]:
+    checked, phase = document["check"], document["phase"]
+    own = {"check": checked and _check(checked), "phase": phase and phase["name"]}
+    return _of(BriefOom, {**document["message"], **document, **own})
+
+
+BRIEF: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "plan": _plan,
+    "no_plan": _plan,
+    "estimate": _estimate,
+    "check": _check,
+    "which_gpu": _which_gpu,
+    "oom": _oom,
+}
+"""Kind of a document -> what writes its short answer."""
+TYPES = (BriefPlan, BriefEstimate, BriefCheck, BriefWhichGpu, BriefOom)
+"""What the short answers hold."""
+
+
+def _answer(document: Any) -> Any:
+    """The short answer of a document, or of each in a list, as JSON values; another document as it is."""
+    if isinstance(document, list):
+        return list(map(_answer, document))
+    write = BRIEF.get(str(document.get("kind"))) if isinstance(document, Mapping) else None
+    return document if write is None else to_jsonable(write(json.loads(json.dumps(document))))
+
+
+def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a short answer, in their order."""
+    return {one.name: values[one.name] for one in fields(kind)}
+
+
+def _figures(subject: Candidate) -> dict[str, Any]:
+    """Memory and speed with their levels and bands."""
+    memory, speed = subject.memory_evidence, subject.speed_evidence
     return {
-        "peak_device_bytes": evidence.peak_device_bytes,
-        "level": evidence.rung.value,
-        "band_fraction": band,
-    }
-
-
-def speed_figures(evidence: Prediction | Measurement) -> dict[str, Any]:
-    """Tokens/s and seconds per optimizer step, likewise."""
-    return {
-        "tokens_per_s": evidence.tokens_per_s,
-        "step_time_s": evidence.step_time_s,
-        "level": speed_rung(evidence).value,
-        "band_fraction": evidence.time_band_fraction,
+        "memory": BriefMemory(
+            peak_device_bytes=memory.peak_device_bytes,
+            level=memory.rung.value,
+            band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else None,
+            budget_bytes=subject.budget_bytes,
+        ),
+        "speed": BriefSpeed(
+            tokens_per_s=speed.tokens_per_s,
+            step_time_s=speed.step_time_s,
+            level=speed_rung(speed).value,
+            band_fraction=speed.time_band_fraction,
+        ),
     }
 
 

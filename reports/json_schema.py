@@ -1,4 +1,5 @@
-"""The JSON Schema of what `--json` and plan.json hold, made of the types that write and read them.
+"""The JSON Schema of answers: what `--json` prints for plan, estimate, check, which-gpu and oom, and a plan's
+`--json=full` and plan.json; made of the types that write and read them.
 
 A field that a type has not yet in the written document's form is an error here, not a gap: the tests validate real
 answers. `plan --json-schema` prints it.
@@ -17,7 +18,7 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.workload import Data, Workload
-from reports.brief_json import LEFT_OUT, BriefPlan
+from reports.brief_json import LEFT_OUT, TYPES
 from reports.extras import Extras
 from reports.plan_json import DATA_KEYS, RUNG_KEYS
 
@@ -88,11 +89,13 @@ class _Writer:
     def record(self, kind: Any, *, without: Sequence[str] = (), **also: Schema) -> Schema:
         """An object with a dataclass's fields, less some, and others; those with a default may be absent."""
         hints = get_type_hints(kind, localns={"Cluster": Cluster})
-        own = [one for one in fields(kind) if one.name not in without and one.name != "config"]
+        raw = () if self.cut else ("config",)  # a model's, which `to_jsonable` leaves out
+        own = [one for one in fields(kind) if one.name not in (*without, *raw)]
         known = {one.name: self.of(hints[one.name]) for one in own}
         always = [one.name for one in own if one.default is MISSING and one.default_factory is MISSING]
         if self.cut:
             always = [name for name in always if hints[name] in (int, bool) or get_origin(hints[name]) is Literal]
+            known |= {"schema_version": {"const": SCHEMA_VERSION}} if "schema_version" in known else {}
         return _object({**known, **also}, required=[*always, *also])
 
     def _named(self, name: str, schema: Schema) -> Schema:
@@ -178,7 +181,7 @@ def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, can
 
 
 def answer_schema() -> Schema:
-    """The schema of a plan's answer: whole (plan, no_plan), or as `--json=brief`."""
+    """The schema of the short answers (`--json`), and of a whole plan (`--json=full`, plan.json)."""
     write, short = _Writer(), _Writer(cut=True)
     candidate: Schema = {"$ref": "#/$defs/Candidate"}
     write.defs["Candidate"] = _candidate(write)
@@ -186,11 +189,11 @@ def answer_schema() -> Schema:
     workload = {"$ref": "#/$defs/Workload"}
     write.defs["Plan"] = _plan(write, Plan, workload, candidate)
     write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)
-    short.of(BriefPlan)
+    answers = [*map(short.of, TYPES), {"$ref": "#/$defs/Plan"}, {"$ref": "#/$defs/NoPlan"}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:finetune-planner:answer:{SCHEMA_VERSION}",
-        "title": "Answer of `plan MODEL --gpu GPU`: --json (whole), plan.json, --json=brief",
-        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan", "BriefPlan")],
+        "title": "Answers of plan, estimate, check, which-gpu, oom (--json), and a whole plan (--json=full, plan.json)",
+        "anyOf": answers,
         "$defs": dict(sorted({**short.defs, **write.defs}.items())),
     }

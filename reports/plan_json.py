@@ -111,6 +111,24 @@ def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, deta
     }
 
 
+def estimate_to_dict(
+    candidate: Candidate,
+    model_id: str,
+    gpu_key: str,
+    *,
+    cluster: Cluster | None = None,
+    over: "OverLengths | None" = None,
+) -> dict[str, Any]:
+    """The answer of `plan estimate`: a candidate with its single terms, the links between its GPUs, and memory over
+    varying lengths."""
+    found = {"schema_version": SCHEMA_VERSION, "kind": "estimate"}
+    found |= candidate_to_dict(candidate, model_id, gpu_key, detail=True)
+    if cluster is not None:
+        between = None if cluster.between is None else cluster.between.key
+        found["cluster"] = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
+    return found if over is None else found | {"over_lengths": over_lengths_to_dict(over)}
+
+
 def over_lengths_to_dict(over: "OverLengths") -> dict[str, Any]:
     """Memory over varying lengths: every field, and the share that fragmentation takes."""
     values: dict[str, Any] = to_jsonable(over)

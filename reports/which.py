@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.hardware.gpu import GpuSpec
+from planner.interchange import SCHEMA_VERSION
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import best_by_method
@@ -182,8 +183,18 @@ class GpusSheet(Sheet):
         title = which_gpu_title(self.choices[0].answer.workload)
         return document(title, bullets(which_gpu_sentences(self.choices)), table)
 
-    def document(self) -> list[dict[str, Any]]:
-        return list(map(_gpu_json, self.choices))
+    def document(self) -> dict[str, Any]:
+        wish = self.choices[0].answer.workload
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "which_gpu",
+            "model": wish.model.model_id,
+            "num_gpus": wish.num_gpus,
+            "seq_len_tokens": wish.seq_len_tokens,
+            "global_batch_seqs": wish.global_batch_seqs,
+            "answer": " ".join(which_gpu_sentences(self.choices)),
+            "cards": list(map(_gpu_json, self.choices)),
+        }
 
 
 def _gpu_json(one: GpuChoice) -> dict[str, Any]:
@@ -191,7 +202,6 @@ def _gpu_json(one: GpuChoice) -> dict[str, Any]:
     answer, chosen = one.answer, one.answer.subject
     return {
         "gpu": one.gpu.key,
-        "num_gpus": answer.workload.num_gpus,
         "memory_bytes": answer.workload.memory_bytes,
         "fits": one.fits,
         "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,

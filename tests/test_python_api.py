@@ -45,7 +45,9 @@ def test_a_wish_has_the_options_of_the_command_line() -> None:
 
 
 def test_a_plan_is_the_command_line_s(small: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([MODEL, "--gpu", "rtx-4090", "--seq-len", "1024", "--method", "lora", "--no-dry-run", "--json"]) == 0
+    assert (
+        run([MODEL, "--gpu", "rtx-4090", "--seq-len", "1024", "--method", "lora", "--no-dry-run", "--json=full"]) == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert small.to_dict() == told
     assert small.fits
@@ -137,7 +139,7 @@ def test_bad_words_are_errors_with_a_hint() -> None:
 def test_an_estimate_is_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
     found = estimate(MODEL, "rtx-4090", method="lora", lora_rank=8, micro_batch_seqs=2, dry_run=False)
     words = ["estimate", MODEL, "--gpu", "rtx-4090", "--method", "lora", "--rank", "8", "--micro-batch", "2"]
-    assert run([*words, "--no-dry-run", "--json"]) == 0
+    assert run([*words, "--no-dry-run", "--json=full"]) == 0
     assert found.to_dict() == json.loads(capsys.readouterr().out)
     assert found.fits
     assert "It fits" in str(found)
@@ -215,7 +217,7 @@ def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> No
         (["compare-targets", MODEL, "--gpu", "rtx-4090"], compare_targets(MODEL, "rtx-4090")),
     ):
         capsys.readouterr()
-        assert run([*words, "--json"]) == 0
+        assert run([*words, "--json=full"]) == 0
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(table.to_dict()))
         assert len(str(table).splitlines()) > 3
         assert len(table.to_dataframe()) > 0

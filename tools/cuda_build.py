@@ -116,7 +116,7 @@ def without_driver() -> Iterator[str]:
             yield f"no driver is called {kind.value}: {message}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     doctor = subprocess.run(
-        [sys.executable, "-c", "from planner.cli.app import main; main()", "doctor", "--json"],
+        [sys.executable, "-c", "from planner.cli.app import main; main()", "doctor", "--json=full"],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     if doctor.returncode != 3 or json.loads(doctor.stdout)["can_probe"]:

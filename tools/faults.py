@@ -57,8 +57,8 @@ LLAMA = {
 }  # fmt: skip
 WORDS = ["--gpu", "rtx-4090", "--device", "cpu", "--method", "full", "--precision", "fp32", "--no-checkpointing"]
 WORDS += ["--optimizer", "adamw", "--optimizer", "adamw-fused", "--attention", "sdpa", "--attention", "eager"]
-WORDS += ["--loss", "full", "--loss", "chunked", "--seq-len", "64", "--global-batch", "4", "--no-dry-run", "--json"]
-WORDS += ["--max-probes", str(MAX_PROBES), "--budget", "10h"]
+WORDS += ["--loss", "full", "--loss", "chunked", "--seq-len", "64", "--global-batch", "4", "--no-dry-run"]
+WORDS += ["--max-probes", str(MAX_PROBES), "--budget", "10h", "--json=full"]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.cli import options
 from planner.cli.output import console, print_json, write_text
 from planner.errors import EnvironmentProblem, UsageError
 from planner.evidence.measured import MeasuredRow, Quantity, load_rows, newest_versions
@@ -56,7 +57,7 @@ def accuracy(
         typer.Option(help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for Markdown, CSV and SVG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
     quantities = _quantities(rung, what)

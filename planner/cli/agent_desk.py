@@ -51,7 +51,7 @@ class Desk:
             ToolError: the command refused, with its own words and hint.
         """
         level = self._level if words[0] in WITH_DRY_RUN else []
-        text, code = self._run([words[0], "--json", *level, *words[1:]], files or {})
+        text, code = self._run([words[0], "--json=full", *level, *words[1:]], files or {})
         try:
             document = json.loads(text)
         except ValueError:

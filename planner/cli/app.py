@@ -13,7 +13,7 @@ import typer
 
 from planner import __version__
 from planner.cli import completion
-from planner.cli.output import BRIEF, BRIEF_WORD, fail, fail_environment, show_warning
+from planner.cli.output import BRIEF_WORD, FULL, FULL_WORD, fail, fail_environment, show_warning
 from planner.errors import PlannerError
 
 MAIN_COMMAND = "make"
@@ -146,12 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
-    words, brief = _without_brief(complete_arguments(arguments))
-    token = BRIEF.set(brief)
+    words, full = _without_form(complete_arguments(arguments))
+    token = FULL.set(full)
     try:
         return _run(words)
     finally:
-        BRIEF.reset(token)
+        FULL.reset(token)
 
 
 def _run(words: list[str]) -> int:
@@ -184,11 +184,11 @@ def _run(words: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _without_brief(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The words with `--json=brief` as `--json`, and whether it was said; what follows `--` is a program's."""
+def _without_form(words: Sequence[str]) -> tuple[list[str], bool]:
+    """The words with `--json=full` as `--json`, and whether it was said; what follows `--` is a program's."""
     own = words.index("--") if "--" in words else len(words)
-    taken = ["--json" if word == BRIEF_WORD else word for word in words[:own]]
-    return [*taken, *words[own:]], BRIEF_WORD in words[:own]
+    taken = ["--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:own]]
+    return [*taken, *words[own:]], FULL_WORD in words[:own]
 
 
 def _interrupted(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import typer
 
 from planner.app.bulk import Grid, configs_of, missing, planned, write_rows
 from planner.app.cores import on_cores
+from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.errors import EnvironmentProblem
 from planner.hardware.gpus import all_gpus, find_gpu
@@ -27,7 +28,7 @@ def table(
     seq_lens: Annotated[str, typer.Option(help="Tokens per sequence, comma-separated.")] = "1024,2048,4096,8192",
     methods: Annotated[str, typer.Option(help="Of full, lora, qlora.")] = "full,lora,qlora",
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Plan every configuration on every card, at every length, by every method (formula rung), and write Parquet.
 

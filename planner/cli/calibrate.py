@@ -50,7 +50,7 @@ def calibrate(
         write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
         lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
     if as_json:
-        print_json(answer)
+        print_json(answer, whole=True)  # which --microbench reads
     else:
         console().print("\n".join(lines), markup=False)
 

@@ -194,7 +194,7 @@ def _many(place: Path, gpu: str, asked: Asked, limits: options.Memory, answer: A
     find_gpu(gpu)  # an unknown card is said once
     found = check_folder.findings(place, gpu, asked, limits)
     if answer.annotations == "sarif":
-        print_json(check_folder.sarif(found))
+        print_json(check_folder.sarif(found), whole=True)
     elif answer.as_json:
         print_json(
             [one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message} for one in found]

@@ -28,7 +28,7 @@ from planner.predict import predict
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.single_changes import enough_alone
-from reports.plan_json import candidate_to_dict, over_lengths_to_dict
+from reports.plan_json import candidate_to_dict, estimate_to_dict
 from reports.terminal import render_estimate
 
 if TYPE_CHECKING:
@@ -129,12 +129,7 @@ def _one(
         if samples is not None:
             over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
     if as_json:
-        document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
-        if cluster is not None:
-            between = None if cluster.between is None else cluster.between.key
-            links_used = {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
-            document["cluster"] = links_used
-        print_json(document | ({} if over is None else {"over_lengths": over_lengths_to_dict(over)}))
+        print_json(estimate_to_dict(result, spec.model_id, card.key, cluster=cluster, over=over))
     else:
         _show(result, spec, card, cluster, memory.of(card)[0], over)
 

@@ -15,7 +15,7 @@ from reports.lists import ModelRow, render_gpus, render_models
 _SIGNS = {"ok": "ok     ", "warning": "warning", "missing": "missing"}
 
 
-def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
+def gpus(as_json: options.Json = False) -> None:
     """The GPU table."""
     rows = all_gpus()
     if as_json:
@@ -27,7 +27,7 @@ def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) 
 
 def models(
     match: str = typer.Argument("", help="Show only names that contain this."),
-    as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
+    as_json: options.Json = False,
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
     specs = map(catalogue.load, catalogue.names_with(match))

@@ -17,6 +17,7 @@ from planner.cli.setup_flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.exporters import Launch
+from planner.interchange import to_jsonable
 from planner.notes import risk
 from planner.plan import NoPlan, Plan
 from planner.records import dataclass
@@ -86,7 +87,7 @@ def _print_schema(wanted: bool) -> None:
     if wanted:
         from reports.json_schema import answer_schema  # late: few ask
 
-        print_json(answer_schema())
+        print_json(answer_schema(), whole=True)
         raise typer.Exit
 
 
@@ -235,9 +236,11 @@ def _unpinned(revision: str | None) -> tuple[str, ...]:
 def _show(written: _Written, show: frozenset[str], also: Sequence[str], *, as_json: bool) -> None:
     """The answer; `also`: words of a command that plans again."""
     if as_json:
+        from planner.cli.writing import launch_targets
         from reports.plan_json import plan_to_dict
 
-        print_json(plan_to_dict(written.plan))
+        launch = to_jsonable(launch_targets(written.launches)) if written.launches else []
+        print_json(plan_to_dict(written.plan, extras={"launch": launch} if launch else {}))
         print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
     else:
         following, said = written.following, written.said

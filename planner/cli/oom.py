@@ -15,7 +15,7 @@ from planner.cli.output import tell
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.failures.diagnosis import Diagnosis, diagnose, diagnose_message
 from planner.failures.snapshot import Snapshot, is_snapshot, read_snapshot
-from planner.interchange import to_jsonable
+from planner.interchange import SCHEMA_VERSION, to_jsonable
 from planner.redaction import without_secrets
 from planner.units import gib
 
@@ -49,6 +49,7 @@ def oom(
     card = gpu or (found.cards[0] if len(found.cards) == 1 else None)
     checked, refused = _checked(beside, card, found) if beside else (None, "")
     document = {
+        "schema_version": SCHEMA_VERSION,
         "kind": "oom",
         **to_jsonable(found),
         "holders": to_jsonable(snapshot.holders) if snapshot else [],

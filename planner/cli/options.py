@@ -57,7 +57,7 @@ NoExtraPackages = Annotated[
     bool,
     typer.Option("--no-extra-packages", help="Plan without liger-kernel, flash-attn and other tools' own kernels."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, at most 8 KB; --json=full: all of it.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
 
 StorePath = Annotated[

@@ -43,18 +43,20 @@ def fail_environment(error: OSError) -> int:
     return EXIT_ENVIRONMENT
 
 
-BRIEF_WORD = "--json=brief"
-BRIEF = ContextVar("brief", default=False)
-"""Whether a document is cut to what an agent reads (`reports/brief_json.py`)."""
+FULL_WORD, BRIEF_WORD = "--json=full", "--json=brief"
+"""`--json=brief` is `--json`, which once was the whole."""
+INDENT = 2
+FULL = ContextVar("full", default=False)
+"""Whether a document is whole, not cut to what a reader pays for (`reports/brief_json.py`)."""
 
 
-def print_json(document: Any) -> None:
-    """One JSON document on stdout, and nothing else there."""
-    if BRIEF.get():
+def print_json(document: Any, *, whole: bool = False) -> None:
+    """One JSON document on stdout, and nothing else there; `whole`: another program's input, which is never cut."""
+    if not (whole or FULL.get()):
         from reports.brief_json import brief
 
-        document = brief(document)
-    sys.stdout.write(json_text(document, indent=2) + "\n")
+        document = brief(document, indent=INDENT)
+    sys.stdout.write(json_text(document, indent=INDENT) + "\n")
 
 
 def json_text(document: Any, *, indent: int | None = None) -> str:

@@ -337,22 +337,27 @@ def _extras(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["plan", *without_secrets_in_words(command)]),
         environment=_environment(),
-        launch=tuple(
-            LaunchTarget(
-                target=launch.target,
-                command=launch.command,
-                files=tuple(
-                    LaunchFile(path=f"launch/{file.path}", text=without_secrets(file.text)) for file in launch.files
-                ),
-                notes=(*launch.about, *launch.unsupported, *launch.notes),
-                peak_device_bytes=launch.peak_device_bytes,
-                rung=launch.rung,
-            )
-            for launch in launches
-            if launch.target != FOLDER
-        ),
+        launch=launch_targets(launches),
         timeline=timeline,
         sensitivity=moved,
+    )
+
+
+def launch_targets(launches: Sequence[Launch]) -> tuple[LaunchTarget, ...]:
+    """The launch files as plan.json holds them."""
+    return tuple(
+        LaunchTarget(
+            target=launch.target,
+            command=launch.command,
+            files=tuple(
+                LaunchFile(path=f"launch/{file.path}", text=without_secrets(file.text)) for file in launch.files
+            ),
+            notes=(*launch.about, *launch.unsupported, *launch.notes),
+            peak_device_bytes=launch.peak_device_bytes,
+            rung=launch.rung,
+        )
+        for launch in launches
+        if launch.target != FOLDER
     )
 
 

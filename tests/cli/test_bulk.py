@@ -46,7 +46,7 @@ def test_a_row_is_what_a_whole_plan_chooses() -> None:
 
 def test_a_second_call_goes_on_where_the_first_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["table", "--match", "gpt2-", "--gpus", "t4,rtx-4090", "--seq-lens", "1024", "--methods", "lora"]
-    words += ["--out", str(tmp_path), "--json"]
+    words += ["--out", str(tmp_path), "--json=full"]
     assert run(words) == 0
     first = json.loads(capsys.readouterr().out)
     files = sorted(tmp_path.iterdir())

@@ -42,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run) -> None:
-    code, text = run(str(folder), "--gpu", "rtx-3060", "--json")
+    code, text = run(str(folder), "--gpu", "rtx-3060", "--json=full")
     answers = {Path(one["file"]).name: one["verdict"] for one in json.loads(text)}
     assert answers == {
         "large.yaml": "does_not_fit",

@@ -33,7 +33,7 @@ def test_main_job_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_main_job_as_json_is_one_document_with_a_schema_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--gpu", "RTX 4090", "qwen2.5-1.5b", "--json", *FAST]) == 0
+    assert run(["--gpu", "RTX 4090", "qwen2.5-1.5b", "--json=full", *FAST]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["schema_version"] >= 1
     assert plan["chosen"]["fits"]
@@ -92,7 +92,7 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     lines = [json.dumps(INTERCHANGE), "{broken", *map(json.dumps, wrong), json.dumps(INTERCHANGE)]
     path = tmp_path / "setups.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    assert run(["estimate", "--setups", str(path), "--json", *FAST]) == 0
+    assert run(["estimate", "--setups", str(path), "--json=full", *FAST]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     good, broken, unknown, targets, again = answers
     assert good == again
@@ -211,7 +211,7 @@ def test_random_command_lines_never_crash(
 def test_a_line_of_setups_is_refused_where_the_flags_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "setups.jsonl"
     file.write_text('{"model": "gpt2", "gpu": "apple-m3-max", "num_gpus": 2, "parallel": "ddp"}\n')
-    assert run(["estimate", "--setups", str(file), "--json", *FAST]) == 0
+    assert run(["estimate", "--setups", str(file), "--json=full", *FAST]) == 0
     assert "no engine spreads" in json.loads(capsys.readouterr().out)["error"]
 
 
@@ -271,7 +271,7 @@ def test_a_name_of_several_cards_is_answered_for_each_and_asked_about(capsys: py
     for words in ("A100-SXM4-40GB", "A100-SXM4-80GB", "tokens/s"):
         assert words in err
     assert "a100-80gb" in err
-    assert run(["Qwen/Qwen2.5-7B", "--gpu", "a100", "--json", *FAST]) == 2
+    assert run(["Qwen/Qwen2.5-7B", "--gpu", "a100", "--json=full", *FAST]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "tokens/s" not in err
@@ -293,7 +293,7 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The allocator's setting goes with it: a line that says nothing of it is somebody's run, with the stack's own."""
-    assert run(["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-3060", "--json", *FAST]) == 0
+    assert run(["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-3060", "--json=full", *FAST]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     file = tmp_path / "setups.jsonl"
     file.write_text(json.dumps(chosen["setup"]) + "\n")
@@ -325,7 +325,7 @@ def test_the_command_under_next_plans_the_same(
     assert run([*following[1:], "--no-dry-run"]) == 0
     made = json.loads((tmp_path / "my-plan" / "plan.json").read_text())
     capsys.readouterr()
-    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json", *asked]) == 0
+    assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run", "--json=full", *asked]) == 0
     assert made["workload"] == json.loads(capsys.readouterr().out)["workload"]
     script = (tmp_path / "my-plan" / "launch" / "prepare_data.py").read_text()
     assert ('DATASET = "who/what"' in script) == ("--dataset" in asked)

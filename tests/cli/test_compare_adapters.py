@@ -11,11 +11,11 @@ from planner.cli.app import run
 
 def test_every_kind_has_a_row_and_lora_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     card = ["smollm2-360m", "--gpu", "rtx-3060", "--seq-len", "1024"]
-    assert run(["compare-adapters", *card, "--json", "--out", str(tmp_path)]) == 0
+    assert run(["compare-adapters", *card, "--json=full", "--out", str(tmp_path)]) == 0
     rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == list(ADAPTERS)
     alike = ["--method", "lora", "--method", "qlora", "--kernels", "liger,eager"]  # which run with every kind
-    assert run([*card, *alike, "--no-dry-run", "--no-history", "--json"]) == 0
+    assert run([*card, *alike, "--no-dry-run", "--no-history", "--json=full"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert rows["lora"]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows["lora"]["predicted_peak_device_bytes"] == rows["rslora"]["predicted_peak_device_bytes"]
@@ -38,7 +38,7 @@ def test_one_kind_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]
 def test_a_kind_that_does_not_fit_in_loras_place_may_fit_in_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """DoRA beside LoRA without checkpointing: the table says what to ask, and asking finds it."""
     wish = ["Qwen/Qwen2.5-3B", "--gpu", "l4", "--seq-len", "3072", "--method", "lora"]
-    assert run(["compare-adapters", *wish, "--json"]) == 0
+    assert run(["compare-adapters", *wish, "--json=full"]) == 0
     rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
     assert not rows["dora"]["fits"]
     assert run(["compare-adapters", *wish]) == 0

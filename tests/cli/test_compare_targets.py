@@ -23,7 +23,7 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     wish = ["smollm2-135m", "--gpu", "rtx-3060", "--method", "lora", "--seq-len", "512"]
-    assert run(["compare-targets", *wish, "--json", "--out", str(tmp_path)]) == 0
+    assert run(["compare-targets", *wish, "--json=full", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     planned = [row for row in rows if row["candidate"]]
     assert {row["target"] for row in planned} == {"trl", "hf", "axolotl", "llamafactory", "unsloth"}
@@ -36,7 +36,7 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
         "torchtitan",
         "the torchtitan config is written for several GPUs",
     )
-    one = ["--target", "unsloth", "--out", str(tmp_path / "unsloth"), "--no-dry-run", "--no-history", "--json"]
+    one = ["--target", "unsloth", "--out", str(tmp_path / "unsloth"), "--no-dry-run", "--no-history", "--json=full"]
     assert run([*wish, *one]) == 0
     plan = json.loads(capsys.readouterr().out)
     (unsloth,) = [row for row in rows if row["target"] == "unsloth"]

@@ -104,7 +104,7 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
     seen = on_a_gpu(speed=0.9)
     store = tmp_path / "store.jsonl"
     launch = (folder / "launch" / "trl" / "trl-sft.yaml").read_text()
-    assert run(["confirm", str(folder), "--run", "trl", "--store", str(store), "--json"]) == 0
+    assert run(["confirm", str(folder), "--run", "trl", "--store", str(store), "--json=full"]) == 0
     told = json.loads(capsys.readouterr().out)["trl"]
     assert told["kept"] is True
     assert told["speed_miss_fraction"] == pytest.approx(1 / 0.9 - 1)
@@ -215,7 +215,7 @@ def test_trl_really_runs_the_file_as_it_was_written(
     words = [str(tiny), "--gpu", "rtx-4090", "--no-dry-run", "--kernels", "eager", "--seq-len", "32"]
     assert run([*words, "--global-batch", "2", "--target", "trl", "--out", str(tmp_path / "plan")]) == 0
     capsys.readouterr()
-    command = ["confirm", str(tmp_path / "plan"), "--run", "trl", "--device", "cpu", "--steps", "4", "--json"]
+    command = ["confirm", str(tmp_path / "plan"), "--run", "trl", "--device", "cpu", "--steps", "4", "--json=full"]
     assert run([*command, "--store", str(tmp_path / "s.jsonl")]) == 0
     told = json.loads(capsys.readouterr().out)["trl"]
     assert len(told["outcome"]["step_times_s"]) == 2

@@ -21,7 +21,7 @@ SFTTrainer(model=model, args=args, train_dataset=rows, peft_config=LoraConfig(r=
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert run(["diff", *words, "--gpu", "h200", "--json"]) == 0
+    assert run(["diff", *words, "--gpu", "h200", "--json=full"]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 

@@ -131,8 +131,8 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
         assert run([MODEL, "--gpu", asked.gpu.key, "--no-dry-run", *more]) == 0
         return capsys.readouterr().out
 
-    assert QUESTION in told("--json")
-    assert QUESTION not in told("--json", "--no-history")
+    assert QUESTION in told("--json=full")
+    assert QUESTION not in told("--json=full", "--no-history")
     assert "earlier probes" in told("--all")
 
 

@@ -30,7 +30,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[GpuSpec]:
 
 
 def test_memory_gib_reaches_the_dry_run_of_estimate_and_plan(cards: list[GpuSpec], tmp_path: Path) -> None:
-    where = [MODEL, "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json"]
+    where = [MODEL, "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json=full"]
     assert run(["estimate", *where, "--micro-batch", "1"]) == 0
     assert run([*where, "--method", "lora"]) == 0
     assert len(cards) >= 2
@@ -40,11 +40,11 @@ def test_memory_gib_reaches_the_dry_run_of_estimate_and_plan(cards: list[GpuSpec
 def test_memory_gib_reaches_the_dry_run_of_check(cards: list[GpuSpec], tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(json.dumps({"model_name_or_path": MODEL, "use_peft": True, "per_device_train_batch_size": 1}))
-    run(["check", str(config), "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json"])
+    run(["check", str(config), "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json=full"])
     assert [card.memory_bytes for card in cards] == [int(7.5 * GIB)]
 
 
 def test_without_the_flag_the_card_stands(cards: list[GpuSpec]) -> None:
-    assert run(["estimate", MODEL, "--gpu", "rtx-4090", "--micro-batch", "1", "--json"]) == 0
+    assert run(["estimate", MODEL, "--gpu", "rtx-4090", "--micro-batch", "1", "--json=full"]) == 0
     assert cards
     assert all(card.memory_bytes > 20 * GIB for card in cards)

@@ -276,7 +276,7 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     assert {"rtx-3090", "rtx-4090"} <= set(diagnose(log.read_text()).cards)
     assert run(["oom", str(log)]) == 0
     assert "train.yaml: not checked: the card is not known: --gpu NAME" in capsys.readouterr().out
-    assert run(["oom", str(log), "--gpu", "rtx-4090", "--json"]) == 0
+    assert run(["oom", str(log), "--gpu", "rtx-4090", "--json=full"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["check"]["verdict"] == "does_not_fit"
     assert document["config"].endswith("train.yaml")
@@ -359,7 +359,7 @@ def test_a_memory_snapshot_says_what_held_the_card(tmp_path: Path, capsys: pytes
     ]
     failed = {"action": "oom", "size": 2 * GIB, "frames": frames("/home/me/train.py:main", *CASES["optimizer"])}
     document = {"segments": [{"total_size": 10 * GIB, "blocks": blocks}], "device_traces": [[failed]]}
-    assert run(["oom", str(snapshot(tmp_path, document)), "--json"]) == 0
+    assert run(["oom", str(snapshot(tmp_path, document)), "--json=full"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["phase"]["name"] == "optimizer"
     assert found["message"]["allocated_bytes"] == 9 * GIB
@@ -397,7 +397,7 @@ def test_a_snapshot_of_sizes_that_no_card_has_is_refused(size: float, place: str
     assert run(["oom", str(snapshot(tmp_path, document))]) == 2
 
 
-@pytest.mark.parametrize("form", [[], ["--json"], ["--json=brief"]], ids=str)
+@pytest.mark.parametrize("form", [[], ["--json=full"], ["--json"]], ids=str)
 def test_half_characters_of_a_snapshot_are_told(form: list[str], tmp_path: Path) -> None:
     block = {"size": GIB, "state": "active_allocated", "frames": frames("/x/\ud800.py:\ud800")}
     document = {"segments": [{"total_size": GIB, "blocks": [block]}], "device_traces": []}

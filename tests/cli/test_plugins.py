@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_its_card_price_and_target_are_planned_with(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan"
-    words = ["Qwen/Qwen2.5-0.5B", "--gpu", "acme a1 24gb", "--target", "acme", "--no-dry-run", "--json"]
+    words = ["Qwen/Qwen2.5-0.5B", "--gpu", "acme a1 24gb", "--target", "acme", "--no-dry-run", "--json=full"]
     done = plan(installed, *words, "--out", str(out))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

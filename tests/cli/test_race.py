@@ -44,7 +44,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def raced(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    assert run(["race", *words, "--json"]) == code
+    assert run(["race", *words, "--json=full"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 

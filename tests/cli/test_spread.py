@@ -50,7 +50,7 @@ def test_plan_on_several_gpus_prints_the_spread(capsys: pytest.CaptureFixture[st
 
 def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--nodes", "2", "--interconnect", "ib-400"]
-    assert run([*arguments, "--json", *FAST]) == 0
+    assert run([*arguments, "--json=full", *FAST]) == 0
     plan = json.loads(capsys.readouterr().out)
     cluster = plan["workload"]["cluster"]
     assert (cluster["num_gpus"], cluster["num_nodes"], cluster["between"]["key"]) == (16, 2, "ib-400")
@@ -61,22 +61,22 @@ def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[s
 
 
 def test_one_gpu_says_nothing_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--json", *FAST]) == 0
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--json=full", *FAST]) == 0
     plain = capsys.readouterr().out
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "1", "--nodes", "1", "--json", *FAST]) == 0
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "1", "--nodes", "1", "--json=full", *FAST]) == 0
     assert capsys.readouterr().out == plain
     assert "rank_peaks" not in plain
 
 
 @pytest.mark.parametrize("parallel", PARALLELS)
 def test_a_wish_for_one_way_is_kept(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "a100-80gb", "--gpus", "4", "--parallel", parallel, "--json", *FAST]
+    arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "a100-80gb", "--gpus", "4", "--parallel", parallel, "--json=full", *FAST]
     assert run(arguments) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["setup"]["parallel"] == parallel
 
 
 def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", *ONE, "--json"]
+    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", *ONE, "--json=full"]
     found = {}
     for name, flags in {
         "ddp": [],
@@ -102,7 +102,7 @@ def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--parallel", "fsdp2", *ONE]
     speeds = []
     for link in ("ethernet-10", "ib-3200"):
-        assert run([*arguments, "--interconnect", f"pcie+{link}", "--json"]) == 0
+        assert run([*arguments, "--interconnect", f"pcie+{link}", "--json=full"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["cluster"] == {"num_nodes": 2, "within": "pcie-gen4-x16", "between": link}
         speeds.append(found["formula"]["tokens_per_s"])
@@ -118,7 +118,7 @@ def test_estimate_reads_spreads_from_lines(tmp_path: Path, capsys: pytest.Captur
     ]
     path = tmp_path / "setups.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    assert run(["estimate", "--setups", str(path), "--json", "--no-dry-run"]) == 0
+    assert run(["estimate", "--setups", str(path), "--json=full", "--no-dry-run"]) == 0
     ddp, fsdp2, none = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert fsdp2["formula"]["peak_device_bytes"] < ddp["formula"]["peak_device_bytes"]
     assert "error" in none
@@ -170,7 +170,7 @@ def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -
     assert run(["gpt2", "--gpu", "apple-m2-max", "--gpus", "2", *FAST]) == 2
     assert "no engine" in capsys.readouterr().err
     arguments = ["which-cluster", "gpt2", "--dataset-tokens", "1000000", "--gpu", "apple-m2-max", "--max-gpus", "2"]
-    assert run([*arguments, "--json"]) == 0
+    assert run([*arguments, "--json=full"]) == 0
     assert {one["num_gpus"] for one in json.loads(capsys.readouterr().out)["options"]} == {1}
 
 
@@ -181,14 +181,14 @@ def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.Cap
         "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 2\nbf16: true\ndtype: float32\n"
         "max_length: 2048\ngradient_checkpointing: true\n"
     )
-    assert run(["check", str(config), "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run", "--json"]) == 1
+    assert run(["check", str(config), "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run", "--json=full"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["setup"]["parallel"] == "ddp"
     fsdp2 = next(change for change in found["changes"] if change["label"] == "FSDP2")
     assert fsdp2["verdict"] == "fits"
     assert not fsdp2["changes_training"]
     assert fsdp2["saves_bytes"] > 0
-    assert run(["check", str(config), "--gpu", "a100-80gb", "--no-dry-run", "--json"]) in (1, 3)
+    assert run(["check", str(config), "--gpu", "a100-80gb", "--no-dry-run", "--json=full"]) in (1, 3)
     one = json.loads(capsys.readouterr().out)
     assert not any("FSDP2" in change["label"] for change in one["changes"])
 
@@ -224,7 +224,7 @@ def test_fields_of_one_setup_are_always_a_setup() -> None:
 
 
 def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["which-gpu", "Qwen/Qwen2.5-1.5B", "--vendor", "AMD", "--method", "lora", "--json"]
+    arguments = ["which-gpu", "Qwen/Qwen2.5-1.5B", "--vendor", "AMD", "--method", "lora", "--json=full"]
     assert run(arguments) == 0
     alone = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)}
     assert run([*arguments, "--gpus", "4"]) == 0
@@ -239,7 +239,7 @@ def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> No
 def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cards = ["--gpu", "rtx-4090", "--gpu", "a100-80gb", "--max-gpus", "8"]
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
-    assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json"]) == 0
+    assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json=full"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recommended_method"] == "full"
     for picks in found["picks"].values():
@@ -273,7 +273,7 @@ def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFi
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(f'{{"question": "why", "answer": "{"so " * (9 + at)}"}}\n' for at in range(300)))
     words = ["which-cluster", "gpt2", "--gpu", "h100-sxm", "--max-gpus", "2"]
-    assert run([*words, "--dataset", str(data), "--epochs", "2", "--json"]) == 0
+    assert run([*words, "--dataset", str(data), "--epochs", "2", "--json=full"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["job"].startswith("chats.jsonl, 2 epochs of ")
     one = found["options"][0]

@@ -61,7 +61,7 @@ def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-b")
     monkeypatch.setenv("PWD", str(tmp_path))  # no secret
     words += ["--password", "s3cr3t-c", "postgresql://me:s3cr3t-d@host/", "s3cr3t-b"]
-    code = run(["trace", "--gpu", "rtx-4090", "--yes", "--json", "--out", str(tmp_path / "out"), "--", *words])
+    code = run(["trace", "--gpu", "rtx-4090", "--yes", "--json=full", "--out", str(tmp_path / "out"), "--", *words])
     told = capsys.readouterr()
     answer = json.loads(told.out)
     written = (path.read_text() for path in (tmp_path / "out").iterdir())

@@ -217,7 +217,7 @@ def test_hundreds_of_samples_are_evaluated_and_saved_within_the_run(place: Path)
 def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "german.csv").write_text("Frage,Antwort,text\nWer?,Er.,never read\nWas?,Das.,never read\n")
     wish = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "german.csv", "--no-dry-run"]
-    assert run([*wish, "--json"]) == 0
+    assert run([*wish, "--json=full"]) == 0
     assert json.loads(capsys.readouterr().out)["workload"]["dataset_kind"] == "text"
     assert run([*wish, "--columns", "question=Frage,answer=Antwort", "--out", "german"]) == 0
     scope: dict[str, Any] = {"__name__": "made", "__file__": str(place / "german" / "launch" / prepare.NAME)}

@@ -236,7 +236,8 @@ def test_the_command_answers_with_exit_codes_and_json(
 ) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text(TRL)
-    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--memory-gib", memory_gib, "--json", "--fix"]
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--memory-gib", memory_gib]
+    words += ["--fix", "--json=full"]
     assert run(words) == code
     answer = json.loads(capsys.readouterr().out)
     assert answer["exit_code"] == code
@@ -264,7 +265,7 @@ def test_the_command_says_each_fact_in_a_line_of_its_own_and_the_file_once(
     file.write_text(TRL)
     monkeypatch.setenv("COLUMNS", str(width))
     words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run"]
-    run([*words, "--json"])
+    run([*words, "--json=full"])
     origins = json.loads(capsys.readouterr().out)["origins"]
     run(words)
     shown = capsys.readouterr().out
@@ -310,7 +311,7 @@ def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.Cap
     for file in launch.files:
         (tmp_path / Path(file.path).name).write_text(file.text)
     words = ["check", str(tmp_path / "trl-sft.yaml"), "--accelerate", str(tmp_path / "accelerate.yaml")]
-    options = ["--gpu", "rtx-4090", "--no-dry-run", "--fix", "--json", "--memory-gib", "12"]
+    options = ["--gpu", "rtx-4090", "--no-dry-run", "--fix", "--json=full", "--memory-gib", "12"]
     run([*words, *options])
     answer = json.loads(capsys.readouterr().out)
     assert answer["setup"]["num_gpus"] == 4
@@ -326,7 +327,7 @@ def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.Ca
         "--cutoff_len 2048 --finetuning_type lora --per_device_train_batch_size $SIZE --bf16 true\n"
     )
     words = ["check", str(script), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "8"]
-    assert run([*words, "--json"]) == 1
+    assert run([*words, "--json=full"]) == 1
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"], fix["diff"]) == (None, [])
     assert "stands in no one place" in fix["refused"]
@@ -345,7 +346,7 @@ def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(
         "gradient_checkpointing: true\nloss_type: chunked_nll\n"
     )
     words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "9"]
-    run([*words, "--json"])
+    run([*words, "--json=full"])
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert fix["changes"][-1] == "paged-adamw-8bit optimizer"
     assert fix["needs"] == ["bitsandbytes"]
@@ -372,7 +373,7 @@ def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.
     file = tmp_path / "trl.yaml"
     file.write_text(TRL)
     command = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--model", "Qwen/Qwen2.5-0.5B"]
-    run([*command, "--json"])
+    run([*command, "--json=full"])
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "Qwen/Qwen2.5-0.5B"
     assert any("the file names Qwen/Qwen2.5-1.5B" in sentence for sentence in found["assumptions"])
@@ -385,7 +386,7 @@ def test_the_processes_of_a_launch_config_count(tmp_path: Path, capsys: pytest.C
     file, launch = tmp_path / "trl.yaml", tmp_path / "launch.yaml"
     file.write_text(TRL)
     launch.write_text("distributed_type: MULTI_GPU\nnum_processes: 16\nmixed_precision: bf16\n")
-    command = ["check", str(file), "--gpu", "a100-80gb", "--no-dry-run", "--json", "--accelerate", str(launch)]
+    command = ["check", str(file), "--gpu", "a100-80gb", "--no-dry-run", "--json=full", "--accelerate", str(launch)]
     speeds = []
     for more in (["--gpus", "4"], ["--nodes", "2"], ["--nodes", "2", "--interconnect", "ethernet-10"]):
         assert run([*command, *more]) in (0, 1, 3)
@@ -400,14 +401,14 @@ def test_names_and_outputs_of_any_encoding(tmp_path: Path, monkeypatch: pytest.M
     """A name that stdout cannot hold, and one that moves the cursor."""
     file = tmp_path / "caf\u00e9\x1b[2J.yaml"
     file.write_text(TRL)
-    for arguments in (["check", str(file)], ["check", str(file), "--json"], ["compare", str(file)]):
+    for arguments in (["check", str(file)], ["check", str(file), "--json=full"], ["compare", str(file)]):
         raw = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace"))
         assert run([*arguments, "--gpu", "rtx-4090", *(["--no-dry-run"] if "check" in arguments else [])]) in (0, 1, 3)
         sys.stdout.flush()
         shown = raw.getvalue().decode("ascii")
         assert "\x1b" not in shown
-        if "--json" in arguments:
+        if "--json=full" in arguments:
             assert json.loads(shown)["file"].endswith("caf\u00e9\x1b[2J.yaml")
 
 
@@ -536,6 +537,6 @@ def test_a_version_that_nothing_hangs_on_is_said_to(
     package: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "trl.yaml").write_text(TRL)
-    run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json", "--assume", package])
+    run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json=full", "--assume", package])
     assumptions = json.loads(capsys.readouterr().out)["assumptions"]
     assert any("nothing that is read here" in one for one in assumptions) == said

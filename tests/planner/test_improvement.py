@@ -234,7 +234,7 @@ def test_a_file_that_does_not_fit_is_never_written(
             "rtx-4090",
             "--no-dry-run",
             "--fix",
-            "--json",
+            "--json=full",
             "--memory-gib",
             memory_gib,
         ]

@@ -361,10 +361,10 @@ def test_the_walk_holds_the_families_asked_for() -> None:
 
 
 def test_the_flags_reach_the_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["estimate", LLAMA, "--gpu", "rtx-4090", "--no-dry-run", "--json"]
+    arguments = ["estimate", LLAMA, "--gpu", "rtx-4090", "--no-dry-run", "--json=full"]
     assert run([*arguments, "--kernels", "liger"]) == 0
     assert json.loads(capsys.readouterr().out)["setup"]["kernels"] == "liger"
-    plan = [LLAMA, "--gpu", "rtx-4090", "--method", "lora", "--no-dry-run", "--json"]
+    plan = [LLAMA, "--gpu", "rtx-4090", "--method", "lora", "--no-dry-run", "--json=full"]
     assert run([*plan, "--no-extra-packages"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]["setup"]
     assert chosen.get("kernels", "eager") == "eager"

@@ -86,7 +86,7 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
         "full",
         "--no-dry-run",
         "--no-history",
-        "--json",
+        "--json=full",
     ]
     assert run(words) == 1
     actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]

@@ -30,7 +30,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"],
 }
 PROBE = ["probe", ".", "--device", "cpu", "--method", "full", "--precision", "fp32", "--attention", "eager"]
-PROBE += ["--seq-len", "16", "--micro-batch", "1", "--measure-seconds", "0.1", "--full-depth", "--json", "--again"]
+PROBE += ["--seq-len", "16", "--micro-batch", "1", "--measure-seconds", "0.1", "--full-depth", "--json=full", "--again"]
 PROBE += ["--limit", "600"]
 
 

@@ -17,7 +17,7 @@ def test_doctor_finds_this_machine_and_says_how_to_mend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "TORCH_CHECK_S", 600.0)
-    code = run(["doctor", "--json"])
+    code = run(["doctor", "--json=full"])
     document = json.loads(capsys.readouterr().out)
     assert document["can_probe"] == torch.cuda.is_available()
     assert code == (0 if document["can_probe"] else 3)

@@ -114,7 +114,7 @@ def test_estimate_says_it_beside_constant_lengths(capsys: pytest.CaptureFixture[
     said = " ".join(capsys.readouterr().out.split())
     assert "Over 128 shuffled micro-batches of" in said
     assert "all of them at 128:" in said
-    assert run([*words, "--json"]) == 0
+    assert run([*words, "--json=full"]) == 0
     told = json.loads(capsys.readouterr().out)["over_lengths"]
     assert told["peak_reserved_bytes"] >= told["peak_allocated_bytes"]
     assert (told["seed"], told["longest_tokens"]) == (0, 128)

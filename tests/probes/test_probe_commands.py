@@ -43,7 +43,7 @@ def test_probe_measures_stores_and_then_answers_at_once(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "s.jsonl"
-    command = ["probe", tiny, *FLAGS, "--store", str(store), "--json"]
+    command = ["probe", tiny, *FLAGS, "--store", str(store), "--json=full"]
     assert run(command) == 0
     first = answer(capsys)
     assert first["from_store"] is False
@@ -54,7 +54,7 @@ def test_probe_measures_stores_and_then_answers_at_once(
     assert second["from_store"] is True
     assert second["outcome"] == first["outcome"]
     assert len(Store(store).records()) == 1
-    assert run([word for word in command if word != "--json"]) == 0
+    assert run([word for word in command if word != "--json=full"]) == 0
     assert "median of" in capsys.readouterr().out
     assert run(["store", "show", "--store", str(store)]) == 0
     assert answer(capsys)["measurements"] == 1
@@ -113,7 +113,7 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     assert run([tiny, *wish, "--out", out]) == 0
     capsys.readouterr()
     where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
-    code = run(["confirm", out, "--target", "trl", *where, "--json"])
+    code = run(["confirm", out, "--target", "trl", *where, "--json=full"])
     found = answer(capsys)
     assert found["outcome"]["rung"] == "confirm"
     assert found["outcome"]["layers_measured"] == [TINY["num_hidden_layers"]]

@@ -104,7 +104,7 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     (model / "config.json").write_text(json.dumps(LLAMA))
     job_flags = ["--device", "cpu", "--gpus", "2", "--parallel", "fsdp2"]
     flags = ["--method", "full", "--precision", "fp32", "--optimizer", "adamw", "--seq-len", "64", "--micro-batch", "2"]
-    caps = ["--full-depth", "--measure-seconds", "0.5", "--limit", "600", "--store", store, "--json"]
+    caps = ["--full-depth", "--measure-seconds", "0.5", "--limit", "600", "--store", store, "--json=full"]
     assert run(["probe", str(model), *job_flags, *flags, *caps]) == 0
     found = json.loads(capsys.readouterr().out)["outcome"]
     assert found["layers_measured"] == [8]
@@ -113,7 +113,7 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     assert phases["load"] == pytest.approx(weight_bytes(alone) / 2, rel=2 * TOLERANCE)
     assert phases["step"] < 0.75 * alone.phase_peaks_bytes["step"]
     assert phases["backward"] < alone.phase_peaks_bytes["backward"]
-    assert run(["probe", str(model), *job_flags, *flags, *[one for one in caps if one != "--json"]]) == 0
+    assert run(["probe", str(model), *job_flags, *flags, *[one for one in caps if one != "--json=full"]]) == 0
     told = capsys.readouterr().out  # at once, from the store
     assert "device peak of each rank: rank" in told
     assert "(from the store)" in told

@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--what", "memory", "--json")
+    code, out, _ = run(capsys, "--what", "memory", "--json=full")
     assert code == 0
     tables = json.loads(out)
     assert [table["what"] for table in tables] == ["allocated", "reserved", "device"]
@@ -29,7 +29,7 @@ def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) ->
 
 def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Aim of the formula rung: median at most 8 %, no more than 2 % of cases predicted to fit where they did not."""
-    _, out, _ = run(capsys, "--what", "allocated", "--json")
+    _, out, _ = run(capsys, "--what", "allocated", "--json=full")
     (table,) = json.loads(out)
     assert table["overall"]["median_error"] <= 0.08
     assert table["fit"]["false_fit_fraction"] <= 0.02
@@ -64,7 +64,7 @@ def test_out_writes_markdown_csv_and_charts_and_the_pages_hold_them(
 
 
 def test_one_source_only(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json")
+    code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json=full")
     assert code == 0
     assert [one["name"] for one in json.loads(out)[0]["groups"]] == ["peft_metamathqa"]
 

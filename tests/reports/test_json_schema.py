@@ -1,6 +1,7 @@
 """Real answers against the JSON Schema that `plan --json-schema` prints, which is made of the types that write them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,26 @@ ASKED = {
     "experts": (["Qwen/Qwen3-30B-A3B", "--gpu", "h200", "--gpus", "8", "--no-dry-run"], 0),
     "adapter": ([LLAMA, "--gpu", "a100-80gb", "--adapter", "ia3", "--no-dry-run"], 0),
     "data": ([LLAMA, "--gpu", "l40s", "--samples", "5000", "--seq-len", "1024", "--no-dry-run"], 0),
+    "launch files": (["gpt2", "--gpu", "t4", "--no-dry-run"], 0),
+    "estimate": (["estimate", LLAMA, "--gpu", "rtx-4090", "--gpus", "2", "--no-dry-run"], 0),
+    "estimate dry run": (["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "t4", "--lengths", "500:200"], 0),
+    "check": (["check", "train.yaml", "--gpu", "rtx-4090", "--no-dry-run", "--fix"], 1),
+    "folder": (["check", ".", "--gpu", "rtx-4090"], 1),
+    "which card": (["which-gpu", "gpt2", "--vendor", "AMD", "--samples", "5000"], 0),
+    "no card": (["which-gpu", LLAMA, "--vendor", "Intel", "--method", "full"], 1),
+    "oom": (["oom", "log.txt"], 0),
+    "oom alone": (["oom", "log.txt", "--config", "none.yaml"], 0),
+    "gpus": (["gpus"], 0),
 }
+CONFIG = {"model_name_or_path": LLAMA, "per_device_train_batch_size": 4, "max_length": 4096, "bf16": True}
+LOG = """Traceback (most recent call last):
+  File "loss.py", line 9, in fixed_cross_entropy
+    loss = nn.functional.cross_entropy(source, target)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 23.51 GiB of which
+3.1 GiB is free. Of the allocated memory 18.2 GiB is allocated by PyTorch, and 1.2 GiB is reserved but unallocated.
+"""
+NAMES = {"estimate": "BriefEstimate", "check": "BriefCheck", "which_gpu": "BriefWhichGpu", "oom": "BriefOom"}
+RECORDED = Path(__file__).parents[2] / "docs" / "answers.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +53,10 @@ def validator() -> jsonschema.Draft202012Validator:
 
 def problems(validator: jsonschema.Draft202012Validator, document: Any) -> list[str]:
     """What speaks against a document, by the branch for its own kind."""
-    name = {"plan": "Plan", "no_plan": "NoPlan"}[document["kind"]] if "workload" in document else "BriefPlan"
+    if isinstance(document, list):
+        return [problem for one in document if "kind" in one for problem in problems(validator, one)]
+    whole = {"plan": "Plan", "no_plan": "NoPlan"} if "workload" in document else NAMES
+    name = whole.get(document["kind"], "BriefPlan")
     own = validator.evolve(schema={**validator.schema, "anyOf": [{"$ref": f"#/$defs/{name}"}]})
     return [
         f"{'.'.join(map(str, leaf.absolute_path))}: {leaf.message:.300}"
@@ -43,18 +66,35 @@ def problems(validator: jsonschema.Draft202012Validator, document: Any) -> list[
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_answers_whole_and_brief_are_of_the_schema(
-    case: str, validator: jsonschema.Draft202012Validator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_answers_are_of_the_schema_and_the_short_ones_short(
+    case: str,
+    validator: jsonschema.Draft202012Validator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words, code = ASKED[case]
-    assert run([*words, "--json", "--out", str(tmp_path / "plan")]) == code
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(json.dumps(CONFIG))
+    Path("log.txt").write_text(LOG)
+    written = ["--out", "plan"] if case in ("launch files", "nothing fits") else []
+    assert run([*words, *written, "--json=full"]) == code
     whole = json.loads(capsys.readouterr().out)
-    assert problems(validator, whole) == []
-    assert problems(validator, json.loads((tmp_path / "plan" / "plan.json").read_text())) == []
-    assert run([*words, "--json=brief"]) == code
+    assert run([*words, *written, "--json"]) == code
     text = capsys.readouterr().out
-    assert problems(validator, json.loads(text)) == []
-    assert len(text.encode()) <= MAX_BYTES
+    short = json.loads(text)
+    assert problems(validator, short) == []
+    assert len(text.encode()) <= MAX_BYTES + 1
+    if written:
+        assert problems(validator, json.loads(Path("plan", "plan.json").read_text())) == []
+        assert any(one["files"] for one in short.get("launch", ())) == (code == 0)
+    if "workload" in whole:
+        assert problems(validator, whole) == []
+        whole = whole["chosen" if whole["kind"] == "plan" else "nearest"]
+    if "formula" in whole:
+        best = next(whole[level] for level in ("dry_run", "formula") if whole[level])
+        assert short["memory"]["peak_device_bytes"] == best["peak_device_bytes"]
+        assert short["speed"]["tokens_per_s"] == pytest.approx(best["tokens_per_s"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +111,7 @@ def test_what_is_no_answer_is_refused(
     harm: Any, validator: jsonschema.Draft202012Validator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, _ = ASKED["one card"]
-    assert run([*words, "--json"]) == 0
+    assert run([*words, "--json=full"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert validator.is_valid(document)
     harm(document)
@@ -80,4 +120,8 @@ def test_what_is_no_answer_is_refused(
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--json-schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == answer_schema()
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == answer_schema()
+    if os.environ.get("UPDATE_DOCS"):
+        RECORDED.write_text(printed)
+    assert RECORDED.read_text() == printed, "answers changed: UPDATE_DOCS=1, and SCHEMA_VERSION where a reader breaks"

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from planner.choices.objectives import OBJECTIVES
+from planner.cli.output import FULL
 from planner.cli.report import compare, report
 from planner.cli.tables import which_gpu
 from planner.errors import ConfigError, UsageError
@@ -34,7 +35,11 @@ def app() -> typer.Typer:
 
 
 def call(app: typer.Typer, *words: str) -> Result:
-    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+    token = FULL.set(True)
+    try:
+        return CliRunner().invoke(app, list(words), catch_exceptions=False)
+    finally:
+        FULL.reset(token)
 
 
 def saved(folder: Path, plan: Plan | NoPlan) -> Path:
@@ -101,7 +106,7 @@ def test_report_of_a_directory_without_a_plan(app: typer.Typer, tmp_path: Path) 
 def test_which_gpu_ranks_cards_and_json_says_the_same(app: typer.Typer, tmp_path: Path) -> None:
     words = ("which-gpu", "openai-community/gpt2", "--vendor", SMALL_CARDS, "--seq-len", "512", "--global-batch", "8")
     shown = call(app, *words, "--out", str(tmp_path))
-    rows = json.loads(call(app, *words, "--json").stdout)
+    rows = json.loads(call(app, *words, "--json").stdout)["cards"]
     assert shown.exit_code == 0
     assert [row["memory_bytes"] for row in rows] == sorted(row["memory_bytes"] for row in rows)
     assert all(row["fits"] for row in rows)
@@ -121,7 +126,7 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     row = {"question": "why " * 20, "answer": "so " * 90}
     data.write_text("".join(json.dumps(row | {"answer": "so " * (30 + at % 90)}) + "\n" for at in range(600)))
     words = ("which-gpu", "gpt2", "--vendor", "AMD", "--method", "full", "--dataset", str(data))
-    rows = {row["gpu"]: row for row in json.loads(call(app, *words, "--json").stdout)}
+    rows = {row["gpu"]: row for row in json.loads(call(app, *words, "--json").stdout)["cards"]}
     (stats, lengths), card = measured(str(data)), rows["mi300x"]
     asked = wish(
         "gpt2", "mi300x", fixed={"method": ("full",), "packing": (lengths.packing,)}, seq_len=lengths.seq_len_tokens,
@@ -161,7 +166,7 @@ def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:
 def test_which_gpu_leaves_out_and_names_cards_without_the_kernel(app: typer.Typer) -> None:
     words = ("which-gpu", "gpt2", "--vendor", "AMD", "--attention", "flash-attention-2", "--seq-len", "512", "--json")
     result = call(app, *words)
-    assert "rx-7900-xtx" not in {row["gpu"] for row in json.loads(result.stdout)}
+    assert "rx-7900-xtx" not in {row["gpu"] for row in json.loads(result.stdout)["cards"]}
     assert "rx-7900-xtx" in result.stderr
 
 

@@ -29,7 +29,7 @@ def tune(model: str, folder: str) -> int:
     os.environ[FOLDER] = folder
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=(sys.executable, __file__))  # type: ignore[assignment, misc]
     place = ["--out", f"{folder}/study", "--store", f"{folder}/store.jsonl"]
-    limits = ["--max-probes", str(MAX_PROBES), "--budget", "10h", "--no-dry-run", "--json"]
+    limits = ["--max-probes", str(MAX_PROBES), "--budget", "10h", "--no-dry-run", "--json=full"]
     return run(["tune", model, *SHARED, *ONE_OF_EACH, *place, *limits])
 
 

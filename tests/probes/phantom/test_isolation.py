@@ -472,7 +472,7 @@ Trainer(model, settings, train_dataset=rows, callbacks=[Look()]).train()
 def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine], kind: str) -> None:
     """PyTorch's and safetensors' own writers, and a Trainer that overwrites a checkpoint and deletes the older."""
     machine = plant(None)
-    words = ["trace", "--gpu", "t4", "--yes", "--json", "--steps", "4", "--", sys.executable, "-c", TRAINER]
+    words = ["trace", "--gpu", "t4", "--yes", "--json=full", "--steps", "4", "--", sys.executable, "-c", TRAINER]
     code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
     _, how = machine.command()
     how["cwd"] = machine.folder / "one" / "project"

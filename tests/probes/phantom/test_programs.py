@@ -381,7 +381,9 @@ def test_trls_trainer_holds_the_same_whether_triton_is_installed_or_not(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SFT)
-    code = run(["trace", "--gpu", "a100-80gb", "--yes", "--json", "--", sys.executable, str(script), str(tmp_path)])
+    code = run(
+        ["trace", "--gpu", "a100-80gb", "--yes", "--json=full", "--", sys.executable, str(script), str(tmp_path)]
+    )
     captured = capfd.readouterr()
     assert code == 0, captured.err[-2000:]
     answer: dict[str, Any] = json.loads(captured.out)
