@@ -226,12 +226,11 @@ def test_fields_of_one_setup_are_always_a_setup() -> None:
 def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["which-gpu", "Qwen/Qwen2.5-1.5B", "--vendor", "AMD", "--method", "lora", "--json=full"]
     assert run(arguments) == 0
-    alone = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)}
+    alone = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)["cards"]}
     assert run([*arguments, "--gpus", "4"]) == 0
-    together = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)}
+    together = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)["cards"]}
     assert set(alone) == set(together)
     for key, one in together.items():
-        assert (alone[key]["num_gpus"], one["num_gpus"]) == (1, 4)
         assert one["candidate"]["setup"]["num_gpus"] == 4
         assert one["tokens_per_s"] > alone[key]["tokens_per_s"]
 
