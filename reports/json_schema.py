@@ -180,16 +180,18 @@ def _plan(write: _Writer, kind: type[Plan] | type[NoPlan], workload: Schema, can
     return _object({**extras, **own}, required=list(own))
 
 
-def answer_schema() -> Schema:
-    """The schema of the short answers (`--json`), and of a whole plan (`--json=full`, plan.json)."""
+def answer_schema(*, whole: bool = True) -> Schema:
+    """The schema of the short answers (`--json`), and with `whole` of a whole plan (`--json=full`, plan.json)."""
     write, short = _Writer(), _Writer(cut=True)
-    candidate: Schema = {"$ref": "#/$defs/Candidate"}
-    write.defs["Candidate"] = _candidate(write)
-    write.defs["Workload"] = _workload(write)
-    workload = {"$ref": "#/$defs/Workload"}
-    write.defs["Plan"] = _plan(write, Plan, workload, candidate)
-    write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)
-    answers = [*map(short.of, TYPES), {"$ref": "#/$defs/Plan"}, {"$ref": "#/$defs/NoPlan"}]
+    answers = list(map(short.of, TYPES))
+    if whole:
+        candidate: Schema = {"$ref": "#/$defs/Candidate"}
+        write.defs["Candidate"] = _candidate(write)
+        write.defs["Workload"] = _workload(write)
+        workload = {"$ref": "#/$defs/Workload"}
+        write.defs["Plan"] = _plan(write, Plan, workload, candidate)
+        write.defs["NoPlan"] = _plan(write, NoPlan, workload, candidate)
+        answers += [{"$ref": f"#/$defs/{name}"} for name in ("Plan", "NoPlan")]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:finetune-planner:answer:{SCHEMA_VERSION}",
