@@ -98,6 +98,7 @@ def prepared(
     config: dict[str, Any],
     folder: Path,
     rows: Mapping[str, Callable[[int], dict[str, Any]]] = ROWS,
+    gpu: str = GPU,
 ) -> Iterator[list[str]]:
     """The launch file's command in `folder`, with a model of configuration alone and texts longer than the length."""
     model = folder / "model"
@@ -111,7 +112,7 @@ def prepared(
         setup=setup,
         hyper=choose(setup, max_steps=4),
         dataset=DatasetChoice(path="./train.jsonl", columns="text", local=True),
-        gpu=find_gpu(GPU),
+        gpu=find_gpu(gpu),
         held_out=0,
         save=False,
     )
@@ -125,7 +126,7 @@ def prepared(
     yield emitted.command.split("&&")[-1].split()
 
 
-def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
+def traced(words: list[str], folder: Path, *, expandable_segments: bool, gpu: str = GPU) -> Any:
     """The summary of the command's program in this process, under the allocator that its launch sets."""
     from accelerate.state import AcceleratorState
 
@@ -139,7 +140,7 @@ def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
     before, argv = Path.cwd(), sys.argv
     os.chdir(folder)
     try:
-        card = card_of(find_gpu(GPU))
+        card = card_of(find_gpu(gpu))
         with phantom_gpu(
             card, TraceOptions(limited=False, num_steps=2), expandable_segments=expandable_segments
         ) as phantom:

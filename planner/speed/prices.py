@@ -158,6 +158,23 @@ def _softmaxed(speed: float) -> Row:
     return price
 
 
+def _safe_softmaxed(call: Operator, rates: CardRates) -> Price:
+    """SDPA's math kernel: a softmax, then rows that are all minus infinity are looked for and emptied.
+
+    Source: PyTorch 2.13 `torch/_decomp/decompositions.py` safe_softmax.
+    """
+    scores = call.inputs[0]
+    found = Layout(scores.shape, scores.stride, "bool")
+    rows = Layout((*scores.shape[:-1], 1), (*scores.stride[:-1], 1), "bool")
+    after = (
+        _elementwise(Operator("aten.eq", (scores,), (found,)), rates),
+        _reduced(Operator("aten.all", (found,), (rows,)), rates),
+        _elementwise(Operator("aten.where", (rows, *call.outputs), call.outputs), rates),
+    )
+    seconds = _softmaxed(1.0)(call, rates).seconds + sum(one.seconds for one in after)
+    return Price(seconds, "elementwise", 1 + len(after))
+
+
 def _product(call: Operator, rates: CardRates) -> Price:
     """mm, addmm and their likes over the last two tensors."""
     left, right = call.inputs[-2:] if len(call.inputs) != 3 or call.name.startswith("aten.addmm") else call.inputs[:2]
@@ -398,6 +415,7 @@ ROWS: dict[str, Row] = {
         _reduced,
     ),
     "aten._softmax": _softmaxed(1.0),
+    "aten._safe_softmax": _safe_softmaxed,
     "aten._softmax_backward_data": _softmaxed(0.75),
     "aten._log_softmax": _softmaxed(1.0),
     "aten._log_softmax_backward_data": _softmaxed(0.75),

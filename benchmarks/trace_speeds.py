@@ -1,0 +1,142 @@
+"""The speeds that `plan trace` says of programs, against what was measured.
+
+    python -m benchmarks.trace_speeds [--only WORDS] [--write]
+
+Programs: the plain loops of benchmarks/trace_published.py (can-i-finetune-this's, RTX 4080 on Windows; tokens/s in
+planner/data/measured_published.jsonl), and the launch files that this project wrote for its own runs on an H200 and an
+H100, run by TRL (planner/data/measured_own.jsonl). Each is traced at full depth, two optimizer steps. What a tool's
+file cannot say of a run's setup leaves the run out. A second call goes on where the first one ended
+(benchmarks/data/trace_speeds.json); `--write` writes docs/accuracy/trace-speeds.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import trace_published
+from benchmarks.accuracy_summary import FOLDER
+from benchmarks.trace_objectives import ROWS
+from benchmarks.trace_vs_dryrun import config_of, prepared, traced
+from planner.evidence.measured import MeasuredRow, own_rows, read_rows
+from planner.hardware.gpus import find_gpu
+from planner.speed.traced import traced_speed
+from planner.trace_result import TraceResult
+
+OUT = Path(__file__).parent / "data" / "trace_speeds.json"
+PAGE = FOLDER / "trace-speeds.md"
+PUBLISHED = Path(__file__).parent.parent / "planner" / "data" / "measured_published.jsonl"
+HEAD = """# Speeds of traced programs
+
+Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its operators
+priced by the card's measured rates, issued by a rented machine's host) against tokens/s that were measured. "band": half of the
+band that the trace states. Nothing was fitted to the loops on the RTX 4080; prices and host times were read off the H100.
+
+| program | card | measured tokens/s | traced | error | band |
+|---|---|---:|---:|---:|---:|
+"""
+
+
+def loops() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
+    """Name, card, measured tokens/s and trace of each published loop."""
+    rows = [row for row in read_rows(PUBLISHED.read_text()) if row.group.startswith("canifinetune")]
+    for run in trace_published.RUNS:
+        model = trace_published.QWEN.format(run.size).removesuffix("-Instruct")
+        found = [
+            row
+            for row in rows
+            if row.setup is not None
+            and row.config_id.startswith(f"{model}|")
+            and (row.setup.method, bool(row.setup.checkpointing)) == (run.method, run.checkpointing)
+            and (row.setup.micro_batch_seqs, row.setup.seq_len_tokens) == (run.num_seqs, run.num_tokens)
+        ]
+        if len(found) == 1 and found[0].tokens_per_s is not None:
+            yield f"plain loop, {run.name}", trace_published.GPU, found[0].tokens_per_s, lambda run=run: (
+                trace_published.traced(run)
+            )
+
+
+def launched(row: MeasuredRow) -> TraceResult:
+    """The trace of TRL's launch file for a run's setup.
+
+    Raises:
+        NotImplementedError: the file cannot say all of the setup.
+    """
+    assert row.setup is not None and row.model is not None and row.gpu is not None
+    with tempfile.TemporaryDirectory() as name:
+        with prepared("trl", row.setup, config_of(None, row.model), Path(name), ROWS, row.gpu) as words:
+            found: TraceResult = traced(
+                words, Path(name), expandable_segments=row.setup.expandable_segments, gpu=row.gpu
+            )
+            return found
+
+
+def programs() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
+    """Name, card, measured tokens/s and trace of every program."""
+    yield from loops()
+    for row in own_rows():
+        if row.gpu is not None and row.tokens_per_s is not None and row.setup is not None and not row.unmapped:
+            yield f"TRL, {row.config_id}", row.gpu, row.tokens_per_s, lambda row=row: launched(row)
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """The page, from what was traced."""
+    text = HEAD
+    for name, row in rows.items():
+        if "error" in row:
+            cells = (f"{row['measured']:,.0f}", f"{row['traced']:,.0f}", f"{row['error']:+.1%}", f"±{row['band']:.0%}")
+            text += f"| {name} | {row['gpu']} | {' | '.join(cells)} |\n"
+    for group in ("plain loop", "TRL, h200", "TRL, h100"):
+        some = [row for name, row in rows.items() if name.startswith(group) and "error" in row]
+        if some:
+            errors = sorted(abs(row["error"]) for row in some)
+            inside = sum(abs(row["error"]) <= row["band"] for row in some)
+            text += f"\n{group}: {len(some)} programs, median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, "
+            text += f"inside their bands {inside}.\n"
+    left = {name: row["not_run"] for name, row in rows.items() if "not_run" in row}
+    return text + ("\nNot traced:\n\n" + "".join(f"- {name}: {why}.\n" for name, why in left.items()) if left else "")
+
+
+def main() -> None:
+    """Traces what is not in the file yet and prints every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="programs whose name has these words")
+    parser.add_argument("--write", action="store_true", help="write the page")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    rows: dict[str, dict[str, Any]] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    for name, gpu, measured, trace in programs():
+        if arguments.only not in name or name in rows:
+            continue
+        began = time.process_time()
+        try:
+            found = trace()
+            speed = traced_speed(found.program, find_gpu(gpu)) if found.program else None
+            if speed is None or speed.tokens_per_s is None:
+                raise NotImplementedError("the trace says no speed of it")
+        except NotImplementedError as error:
+            rows[name] = {"not_run": str(error)}
+        else:
+            rows[name] = {
+                "gpu": gpu,
+                "measured": measured,
+                "traced": round(speed.tokens_per_s, 1),
+                "error": round(speed.tokens_per_s / measured - 1, 4),
+                "band": round(speed.band_fraction, 3),
+                "cpu_s": round(time.process_time() - began, 1),
+            }
+        print(name, rows[name], flush=True)
+        OUT.write_text(json.dumps(rows, indent=1) + "\n")
+    if arguments.write:
+        PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
