@@ -34,9 +34,10 @@ PAGE = FOLDER / "trace-speeds.md"
 PUBLISHED = Path(__file__).parent.parent / "planner" / "data" / "measured_published.jsonl"
 HEAD = """# Speeds of traced programs
 
-Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its operators
-priced by the card's measured rates, issued by a rented machine's host) against tokens/s that were measured. "band": half of the
-band that the trace states. Nothing was fitted to the loops on the RTX 4080; prices and host times were read off the H100.
+Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its
+operators priced by the card's measured rates, issued by a rented machine's host) against tokens/s that were measured.
+"band": half of the band that the trace states. Nothing was fitted to the loops on the RTX 4080; prices and host times
+were read off the H100.
 
 | program | card | measured tokens/s | traced | error | band |
 |---|---|---:|---:|---:|---:|
@@ -57,8 +58,11 @@ def loops() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
             and (row.setup.micro_batch_seqs, row.setup.seq_len_tokens) == (run.num_seqs, run.num_tokens)
         ]
         if len(found) == 1 and found[0].tokens_per_s is not None:
-            yield f"plain loop, {run.name}", trace_published.GPU, found[0].tokens_per_s, lambda run=run: (
-                trace_published.traced(run)
+            yield (
+                f"plain loop, {run.name}",
+                trace_published.GPU,
+                found[0].tokens_per_s,
+                lambda run=run: trace_published.traced(run),
             )
 
 
@@ -68,12 +72,13 @@ def launched(row: MeasuredRow) -> TraceResult:
     Raises:
         NotImplementedError: the file cannot say all of the setup.
     """
-    assert row.setup is not None and row.model is not None and row.gpu is not None
+    assert row.setup is not None
+    assert row.model is not None
+    assert row.gpu is not None
     with tempfile.TemporaryDirectory() as name:
-        with prepared("trl", row.setup, config_of(None, row.model), Path(name), ROWS, row.gpu) as words:
-            found: TraceResult = traced(
-                words, Path(name), expandable_segments=row.setup.expandable_segments, gpu=row.gpu
-            )
+        folder, config = Path(name), config_of(None, row.model)
+        with prepared("trl", row.setup, config, folder, ROWS, row.gpu) as words:
+            found: TraceResult = traced(words, folder, expandable_segments=row.setup.expandable_segments, gpu=row.gpu)
             return found
 
 
