@@ -237,12 +237,12 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
             engine of its own code stays as uncertain as others' runs are, and so does the memory of one that has no
             band here (torchtitan).
     """
-    if of_a_plan(setup):
-        apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
-        return _noted(prediction, apple if gpu.vendor == "Apple" else "")
     if planned and setup.stack in ON_THE_TRAINER:
+        apple = f"{NOBODY}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
         same = f"{NOBODY}: {setup.by.title} has no published run here, the band is that of its libraries under TRL"
-        return prediction if setup.stack in TRAINERS else _noted(prediction, same)
+        if setup.stack in TRAINERS:
+            same = apple if gpu.vendor == "Apple" else ""
+        return _noted(prediction, same)
     bands, note = evidence_bands(prediction.rung.value, gpu, setup)
     time = prediction.time_band_fraction
     # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it

@@ -51,7 +51,7 @@ def improved(result: CheckResult) -> Improved:
     return improve(result, MODEL, predicted)
 
 
-BUDGETS_GIB = (60, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
+BUDGETS_GIB = (70, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
 
 
 @pytest.fixture(scope="module")
