@@ -49,6 +49,7 @@ class Stack:
         overlaps_offload: what is offloaded of activations is copied beside the computation.
         single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
             rearrangement einops', as a course's transformer is written.
+        packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         source: where all this was read.
     """
@@ -74,6 +75,7 @@ class Stack:
     fused: bool = False
     overlaps_offload: bool = False
     single_operations: bool = False
+    packs_rows: bool = False
     wide_embedding_states: bool = False
     source: str
 
@@ -205,11 +207,12 @@ _ROWS = (
         traces_masks=False,
         loss_chunks=8,
         overlaps_offload=True,
+        packs_rows=True,
         quantized_adapters="",
         plain_adapters="",
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
         "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
-        "training/_activation_offloading.py (use_streams)",
+        "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows of max_seq_len, each with its mask)",
     ),
     Stack(
         name="torchtune-whole-loss",
@@ -217,6 +220,7 @@ _ROWS = (
         traces_masks=False,
         compiles_loss=False,
         overlaps_offload=True,
+        packs_rows=True,
         quantized_adapters="",
         plain_adapters="",
         source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."

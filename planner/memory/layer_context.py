@@ -36,7 +36,7 @@ class LayerContext:
         setup = self.setup
         if self.looked_at:
             return self.looked_at // setup.micro_batch_seqs
-        return self.tokens if setup.packing else setup.seq_len_tokens + setup.virtual_tokens
+        return self.tokens if setup.packing and not setup.by.packs_rows else setup.seq_len_tokens + setup.virtual_tokens
 
     def of_length(self, tokens: int) -> "LayerContext":
         """The same for sequences of so many tokens; 0: of their own length."""

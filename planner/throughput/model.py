@@ -294,6 +294,8 @@ class SpeedModel:
         """
         constants, dtype = self.constants, flow.attention_input
         kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
+        if kernel == "flash" and dtype == "fp32":  # flash-attention-2 alone, whose inputs transformers casts
+            dtype = flow.compute
         pairs = attended_pairs(spec, setup.seq_len_tokens)
         each = 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)
         full = float(setup.seq_len_tokens) * (spec.key_tokens or setup.seq_len_tokens)

@@ -30,7 +30,8 @@ class Batch:
 
 
 def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) -> Batch:
-    """Random ids [seqs, tokens] with labels; packed: [1, seqs * tokens] with position ids that restart.
+    """Random ids [seqs, tokens] with labels; packed: [1, seqs * tokens] with position ids that restart, or rows, each
+    with its mask of samples that do not see each other (`Stack.packs_rows`).
 
     Padded: all sequences have the same length, so the attention mask holds only ones and transformers drops it
     (`masking_utils`). It cannot look into a meta tensor, so on meta the mask is held but not passed.
@@ -40,7 +41,8 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     device = torch.device(device)
     seqs, tokens = setup.micro_batch_seqs * setup.seqs_per_sample, setup.seq_len_tokens // setup.context_degree
     vocab = int(config.get_text_config().vocab_size)
-    shape = (1, seqs * tokens) if setup.packing else (seqs, tokens)
+    flat = setup.packing and not setup.by.packs_rows
+    shape = (1, seqs * tokens) if flat else (seqs, tokens)
     ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)
     labels = ids.clone()
     if hears(config):
@@ -53,7 +55,10 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
         return Batch(model_inputs=inputs, labels=labels, held=(mask,))
     if setup.packing:
         sample = max(1, tokens // SAMPLES_PER_SEQUENCE)
-        positions = (torch.arange(tokens, device=device) % sample).repeat(seqs).unsqueeze(0)
+        positions = (torch.arange(tokens, device=device) % sample).repeat(seqs).reshape(shape)
+        if not flat:
+            apart = torch.ones((seqs, 1, tokens, tokens), dtype=torch.bool, device=device)
+            return Batch(model_inputs={"input_ids": ids, "attention_mask": apart}, labels=labels)
         return Batch(model_inputs={"input_ids": ids, "position_ids": positions}, labels=labels)
     mask = torch.ones(shape, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids}

@@ -263,3 +263,24 @@ def test_older_libraries_keep_more() -> None:
     assert "inputs that quantized matrices keep" not in terms(packed.with_(bitsandbytes_version="0.43.2"))
     with pytest.raises(SetupError, match="transformers_version"):
         kept.with_(transformers_version="newest")
+
+
+def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparation_widened() -> None:
+    """ODISSEI's torchtune 0.6.1 (6 x 2,048, packed, A100 40 GB) took 31.9 GiB, 36.4 as one flattened row; transformers
+    hands flash-attention-2 16-bit queries after peft's fp32 cast (`_flash_attention_forward`)."""
+    model = catalogue.load("meta-llama/Llama-3.2-1B")
+    assert model is not None
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    packed = asked_setup({
+        "stack": "torchtune", "method": "lora", "precision": "bf16-pure", "lora_rank": 64, "lora_targets": targets,
+        "micro_batch_seqs": 6, "packing": True, "checkpointing": False,
+    })  # fmt: skip
+    assert predict_memory(model, find_gpu("a100-40gb"), packed).peak_allocated_bytes == pytest.approx(
+        31.9 * GIB, rel=0.03
+    )
+    plain = by("hf", method="qlora", quantization="nf4", attention="flash-attention-2", seq_len_tokens=4096)
+    took = [
+        step_time(MODEL, find_gpu("a100-80gb"), one).parts_s["attention"]
+        for one in (plain, plain.with_(kbit_fp32_cast=True))
+    ]
+    assert took[0] == took[1]
