@@ -212,7 +212,7 @@ _ROWS = (
         plain_adapters="",
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
         "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
-        "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows of max_seq_len, each with its mask)",
+        "training/_activation_offloading.py (use_streams), datasets/_packed.py (rows, each with its mask)",
     ),
     Stack(
         name="torchtune-whole-loss",
