@@ -178,7 +178,7 @@ def test_a_command_of_a_page_runs_as_printed(command: Command, place: Path) -> N
         if arguments[0] in DRY_RUNNING and "--no-dry-run" not in arguments:
             arguments.append("--no-dry-run")  # the same command, in milliseconds
         if arguments[0] == "which-gpu" and not command.printed:
-            arguments += ["--vendor", "AMD"]  # of all cards those of one
+            arguments += ["--vendor", "Intel"]  # of all cards those of one
         output, errors = io.StringIO(), io.StringIO()
         with redirect_stdout(output), redirect_stderr(errors):
             code = run(arguments)

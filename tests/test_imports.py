@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,16 +19,57 @@ PACKAGES = ("planner", *SIBLINGS)
 HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "datasets")
 
 
+class Facts(NamedTuple):
+    """What the tests below ask of a file, of one look at it.
+
+    Attributes:
+        imports: (module, names taken from it; none: itself) of every import statement, late ones included.
+        typing_only: those that only a type checker reads.
+        asked_for: what `importorskip` and `import_module` name.
+        functions: (name, first line, number of lines but the first).
+    """
+
+    num_lines: int
+    imports: frozenset[tuple[str, tuple[str, ...]]]
+    typing_only: frozenset[tuple[str, tuple[str, ...]]]
+    asked_for: frozenset[str]
+    functions: tuple[tuple[str, int, int], ...]
+
+
 @cache
-def imported_packages(path: Path) -> frozenset[str]:
-    """Top-level packages named by any import statement of the file, late imports included."""
-    packages = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            packages.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            packages.add(node.module.split(".")[0])
-    return frozenset(packages)
+def facts(path: Path) -> Facts:
+    text = path.read_text()
+    imports: dict[bool, set[tuple[str, tuple[str, ...]]]] = {False: set(), True: set()}
+    asked_for, functions = set(), []
+
+    def look(nodes: list[ast.AST], typing: bool) -> None:
+        for node in nodes:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                look([*node.body], True)
+                look([*node.orelse], typing)
+                continue
+            if isinstance(node, ast.Import):
+                imports[typing].update((alias.name, ()) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imports[typing].add((node.module, tuple(alias.name for alias in node.names)))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.append((node.name, node.lineno, (node.end_lineno or 0) - node.lineno))
+            elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if name in ("importorskip", "import_module"):
+                    asked_for.add(str(node.args[0].value))
+            look([*ast.iter_child_nodes(node)], typing)
+
+    look([ast.parse(text)], False)
+    return Facts(
+        text.count("\n"), frozenset(imports[False]), frozenset(imports[True]), frozenset(asked_for), tuple(functions)
+    )
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Top-level packages named by any import statement of the file."""
+    found = facts(path)
+    return {module.split(".")[0] for module, _ in found.imports | found.typing_only}
 
 
 def modules(package: str) -> list[Path]:
@@ -79,13 +121,7 @@ def foreign_packages(path: Path) -> Iterator[str]:
     """Packages of other projects that a file imports, `importorskip` and `import_module` of a name included."""
     own = {*OWN, *sys.stdlib_module_names, *(one.stem for one in path.parent.glob("*.py"))}
     own |= {one.stem for one in (ROOT / "tests" / "planner").glob("*.py")}  # the validators read the sweep from there
-    named, text = set(imported_packages(path)), path.read_text()
-    by_name = "importorskip" in text or "import_module" in text
-    for node in ast.walk(ast.parse(text)) if by_name else ():
-        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = ast.unparse(node.func).rpartition(".")[2]
-            if function in ("importorskip", "import_module"):
-                named.add(str(node.args[0].value).split(".")[0])
+    named = imported_packages(path) | {one.split(".")[0] for one in facts(path).asked_for}
     yield from named - own - OPTIONAL
 
 
@@ -103,6 +139,9 @@ def declared(*extras: str) -> set[str]:
     return {normal(requirement) for requirements in asked for requirement in requirements}
 
 
+distributions = cache(packages_distributions)
+
+
 @pytest.mark.parametrize("room", OWN)
 def test_every_import_is_declared(room: str) -> None:
     """What happens to be on a machine, or is there because another library needs it, is not relied on.
@@ -113,7 +152,7 @@ def test_every_import_is_declared(room: str) -> None:
     installed = re.search(r"setup\.sh (\S+)", (ROOT / "test.sh").read_text())
     assert installed is not None
     available = declared(*installed[1].split(","), *(["bench"] if room == "benchmarks" else []))
-    providers = {**NAMED_OTHERWISE, **packages_distributions()}
+    providers = {**NAMED_OTHERWISE, **distributions()}
     undeclared: dict[str, set[str]] = defaultdict(set)
     for path in modules(room):
         scripts = "".join(one.read_text() for one in path.parent.glob("*.sh"))
@@ -138,17 +177,10 @@ def module_name(path: Path) -> str:
 def imported_modules(path: Path, known: set[str]) -> set[str]:
     """Modules of ours that the file imports, at its top or late. A name taken from a package is that package's own
     unless it is a module; what only a type checker reads is no import."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & known) | ({node.module} if names - known else set())
+    for module, taken in facts(path).imports:
+        names = {f"{module}.{name}" for name in taken}
+        found |= (names & known) | ({module} if names - known or not names else set())
     return found & known
 
 
@@ -198,8 +230,7 @@ def test_no_file_imports_itself_round_a_circle() -> None:
 def test_a_function_fits_a_screen_and_a_module_has_one_subject(package: str) -> None:
     """At most 80 lines a function, docstring and inner functions within, and 800 a module (docs/architecture.md)."""
     for path in modules(package):
-        text = path.read_text()
-        assert text.count("\n") <= 800, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 80, f"{path}:{node.lineno} {node.name}"
+        found = facts(path)
+        assert found.num_lines <= 800, path
+        for name, line, num in found.functions:
+            assert num < 80, f"{path}:{line} {name}"

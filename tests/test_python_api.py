@@ -208,16 +208,16 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> None:
     for words, table in (
-        (["which-gpu", MODEL, "--vendor", "intel"], which_gpu(MODEL, vendor="intel")),
-        (["which-model", "SmolLM2-135M", "--gpu", "rtx-4090"], which_model("rtx-4090", "SmolLM2-135M")),
+        (["which-gpu", MODEL, "--vendor", "intel"], which_gpu(MODEL, vendor="intel", method="lora")),
+        (["which-model", "SmolLM2-135M", "--gpu", "t4"], which_model("t4", "SmolLM2-135M", method="lora")),
         (
             ["which-cluster", MODEL, "--gpu", "rtx-4090", "--samples", "1000", "--max-gpus", "2"],
-            which_cluster(MODEL, gpu="rtx-4090", samples=1000, max_gpus=2),
+            which_cluster(MODEL, gpu="rtx-4090", samples=1000, max_gpus=2, method="lora"),
         ),
-        (["compare-targets", MODEL, "--gpu", "rtx-4090"], compare_targets(MODEL, "rtx-4090")),
+        (["compare-targets", MODEL, "--gpu", "rtx-4090"], compare_targets(MODEL, "rtx-4090", method="lora")),
     ):
         capsys.readouterr()
-        assert run([*words, "--json=full"]) == 0
+        assert run([*words, "--method", "lora", "--json=full"]) == 0
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(table.to_dict()))
         assert len(str(table).splitlines()) > 3
         assert len(table.to_dataframe()) > 0

@@ -56,7 +56,10 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look the machine's name up
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    # for its record of events, which nobody reads: `inspect.stack` twice an event, through every loaded module's file
+    dynamic_rendezvous.get_method_name = lambda depth=0: ""
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the ranks' own words shall end the log
     options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:0", f"--rdzv-id={uuid.uuid4()}"]
     options += [f"--local-addr={HOST}", "--nnodes=1", f"--nproc-per-node={num_ranks}"]

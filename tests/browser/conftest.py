@@ -76,15 +76,6 @@ class Browser:
                     found.append(parameters["request"]["url"])
         return found
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        import base64
-
-        size = self.driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        picture = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
-        path.write_bytes(base64.b64decode(picture["data"]))
-
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TOOL = Path(__file__).parents[2] / "tools" / "fuzz.py"
-FIRST = 24
+FIRST = 16
 """Inputs of the default tests: some three CPU seconds."""
 PATIENCE_S = 1800
 """What takes this long hangs."""
@@ -32,7 +32,7 @@ def test_the_first_hostile_inputs_end_in_an_answer_or_a_clear_error() -> None:
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     kinds = re.findall(r"(?m)^[\w. ]+ \d+$", run.stdout)
-    assert len(kinds) >= 10, run.stdout
+    assert len(kinds) >= 8, run.stdout
     answers = {int(status): int(num) for status, num in re.findall(r"(\d+) \((\d+)\)", run.stdout)}
     assert set(answers) <= {0, 1, 2, 3}
     assert sum(answers.values()) == FIRST

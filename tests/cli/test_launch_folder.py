@@ -109,7 +109,7 @@ def test_nothing_that_fits_is_forced_as_the_nearest_setup(tmp_path: Path, capsys
 
 
 def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
-    seen = set()
+    seen, known = set(), set()
     for target, export in EXPORTERS.items():
         for setup in setups()[::5]:
             launch = export(request(setup))
@@ -119,7 +119,9 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                         command = line.removeprefix("# Launch:").strip()
                         whole = f"{launch.prepare} && {launch.command}" if launch.prepare else launch.command
                         assert not file.path.startswith(f"{target}/{target}") or command == whole
-                        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+                        if command not in known:
+                            assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+                        known.add(command)
                         seen.add(target)
     assert seen == set(written_by("sft")) - {
         "deepspeed",
@@ -234,7 +236,7 @@ def test_hostile_names_run_nothing(tmp_path: Path, name: str) -> None:
 
 def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    for setup in setups()[::11]:
+    for setup in setups()[::22]:
         asked = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 and setup.parallel != "dp" else 1)
         files = folder_files([export(asked) for export in EXPORTERS.values()], asked)
         for file in files:

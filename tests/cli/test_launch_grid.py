@@ -30,7 +30,7 @@ from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
 CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
-STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "59"))
+STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "107"))
 MODELS = sorted({model.model_id for name in catalogue.names() if (model := catalogue.load(name)) is not None})
 GRID = list(product(MODELS, CARDS))[::STRIDE]
 TWO = [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060")]

@@ -38,13 +38,13 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
 
 
 def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["which-model", "smollm2", "--gpu", "rtx-3060", "--seq-len", "1024"]
+    asked = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora"]
+    words = ["which-model", "smollm2", *asked]
     assert run([*words, "--json=full"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) >= 3
     assert [row["num_params"] for row in rows] == sorted((row["num_params"] for row in rows), reverse=True)
-    wish = ["--gpu", "rtx-3060", "--seq-len", "1024", "--no-dry-run", "--no-history"]
-    assert run([rows[0]["model"], *wish, "--json=full"]) == 0
+    assert run([rows[0]["model"], *asked, "--no-dry-run", "--no-history", "--json=full"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert rows[0]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows[0]["tokens_per_s"] == plan["chosen"]["formula"]["tokens_per_s"]

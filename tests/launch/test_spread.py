@@ -77,11 +77,9 @@ def alone(
 THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def spread(launch: Callable[..., Run], place: Path, command: str, *, shard: bool) -> Run:
+def spread(launch: Callable[..., Run], place: Path, command: str) -> Run:
     """A command's run on two CPU processes, where it is Accelerate's on a port that nobody else gets."""
-    on_cpu = (
-        {"PYTHONPATH": str(SHIM), "SHARDS_FILE": str(place / "shards")} if shard else {"ACCELERATE_USE_CPU": "true"}
-    )
+    on_cpu = {"PYTHONPATH": str(SHIM), "SHARDS_FILE": str(place / "shards")}
     with own_port() as port:
         if "accelerate launch" in command:
             command = command.replace("accelerate launch", f"accelerate launch --main_process_port {port}")
@@ -114,27 +112,13 @@ def shards(place: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_ddp_steps_like_one_process(
-    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
-) -> None:
-    lora = LORA.with_(loss="full")
-    files = emitted("hf", lora.with_(**TWO, parallel="ddp"))
-    write_launch(place, files)
-    run = spread(launch, place, files.command, shard=False)
-    assert run.output.count("RUN {") == 1  # rank 0 speaks for all
-    assert said(run)["global_batch_seqs"] == lora.global_batch_seqs == 4
-    reference, folder = alone("hf", lora)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
-
-
-@pytest.mark.slow
 def test_fsdp2_steps_like_one_process_and_holds_half(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
     files = emitted("hf", FULL.with_(**TWO, parallel="fsdp2"))
     write_launch(place, files)
-    run = spread(launch, place, files.command, shard=True)
+    run = spread(launch, place, files.command)
+    assert run.output.count("RUN {") == 1  # rank 0 speaks for all
     assert said(run)["global_batch_seqs"] == FULL.global_batch_seqs
     held = shards(place)
     whole = said(run)["trained_parameters"]
@@ -153,7 +137,7 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     """FSDP2 of one rank with CPU offload, which `--offload parameters` plans for one GPU."""
     files = emitted("hf", FULL.with_(num_gpus=1, parallel="fsdp2", offload="parameters"))
     write_launch(place, files)
-    run = spread(launch, place, files.command, shard=True)
+    run = spread(launch, place, files.command)
     (held,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
     assert held["sharded"] == said(run)["trained_parameters"] == held["here"]
     reference, folder = alone("hf", FULL)
@@ -167,7 +151,7 @@ def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
 ) -> None:
     files = emitted("trl", LORA.with_(**TWO, parallel="fsdp2", reshard_after_forward=False))
     write_launch(place, files)
-    run = spread(launch, place, files.command, shard=True)
+    run = spread(launch, place, files.command)
     for one in shards(place):
         assert one["sharded"] == one["parameters"] < 2.1 * one["here"]
     reference, folder = alone("trl", LORA)
@@ -183,7 +167,7 @@ def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     files = emitted("hf", setup)
     write_launch(place, files)
     (note,) = [note for note in files.notes if "torchrun" in note]
-    run = spread(launch, place, note[note.index("torchrun") :], shard=True)
+    run = spread(launch, place, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
     reference, folder = alone("hf", FULL)
     same_steps(run, reference)
@@ -219,7 +203,7 @@ def test_experts_dealt_out_by_torchrun_step_like_one_process(
     write_launch(both, files)
     write_launch(one, reference)
     (note,) = [note for note in files.notes if "torchrun" in note]
-    run = spread(launch, both, note[note.index("torchrun") :], shard=True)
+    run = spread(launch, both, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
     same_steps(run, run_launch(one, warm_programs, reference.command, env=THREADS))
     same_weights(both / "outputs", one / "outputs")

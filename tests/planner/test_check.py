@@ -25,6 +25,7 @@ from planner.tools import changed_fields, tool_of
 from planner.units import GIB
 from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
+from tests.whole import some
 
 MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
 assert MODEL is not None
@@ -190,7 +191,7 @@ def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
 def test_any_change_of_the_sweep_can_be_written_or_is_said_not_to(target: str) -> None:
     """Every in-place change of many emitted files, written and read back, gives exactly the changed setup."""
     written = 0
-    for planned in [one for one in setups() if one.num_gpus == 1][::6]:
+    for planned in some([one for one in setups() if one.num_gpus == 1], 12):
         launch = EXPORTERS[target](request(planned, model=MODEL))
         if launch.refused:
             continue
@@ -205,7 +206,7 @@ def test_any_change_of_the_sweep_can_be_written_or_is_said_not_to(target: str) -
                 wrong = changed_fields(canonical(back), canonical(one.setup))
                 assert not wrong, (planned, one.label, wrong)
                 written += 1
-    assert written > 40
+    assert written > 20
 
 
 def test_fix_keeps_windows_line_ends_and_empty_values() -> None:

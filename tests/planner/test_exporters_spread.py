@@ -59,14 +59,15 @@ def test_accelerates_launcher_takes_the_config_and_the_command(
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     monkeypatch.chdir(tmp_path)
-    accepted = 0
+    accepted, parser = 0, launch_command_parser()
     for setup, launch in launches(target, num_nodes):
         if not launch.command.startswith("accelerate"):
             continue
         for file in launch.files:
-            (tmp_path / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "launch" / file.path).write_text(file.text)
-        args = launch_command_parser().parse_args(words(launch.command)[2:])
+            if file.path.endswith((".yaml", ".json")):
+                (tmp_path / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / "launch" / file.path).write_text(file.text)
+        args = parser.parse_args(words(launch.command)[2:])
         args, defaults, _ = _validate_launch_command(args)
         assert defaults is not None
         assert int(args.num_processes) == (1 if setup.parallel == "device-map" else setup.num_gpus)
@@ -94,12 +95,12 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
 
     monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
     path = tmp_path / "accelerate.yaml"
-    accepted = 0
+    accepted, parser = 0, launch_command_parser()
     for setup, launch in launches("accelerate"):
         if setup.parallel != "fsdp2":
             continue
         path.write_text(launch.files[0].text)
-        args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+        args = parser.parse_args(["--config_file", str(path), "script.py"])
         args, _, _ = _validate_launch_command(args)
         with monkeypatch.context() as patch:
             for name, value in prepare_multi_gpu_env(args).items():
@@ -125,7 +126,7 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
 def test_torchrun_takes_every_command_that_names_it() -> None:
     from torch.distributed.run import config_from_args, get_args_parser
 
-    accepted = 0
+    accepted, parser = 0, get_args_parser()
     for num_nodes in (1, 2):
         for target in ("hf", "axolotl"):
             for setup, launch in launches(target, num_nodes):
@@ -138,7 +139,7 @@ def test_torchrun_takes_every_command_that_names_it() -> None:
                 flags = flags[1:] if flags[0] == "--" else flags
                 if target == "axolotl":
                     flags.append("script.py")
-                args = get_args_parser().parse_args(flags)
+                args = parser.parse_args(flags)
                 config, _, _ = config_from_args(args)
                 assert config.min_nodes == config.max_nodes == num_nodes
                 assert config.nproc_per_node * num_nodes == setup.num_gpus

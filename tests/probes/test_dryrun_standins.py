@@ -40,7 +40,7 @@ def figures() -> list[list[int]]:
 
 
 _SCRIPT = """
-import json, sys
+import json, os, sys
 from probes.dryrun import standins
 from probes.dryrun.startup import load_libraries
 
@@ -49,6 +49,7 @@ load_libraries()
 from tests.probes.test_dryrun_standins import figures
 
 found = {"cold": figures()}
+NEEDED
 
 from transformers import models
 from transformers.utils.import_utils import _LazyModule, define_import_structure
@@ -70,13 +71,27 @@ print(json.dumps(found))
 """
 
 
-def _child(script: str) -> "subprocess.CompletedProcess[str]":
-    users = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    return subprocess.run([sys.executable, "-c", script], env=users, capture_output=True, text=True, check=False)
+_FORK = """
+child = os.fork()
+if not child:
+    try:
+        exec({code!r})
+    except BaseException:
+        pass
+    finally:
+        os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == standins.EXIT_NEEDED, {what!r}
+"""
 
 
+@pytest.mark.processes
 def test_a_run_with_stand_ins_loads_none_of_them_and_finds_the_same() -> None:
-    done = _child(_SCRIPT)
+    """And a process in which the real module is needed ends, whatever a library would make of an exception."""
+    needed = "".join(_FORK.format(code="\n".join(code.split("; ")), what=what) for what, code in NEEDED.items())
+    users = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.replace("\nNEEDED\n", needed)], env=users, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["loaded"] == []
@@ -86,7 +101,7 @@ def test_a_run_with_stand_ins_loads_none_of_them_and_finds_the_same() -> None:
     assert found["called"] == 2
 
 
-_NEEDED = {
+NEEDED = {
     "a call": "from torch.distributed.tensor import DTensor; DTensor()",
     "a subclass": "from torch.distributed.tensor import DTensor; class Mine(DTensor): pass",
     "a part of a name": "from torch.distributed.tensor import DTensor; DTensor.from_local",
@@ -95,27 +110,6 @@ _NEEDED = {
     "a setting": "import torch._dynamo; torch._dynamo.config.cache_size_limit",
     "no plain number": "from torch.fx.experimental.symbolic_shapes import guard_int; guard_int('1')",
 }
-
-
-@pytest.mark.processes
-def test_a_process_in_which_the_real_module_is_needed_ends() -> None:
-    """Whatever a library would make of an exception."""
-    script = "import os, torch\nfrom probes.dryrun import standins\nstandins.stand_in()\n"
-    for what, needs in _NEEDED.items():
-        lines = [f"    {line}" for line in needs.split("; ")]
-        script += "\n".join(
-            [
-                "child = os.fork()",
-                "if not child:",
-                "  try:",
-                *lines,
-                "  except BaseException: pass",
-                "  finally: os._exit(0)",
-                f"assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == standins.EXIT_NEEDED, {what!r}\n",
-            ]
-        )
-    done = _child(script)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("torch", "given"), [("2.13.0+cpu", True), ("2.11.0", False), ("2.130.0", False)])

@@ -108,11 +108,14 @@ def test_micro_batches_hold_the_longest_of_the_epoch_and_the_same_seed_the_same(
     assert micro_batches([5], micro_batch_seqs=4, seq_len_tokens=2048, num=10, seed=0) == (8,)
 
 
-def test_estimate_says_it_beside_constant_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_says_it_beside_constant_lengths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.app.climb.OVER_MICRO_BATCHES", 24)
     words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "128", "--micro-batch", "2", "--lengths", "60:30"]
     assert run([*words, "--no-expandable-segments"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Over 128 shuffled micro-batches of" in said
+    assert "Over 24 shuffled micro-batches of" in said
     assert "all of them at 128:" in said
     assert run([*words, "--json=full"]) == 0
     told = json.loads(capsys.readouterr().out)["over_lengths"]

@@ -122,7 +122,7 @@ def test_a_picture_becomes_what_its_processor_makes_of_it(name: str, tmp_path: P
     config.save_pretrained(tmp_path)
     processor = processor_for(name, config, lambda tokens: stand_in_tokenizer(str(tmp_path), tokens))
     model = model_of(name, raw)
-    for width, height in ((1024, 1024), (500, 333), (300, 900), (40, 40)):
+    for width, height in ((700, 500), (300, 900), (40, 40)):
         picture = torch.zeros(3, height, width, dtype=torch.uint8).numpy()
         made = processor(images=[[picture]], text=[KINDS[config.model_type].picture], return_tensors="pt")
         tower = tower_of(model, Images(width=width, height=height))

@@ -29,6 +29,7 @@ from probes.dryrun.operators import OperatorLog  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.stack.launches import listening  # noqa: E402
 from probes.stack.linear_attention import chunk_gated_delta_rule  # noqa: E402
+from tests.whole import paired  # noqa: E402
 
 TIMED = [
     ("forward", 1, 32768, 2, 8, 0.902), ("forward", 4, 8192, 2, 8, 0.467), ("forward", 1, 8192, 16, 16, 0.334),
@@ -216,15 +217,14 @@ def test_the_path_is_the_setups() -> None:
     assert any("host-bound" in note for note in loop.notes)
 
 
-@pytest.mark.parametrize("path", ["torch", "fla"])
-def test_the_formula_follows_both(path: str) -> None:
+@pytest.mark.parametrize(("path", "checkpointing"), paired(["torch", "fla"], [0, 1], 1))
+def test_the_formula_follows_both(path: str, checkpointing: int) -> None:
     model, gpu = catalogue.load("qwen/qwen3.5-4b"), find_gpu("h100-sxm")
     assert model is not None
-    for checkpointing in (0, 1):
-        fields: dict[str, Any] = {"linear_attention": path, "checkpointing": checkpointing, "kernels": "liger"}
-        dry, formula = _dry(**fields), predict(model, gpu, TrainSetup(loss="chunked", **fields))
-        assert formula.peak_allocated_bytes == pytest.approx(dry.peak_allocated_bytes, rel=0.015)
-        assert formula.tokens_per_s == pytest.approx(dry.tokens_per_s, rel=0.1)
+    fields: dict[str, Any] = {"linear_attention": path, "checkpointing": checkpointing, "kernels": "liger"}
+    dry, formula = _dry(**fields), predict(model, gpu, TrainSetup(loss="chunked", **fields))
+    assert formula.peak_allocated_bytes == pytest.approx(dry.peak_allocated_bytes, rel=0.015)
+    assert formula.tokens_per_s == pytest.approx(dry.tokens_per_s, rel=0.1)
 
 
 def test_a_class_that_does_not_ask_for_the_package_is_refused() -> None:

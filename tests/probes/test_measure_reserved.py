@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ HOPPER = (9, 0)
 CONTEXT = 500 * MIB
 
 
+@cache
 def dry(depth: int) -> Prediction:
     config = truncated_config(load_config(CONFIG), depth).to_dict()
     found = report_for_config(config, HOPPER, FULL)

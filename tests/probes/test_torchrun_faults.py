@@ -113,6 +113,7 @@ def test_one_bad_rank_ends_the_job_under_its_right_name(
     assert words in outcome.message
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path, clock: Clock) -> None:
     """Nobody fails, nobody goes on: the runner's own limit ends the job."""
     folder = tmp_path / "pids"

@@ -11,23 +11,28 @@ import pytest
 from planner.cli.app import run
 from reports.brief_json import MAX_BYTES
 from reports.json_schema import answer_schema
+from reports.plan_json import plan_to_dict
+from tests.reports.factories import make_plan
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 ASKED = {
     "one card": ([LLAMA, "--gpu", "rtx-4090", "--no-dry-run"], 0),
-    "dry run": (["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-3060"], 0),
+    "dry run": (["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-3060", "--method", "lora", "--seq-len", "512"], 0),
     "several": ([LLAMA, "--gpu", "h100-sxm", "--gpus", "16", "--method", "full", "--no-dry-run"], 0),
     "nothing fits": ([LLAMA, "--gpu", "rtx-3060", "--method", "full", "--no-dry-run"], 1),
     "rollouts": (["Qwen/Qwen2.5-0.5B", "--gpu", "h100-sxm", "--objective", "grpo", "--no-dry-run"], 0),
     "experts": (["Qwen/Qwen3-30B-A3B", "--gpu", "h200", "--gpus", "8", "--no-dry-run"], 0),
     "adapter": ([LLAMA, "--gpu", "a100-80gb", "--adapter", "ia3", "--no-dry-run"], 0),
-    "data": ([LLAMA, "--gpu", "l40s", "--samples", "5000", "--seq-len", "1024", "--no-dry-run"], 0),
+    "data": (
+        ["gpt2", "--gpu", "l40s", "--method", "lora", "--samples", "5000", "--seq-len", "1024", "--no-dry-run"],
+        0,
+    ),
     "launch files": (["gpt2", "--gpu", "t4", "--no-dry-run"], 0),
     "estimate": (["estimate", LLAMA, "--gpu", "rtx-4090", "--gpus", "2", "--no-dry-run"], 0),
-    "estimate dry run": (["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "t4", "--lengths", "500:200"], 0),
+    "estimate dry run": (["estimate", "gpt2", "--gpu", "t4", "--lengths", "500:200"], 0),
     "check": (["check", "train.yaml", "--gpu", "rtx-4090", "--no-dry-run", "--fix"], 1),
     "folder": (["check", ".", "--gpu", "rtx-4090"], 1),
-    "which card": (["which-gpu", "gpt2", "--vendor", "AMD", "--samples", "5000"], 0),
+    "which card": (["which-gpu", "gpt2", "--vendor", "AMD", "--method", "lora", "--samples", "5000"], 0),
     "no card": (["which-gpu", LLAMA, "--vendor", "Intel", "--method", "full"], 1),
     "oom": (["oom", "log.txt"], 0),
     "oom alone": (["oom", "log.txt", "--config", "none.yaml"], 0),
@@ -75,6 +80,7 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
 ) -> None:
     words, code = ASKED[case]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("planner.app.climb.OVER_MICRO_BATCHES", 8)
     Path("train.yaml").write_text(json.dumps(CONFIG))
     Path("log.txt").write_text(LOG)
     written = ["--out", "plan"] if case in ("launch files", "nothing fits") else []
@@ -107,12 +113,8 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
         lambda one: one.update(schema_version=0),
     ],
 )
-def test_what_is_no_answer_is_refused(
-    harm: Any, validator: jsonschema.Draft202012Validator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, _ = ASKED["one card"]
-    assert run([*words, "--json=full"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_what_is_no_answer_is_refused(harm: Any, validator: jsonschema.Draft202012Validator) -> None:
+    document = json.loads(json.dumps(plan_to_dict(make_plan())))
     assert validator.is_valid(document)
     harm(document)
     assert not validator.is_valid(document)

@@ -116,9 +116,9 @@ def test_corrected_candidate_says_so() -> None:
 
 
 def test_learned_corrections_save_probes_on_another_model() -> None:
-    """Twelve machines: the search of the 8B model that knows the 1B model's probes needs no more probes in all."""
+    """Eight machines: the search of the 8B model that knows the 1B model's probes needs no more probes in all."""
     with_knowledge = without = 0
-    for seed in range(12):
+    for seed in range(8):
         first = search(problem("1b-24g"), SyntheticGpu.of(scenario("1b-24g"), seed), budget=Budget(max_probes=8))
         known = observations_of(first.candidates, gpu="test", model="1b", formula_version="1")
         gpu = SyntheticGpu.of(BY_NAME["8b-24g"], seed)

@@ -27,6 +27,7 @@ from search.stopping import Budget
 from search.storage import close_storage
 from search.study import MAX_RETRIES
 from search.trials import TrialRecord
+from tests.whole import WHOLE
 
 FEW = Budget(max_probes=6)
 
@@ -286,7 +287,9 @@ def test_contradictory_problems_are_refused() -> None:
 
 # Properties
 
-SLOW_OK = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SLOW_OK = settings(
+    max_examples=100 if WHOLE else 5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @SLOW_OK

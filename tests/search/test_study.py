@@ -1,6 +1,7 @@
 """The study: claims, exclusions, rescue, constraints; on memory, journal and SQLite alike."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,8 +52,20 @@ def study_in(target: str | Path | None, name: str = "plan") -> Study:
     return Study(problem(), storage, liveness, name)
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database: making its tables takes longer than a test."""
+    path = tmp_path_factory.mktemp("tables") / "study.db"
+    storage, liveness = open_storage(f"sqlite:///{path}")
+    liveness.close()
+    close_storage(storage)
+    return path
+
+
 @pytest.fixture(params=["memory", "journal", "sqlite"])
-def study(request: pytest.FixtureRequest, tmp_path: Path) -> Study:
+def study(request: pytest.FixtureRequest, tmp_path: Path, tables: Path) -> Study:
+    if request.param == "sqlite":
+        shutil.copy(tables, tmp_path / "study.db")
     targets = {"memory": None, "journal": tmp_path, "sqlite": f"sqlite:///{tmp_path}/study.db"}
     return study_in(targets[request.param])
 

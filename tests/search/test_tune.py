@@ -31,7 +31,12 @@ from search.trials import TrialRecord
 @cache
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
-    fixed = {"method": ("lora", "qlora"), "lora_rank": (16,)}
+    fixed = {
+        "method": ("lora", "qlora"),
+        "lora_rank": (16,),
+        "optimizer": ("adamw-fused",),
+        "lora_targets": ("all-linear",),
+    }
     asked = Wish(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
     wish = asked.workload(model, find_gpu("rtx-4090"))
     plan = plan_workload(wish)

@@ -137,6 +137,8 @@ if __name__ == "__main__":
     gc.disable()  # it would look through a million objects again and again: a fifth of the time
     for library in sys.argv[3:]:
         importlib.import_module(library)
+    # else torchrun asks `inspect.stack` twice for each of its records: through the files of all that is loaded here
+    sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = lambda depth=2: ""
     gc.freeze()
     gc.enable()
     given = serve(int(sys.argv[1]))

@@ -24,6 +24,7 @@ from planner.predict import device_peak_bytes, predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import known_of, wish
+from tests.whole import paired
 
 SMALL: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa",),
@@ -128,8 +129,7 @@ def test_a_prediction_is_the_worst_ranks() -> None:
     assert formula.memory_band_fraction > predict(workload.model, workload.gpu, TrainSetup()).memory_band_fraction
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("gpu", ["a100-80gb", "rtx-4090"])
+@pytest.mark.parametrize(("method", "gpu"), paired(["full", "lora", "qlora"], ["a100-80gb", "rtx-4090"], 1))
 def test_more_gpus_are_never_slower(method: str, gpu: str) -> None:
     """Up to the margin by which a simpler spread may be slower; global batch constant, so up to where it lasts."""
     speeds = []

@@ -80,13 +80,10 @@ def traced(every, trainer, rows, adapters, **settings):
 
 texts = [{"text": "a" * 300}] * 32
 lengths = [{"text": "a" * (20 + 7 * index)} for index in range(32)]
-pairs = [{"prompt": "a", "chosen": "b" * 99, "rejected": "c" * 99}] * 32
 prompts = [{"prompt": "a" * 9}] * 32
 for name, *case, settings in (
     ("LoRA", "SFTTrainer", texts, True, {"max_length": 128}),
-    ("full, packed", "SFTTrainer", texts, False, {"max_length": 128, "packing": True}),
     ("other shapes", "SFTTrainer", lengths, True, {"max_length": 512}),
-    ("DPO", "DPOTrainer", pairs, True, {"max_length": 128}),
     ("GRPO", "GRPOTrainer", prompts, True, {"num_generations": 2, "max_completion_length": 8}),
 ):
     print("CASE", json.dumps([name, *(traced(every, *case, **settings) for every in (True, False))]))
@@ -99,7 +96,7 @@ def test_micro_batches_that_repeat_need_not_be_run(tmp_path: Path, warm_programs
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     cases = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    assert [case[0] for case in cases] == ["LoRA", "full, packed", "other shapes", "DPO", "GRPO"]
+    assert [case[0] for case in cases] == ["LoRA", "other shapes", "GRPO"]
     for name, (every, none, _), (fewer, num_repeated, notes) in cases:
         assert (every, none, num_repeated) == (fewer, 0, 0 if name == "other shapes" else 2), name
         said = [note.partition(" micro-batches")[0] for note in notes if "repeat the one before" in note]
