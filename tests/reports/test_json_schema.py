@@ -17,7 +17,7 @@ from tests.reports.factories import make_plan
 LLAMA = "meta-llama/Llama-3.1-8B"
 ASKED = {
     "one card": ([LLAMA, "--gpu", "rtx-4090", "--no-dry-run"], 0),
-    "dry run": (["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-3060", "--method", "lora", "--seq-len", "512"], 0),
+    "dry run": (["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-3060", "--method", "lora"], 0),
     "several": ([LLAMA, "--gpu", "h100-sxm", "--gpus", "16", "--method", "full", "--no-dry-run"], 0),
     "nothing fits": ([LLAMA, "--gpu", "rtx-3060", "--method", "full", "--no-dry-run"], 1),
     "rollouts": (["Qwen/Qwen2.5-0.5B", "--gpu", "h100-sxm", "--objective", "grpo", "--no-dry-run"], 0),
