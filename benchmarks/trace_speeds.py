@@ -4,9 +4,9 @@
 
 Programs: the plain loops of benchmarks/trace_published.py (can-i-finetune-this's, RTX 4080 on Windows; tokens/s in
 planner/data/measured_published.jsonl), and the launch files that this project wrote for its own runs on an H200 and an
-H100, run by TRL (planner/data/measured_own.jsonl). Each is traced at full depth, two optimizer steps. What a tool's
-file cannot say of a run's setup leaves the run out. A second call goes on where the first one ended
-(benchmarks/data/trace_speeds.json); `--write` writes docs/accuracy/trace-speeds.md.
+H100, run by TRL (planner/data/measured_own.jsonl). Each is traced at full depth, two optimizer steps, in a process of
+its own: Liger's patches stay in one. What a tool's file cannot say of a run's setup leaves the run out. A second call
+goes on where the first one ended (benchmarks/data/trace_speeds.json); `--write` writes docs/accuracy/trace-speeds.md.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,26 @@ def programs() -> Iterator[tuple[str, str, float, Callable[[], TraceResult]]]:
     yield from loops()
     for row in own_rows():
         if row.gpu is not None and row.tokens_per_s is not None and row.setup is not None and not row.unmapped:
-            yield f"TRL, {row.config_id}", row.gpu, row.tokens_per_s, lambda row=row: launched(row)
+            yield f"TRL, {row.id}", row.gpu, row.tokens_per_s, lambda row=row: launched(row)
+
+
+def _row(gpu: str, measured: float, trace: Callable[[], TraceResult]) -> dict[str, Any]:
+    began = time.process_time()
+    try:
+        found = trace()
+    except NotImplementedError as error:
+        return {"not_run": str(error)}
+    speed = traced_speed(found.program, find_gpu(gpu)) if found.program else None
+    if speed is None or speed.tokens_per_s is None:
+        return {"not_run": "the trace says no speed of it"}
+    return {
+        "gpu": gpu,
+        "measured": measured,
+        "traced": round(speed.tokens_per_s, 1),
+        "error": round(speed.tokens_per_s / measured - 1, 4),
+        "band": round(speed.band_fraction, 3),
+        "cpu_s": round(time.process_time() - began, 1),
+    }
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -120,23 +140,16 @@ def main() -> None:
     for name, gpu, measured, trace in programs():
         if arguments.only not in name or name in rows:
             continue
-        began = time.process_time()
+        taking, giving = Pipe(duplex=False)
+        if not os.fork():
+            giving.send(_row(gpu, measured, trace))
+            os._exit(0)
+        giving.close()
         try:
-            found = trace()
-            speed = traced_speed(found.program, find_gpu(gpu)) if found.program else None
-            if speed is None or speed.tokens_per_s is None:
-                raise NotImplementedError("the trace says no speed of it")
-        except NotImplementedError as error:
-            rows[name] = {"not_run": str(error)}
-        else:
-            rows[name] = {
-                "gpu": gpu,
-                "measured": measured,
-                "traced": round(speed.tokens_per_s, 1),
-                "error": round(speed.tokens_per_s / measured - 1, 4),
-                "band": round(speed.band_fraction, 3),
-                "cpu_s": round(time.process_time() - began, 1),
-            }
+            rows[name] = taking.recv()
+        except EOFError:
+            rows[name] = {"not_run": "its trace ended with an error"}
+        os.wait()
         print(name, rows[name], flush=True)
         OUT.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.write:

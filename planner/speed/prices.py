@@ -455,8 +455,12 @@ ROWS: dict[str, Row] = {
     "unsloth.cross_entropy_backward": _moved(0.6, "loss"),
     "triton._rms_norm_backward_kernel": _norm_backward,
     "triton._block_rms_norm_backward_kernel": _norm_backward,
+    # a launch names its tensors, not which of them it writes: these write theirs where they read them
+    "triton._triton_rope": _moved(0.95 / 2),
+    "triton._swiglu_backward_kernel": _moved(3 / 5),
+    "triton._geglu_tanh_backward_kernel": _moved(3 / 5),
     "triton._forward_kernel": _moved(0.44, "loss"),
-    "triton._backward_kernel": _moved(0.95, "loss"),
+    "triton._backward_kernel": _moved(0.95 / 2, "loss"),
 }
 """By operator without its overload."""
 

@@ -3,14 +3,20 @@
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from planner.choices.spreads import PARALLELS
 from planner.decision import policy, remedies
 from planner.decision.node import Node
-from planner.decision.tree import METHOD_BAND, choose_node, data_needs_full, data_too_small_for_full
+from planner.decision.tree import (
+    METHOD_BAND,
+    _micro_batch_answer,
+    choose_node,
+    data_needs_full,
+    data_too_small_for_full,
+)
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.targets import num_lora_params
@@ -177,3 +183,35 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
     nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
     (found,) = remedies._offloaded(workload("rtx-4090"), nearest)
     assert found.action.startswith("--offload optimizer: ")
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({}, True),
+        ({"precision": "bf16-pure"}, False),
+        ({"optimizer": "adamw-8bit"}, False),
+        ({"kernels": "liger"}, True),
+    ],
+)
+def test_the_simpler_is_preferred_among_what_loses_the_same(other: dict[str, Any], same: bool) -> None:
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed")
+    assert policy.equals(setup, setup.with_(**other)) is same
+
+
+def test_a_roomier_card_saves_what_it_has_more() -> None:
+    asked = workload("t4")
+    (remedy,) = remedies._roomier_gpu(asked, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
+    larger = find_gpu(remedy.action.removeprefix("--gpu "))
+    assert remedy.saves_bytes == larger.memory_bytes - asked.memory_bytes > 0
+
+
+@pytest.mark.parametrize(("steps", "larger", "words"), [
+    (1, False, "fits in one forward"), (1, True, "fits in one forward"), (2, True, "larger micro-batches fit"),
+    (2, False, "the fastest that fits"),
+])  # fmt: skip
+def test_why_the_global_batch_is_cut_so(steps: int, larger: bool, words: str) -> None:
+    family = SimpleNamespace(data_degree=1)
+    best = SimpleNamespace(family=family, accumulation_steps=steps, micro_batch_seqs=4, peak_device_bytes=1)
+    more = [SimpleNamespace(family=family, micro_batch_seqs=8)] * larger
+    assert words in _micro_batch_answer(cast(Any, best), workload(), cast(Any, more)).reason

@@ -20,12 +20,12 @@ from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.speed import step_program
+from planner.speed import speed_profile, step_program
 from planner.speed.host import FOREACH_TENSOR_S, HOOK_S, TENSOR_S, TRITON_S, VIEW_IN_ENGINE_S, VIEW_S, issued_s
 from planner.speed.operators import ISSUERS, Layout, Operator
 from planner.speed.prices import THIN, matrix_s, moved_s
 from planner.speed.rates import card_rates
-from planner.speed.sized import Sized, Tiles
+from planner.speed.sized import ScaledSpeed, Sized, Tiles
 from planner.speed.step_program import (
     ONCE,
     TILES,
@@ -98,6 +98,23 @@ def test_a_dimension_that_repeats_is_read_once() -> None:
     layout = Layout((8, 16), (0, 1), "bfloat16")
     assert (layout.numel, layout.size_bytes) == (128, 32)
     assert Layout((1, 16), (0, 1), "bfloat16").size_bytes == 32
+
+
+def test_an_element_has_the_bytes_of_its_type() -> None:
+    types = {"bool": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
+    assert {name: Layout((1,), (1,), name).item_bytes for name in types} == types
+
+
+def test_utilization_falls_as_a_step_grows() -> None:
+    """A step's products are the same whatever its time; adapters on attention alone have no program of their own."""
+    shipped = catalogue.load("Qwen/Qwen3-8B")
+    assert shipped is not None
+    setup = TrainSetup(micro_batch_seqs=4, accumulation_steps=2, checkpointing=1, lora_targets="attention")
+    speed = speed_profile(shipped, find_gpu("h100-sxm"), setup)
+    assert isinstance(speed, ScaledSpeed)
+    scaled, own = speed.step_time(setup), speed._own.step_time(setup)
+    assert scaled.step_time_s != own.step_time_s
+    assert scaled.mfu_fraction * scaled.step_time_s == pytest.approx(own.mfu_fraction * own.step_time_s)
 
 
 def programs(shape: SizedLayout) -> ModelPrograms:
