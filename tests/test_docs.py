@@ -266,8 +266,10 @@ def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
         assert not re.search(r"python3? benchmarks/\w+\.py", text), file
 
 
-def test_every_test_that_a_page_names_exists() -> None:
+def test_every_test_that_a_page_or_the_mutation_tool_names_exists() -> None:
     """A page names the test that holds a promise; `::name` alone is one of the file named before it."""
+    for path, name in re.findall(r'"(tests/[\w/]+\.py)(?:::(\w+))?"', (ROOT / "tools" / "mutation.py").read_text()):
+        assert f"\ndef {name}(" in f"{(ROOT / path).read_text()}\ndef (", f"{path}::{name}"
     named = 0
     for page in PAGES:
         file = ""

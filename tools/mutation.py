@@ -163,8 +163,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         ("probes/dryrun/splice.py", "probes/dryrun/tracker.py", "probes/dryrun/workspaces.py"),
         (
             "tests/probes/test_dryrun_on_record.py",
-            "tests/probes/test_dryrun_depth.py::test_copies_follow_one_another_as_layers_do",
-            "tests/probes/test_dryrun_depth.py::test_a_block_that_is_told_for_many_layers_is_changed_for_none",
+            "tests/probes/test_dryrun_depth.py::test_every_event_is_that_of_the_full_depth",
+            "tests/probes/test_dryrun_depth.py::test_fewest_layers_of_patterns",
+            "tests/probes/test_dryrun_depth.py::test_period_of_patterns",
             "tests/probes/test_dryrun_kernels.py",
         ),
         20,
