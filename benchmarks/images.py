@@ -19,7 +19,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.adapters import model_types, spec_from_config
+from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.towers import image_tokens, with_eyes
@@ -46,7 +46,7 @@ def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     for owner in ("google", "Qwen"):
         if found := catalogue.load(f"{owner}/{name}"):
             return with_eyes(found)
-    if config["model_type"] in model_types():
+    if has_adapter(config["model_type"]):
         return with_eyes(spec_from_config(config, model_id=name, source="benchmarks"))
     return with_eyes(spec_of_tree(config, model_id=name, source="benchmarks"))
 

@@ -56,6 +56,6 @@ def _modules(linear: LinearSpec, model_type: str) -> Iterator[LinearSpec]:
         for leaf, role in halves:
             yield replace(linear, name=f"{block}.experts.{leaf}", role=role, out_features=width, module="linear")
     elif linear.role == "router" and linear.name in ("mlp.gate", "mlp.router") and model_type not in _BARE_ROUTERS:
-        yield replace(linear, name=f"{block}.gate", module="linear")
+        yield replace(linear, name=f"{block}.gate", module="linear", refused=False)
     else:
         yield linear

@@ -1,16 +1,21 @@
 """A `ModelSpec` for an architecture that no adapter knows: read off the module tree that transformers builds.
 
-torch is no part of this package, so another process reads the tree (`probes.module_tree`): the one that loads the dry
-run's libraries where there is one (`read_with`), else a child of its own, which answers in JSON. The answer is kept in
-the user's cache: the next plan of the same configuration asks nobody.
+Those of the catalogue ship (`python -m tools.build_trees`). torch is no part of this package, so another process reads
+any other (`probes.module_tree`): the one that loads the dry run's libraries where there is one (`read_with`), else a
+child of its own, which answers in JSON. The answer is kept in the user's cache: the next plan of the same configuration
+asks nobody.
 """
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +35,15 @@ LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
 VERSION = 8
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
-
+SHIPPED = Path(__file__).parent.parent / "data" / "module_trees.jsonl.gz"
+"""A line for each model of the catalogue whose type has no adapter: the digest of its configuration, its spec."""
+_OF_NO_TREE = frozenset(
+    {
+        *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
+        *("initializer_range", "transformers_version", "quantization_config"),
+    }
+)
+"""Keys of a configuration that decide no module's shape: a fine-tune's are often other than its base's."""
 
 Reader = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """From a configuration to `probes.module_tree`'s answer; None where it has none."""
@@ -51,12 +64,43 @@ class NoTree(Exception):
 
 
 def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
-    """The inventory of a configuration of any decoder that the installed transformers builds; the first time some
-    five seconds, then from the cache.
+    """The inventory of a configuration: as it ships, or of any decoder that the installed transformers builds; the
+    first time some five seconds, then from the cache. `from_tree` where no shipped tree is of its type, so that nothing
+    of that type was compared with dry runs.
 
     Raises:
         NoTree: libraries are missing, transformers does not know the type, or its tree is no decoder of a known form.
     """
+    spec = _shipped_tree(config) or _read_tree(config, model_type)
+    return replace(spec, from_tree=model_type.removesuffix("_text") not in shipped_types())
+
+
+def tree_digest(config: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that stand for what a configuration makes of a module tree."""
+    kept = {name: value for name, value in config.items() if name not in _OF_NO_TREE and not name.startswith("_")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@cache
+def _shipped() -> bytes:
+    return gzip.decompress(SHIPPED.read_bytes())
+
+
+@cache
+def shipped_types() -> frozenset[str]:
+    """The `model_type`s of shipped trees."""
+    return frozenset(one.decode() for one in re.findall(rb'"model_type":"([^"]+)"', _shipped()))
+
+
+def _shipped_tree(config: Mapping[str, Any]) -> ModelSpec | None:
+    """The tree that ships for a configuration, None where none does."""
+    text = _shipped()
+    at = text.find(f'{{"digest":"{tree_digest(config)}",'.encode())
+    return decode(ModelSpec, json.loads(text[at : text.index(b"\n", at)])["spec"], SHIPPED.name) if at >= 0 else None
+
+
+def _read_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
+    """The tree from the user's cache, or read off what transformers builds."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise NoTree(

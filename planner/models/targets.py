@@ -25,23 +25,11 @@ _NO_LIST = ("outer", "idle-part", "embedder")
 CLIPPED = ".linear"
 """Gemma 4's towers wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""
 
-_QWEN_NAMES = {"gate": "router", "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
-_MIXTRAL_NAMES = {"gate": "router", "w1": "gate_up", "w3": "gate_up", "w2": "down"}
-_CONVERTED: dict[str, dict[str, str]] = {
-    "mixtral": _MIXTRAL_NAMES,
-    **dict.fromkeys(("qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"), _QWEN_NAMES),
-}
-"""Per model type, which old module name stands for which stacked parameter.
-
-Source: peft 0.21.2 utils/transformers_weight_conversion.py with transformers 5.23 conversion_mapping.py. qwen2_moe,
-qwen3_5_moe, phimoe, llama4 and gpt_oss have no such mapping: their experts stay untouched.
-"""
-
 
 def _converted(model: ModelSpec) -> dict[str, str]:
     """Old module names -> stacked parameters, where the model has stacks."""
     stacked = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
-    return (dict(model.moved_targets) or _CONVERTED.get(model.model_type, {})) if stacked else {}
+    return dict(model.moved_targets) if stacked else {}
 
 
 def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:

@@ -51,10 +51,10 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         raise ValueError("encoder-decoders need an adapter of their own")
     text = config.get_text_config()
     layers, path = _stack(model)
-    rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules())
+    rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules()) or _first(text, "rotary_dim")
     head, table = _ends(model)
     hidden = int(_first(text, "hidden_size") or table.embedding_dim)
-    kinds, order, unseen = _kinds(config.model_type, layers, text, path, hidden, rotary)
+    kinds, order, unseen = _kinds(config.model_type, layers, text, path, hidden, bool(rotary))
     inside = {id(one) for layer in layers for one in layer.parameters()}
     inside |= {id(one) for one in head.parameters(recurse=False)}
     refused = unadaptable_modules(model)
@@ -158,7 +158,9 @@ def _lacking(model: Any, head: nn.Module, hidden: int) -> Iterator[str]:
     around = model.get_submodule(path.rpartition(".")[0])
     own = {id(one) for one in head.parameters()}
     within = around is not model and any(id(one) not in own for one in around.parameters())
-    if within or head.in_features != hidden:
+    inner = (one for one in model.base_model.modules() if isinstance(one, nn.Linear))
+    projected = any((one.in_features, one.out_features) == (hidden, head.in_features) for one in inner)  # OPT's last
+    if within or (head.in_features != hidden and not projected):
         yield "bare-head"
     if type(model.config).is_encoder_decoder and not model.config.is_encoder_decoder:
         yield "encoder"
@@ -172,10 +174,9 @@ def _moved_targets(model_type: str) -> tuple[tuple[str, str], ...]:
     Source: peft 0.21 `utils/transformers_weight_conversion.py` _convert_peft_config_moe.
     """
     import peft.utils.transformers_weight_conversion as conversion
-    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
     roles = {"gate.weight": "router", "gate_up_proj": "gate_up", "down_proj": "down"}
-    names = conversion._MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
+    names = conversion._MOE_TARGET_MODULE_MAPPING.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
     return tuple((name, roles[of]) for name, of in names.items())
 
 
@@ -245,9 +246,8 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rota
     modules = dict(layer.named_modules())
     linears = list(_linears(modules, hidden, text, held))
     attention = _attention(linears, modules, index, text, rotary, hidden)
-    norms = tuple(
-        _norm(name, one, _rows(name, one, attention, hidden), held) for name, one in modules.items() if _is_norm(one)
-    )
+    own_first = sorted((name for name, one in modules.items() if _is_norm(one)), key=lambda name: "." in name)
+    norms = tuple(_norm(name, modules[name], _rows(name, modules[name], attention, hidden), held) for name in own_first)
     counted = sum(one.num_weights + one.num_bias for one in linears) + sum(one.num_params for one in norms)
     holders = {one: one.name.rpartition(".")[0].rpartition(".")[2] for one in norms}  # of a norm, the module around it
     whole = [one for one, holder in holders.items() if one.size == hidden and not _ATTENTION.search(holder)]
@@ -341,7 +341,8 @@ def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: 
         for role, pattern in _ROLES:
             if re.fullmatch(pattern, one.leaf):
                 return role
-        return "mixer"
+        heads = _count(modules[place], "num_v_heads") if place else None
+        return "other" if heads and one.out_features <= 2 * heads else "mixer"  # gates, a number or two a head
     if one.in_features == hidden and one.out_features != hidden:
         if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "wi", "Wi"):
             return "gate_up"
@@ -371,7 +372,7 @@ def _attention(
         return AttentionSpec(
             kind="linear",
             num_heads=heads,
-            num_kv_heads=heads,
+            num_kv_heads=_count(module, "num_k_heads") or heads,
             head_dim=dim,
             value_head_dim=max(1, out // heads),
             rotary=False,
@@ -380,7 +381,7 @@ def _attention(
     if rotated:
         rotary = rotary and bool(rotated[index])
     factor = (_first(text, "rope_parameters") or {}).get("partial_rotary_factor", 1.0)
-    if rotated_dim := _count(module, "qk_rope_head_dim"):
+    if rotated_dim := _count(module, "qk_rope_head_dim", "rotary_dim"):
         factor = rotated_dim / dim
     return AttentionSpec(
         num_heads=heads,
@@ -417,14 +418,18 @@ def _count(holder: Any, *names: str) -> int | None:
 
 def _window(module: nn.Module, index: int, text: Any) -> int | None:
     """Tokens that a layer sees, None for all."""
-    types = _first(text, "layer_types")
-    slides = types[index] in ("sliding_attention", "chunked_attention") if types else True
-    window = _first(module, "sliding_window", "window_size") or _first(text, "sliding_window", "attention_chunk_size")
+    types = _first(text, "layer_types", "attention_layers")
+    slides = types[index] in ("sliding_attention", "chunked_attention", "local") if types else True
+    window = _first(module, "sliding_window", "window_size") or _first(
+        text, "sliding_window", "attention_chunk_size", "window_size"
+    )
     return window if _first(text, "use_sliding_window") is not False and slides and isinstance(window, int) else None
 
 
 def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
-    activation = str(_first(text, "hidden_activation", "hidden_act", "activation_function", "activation") or "gelu")
+    named = _first(text, "hidden_activation", "hidden_act", "activation_function", "activation")
+    of_classes = (_snake(one) for one in modules.values() if type(one).__name__.endswith("Gelu"))
+    activation = str(named or next(of_classes, "gelu"))
     stacks = [one for one in linears if one.module == "parameter"]
     dense = {one.role: one for one in linears if one.module != "parameter"}
     if stacks:
@@ -447,6 +452,11 @@ def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any)
     fused = "up" in dense and dense["up"].out_features == 2 * dense["down"].in_features
     kind = "gated" if fused or {"gate", "gate_up"} & dense.keys() else "plain"
     return MlpSpec(kind=kind, intermediate_size=dense["down"].in_features, activation=activation)  # type: ignore[arg-type]
+
+
+def _snake(module: nn.Module) -> str:
+    """A class's name as configurations write activations: BloomGelu is bloom_gelu."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(module).__name__).lower()
 
 
 def _is_norm(module: nn.Module) -> bool:

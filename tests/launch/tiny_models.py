@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.exporters import DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
-from planner.models import catalogue
+from planner.models import catalogue, module_tree
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -125,7 +125,10 @@ def _layers(text: dict[str, Any]) -> None:
 
 @cache
 def tiny_spec(model_type: str) -> ModelSpec:
-    """The planner's inventory of the tiny model."""
+    """The planner's inventory of the tiny model; a tree is read in this process, which has torch."""
+    from probes.module_tree import answer
+
+    module_tree.read_with(answer)
     return spec_from_config(tiny_config(TYPES[model_type]), model_id=f"./{model_type}", source="test")
 
 

@@ -20,7 +20,6 @@ from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
 from planner.memory.weights import int8_bytes as int8_weight_bytes
 from planner.memory.weights import nf4_bytes
-from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.predict import predict
@@ -359,28 +358,26 @@ def test_eager_attention_moves_its_scores(
 
 def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
     """GPT-2 as transformers builds it, beside the same with one kernel and no dropout: 12 layers, 25 dropouts."""
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    }
+    model = load("gpt2")
+    assert model is not None
+    (layer,) = model.layer_kinds
+    assert layer.mlp is not None
     flow = flow_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
     composed, plain, dropless = (
         layer_traffic(
-            inventory(spec_from_config(config | more, model_id="gpt2", source="here")),
+            inventory(
+                replace(
+                    model,
+                    layer_kinds=(replace(layer, mlp=replace(layer.mlp, activation=activation)),),
+                    config={**model.config, "resid_pdrop": dropout},
+                )
+            ),
             flow,
             CURRENT,
             trained=True,
             mixer=Mixer(),
         )
-        for more in (
-            {"activation_function": "gelu_new"},
-            {"activation_function": "gelu_pytorch_tanh"},
-            {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0},
-        )
+        for activation, dropout in (("gelu_new", 0.1), ("gelu_pytorch_tanh", 0.1), ("gelu_pytorch_tanh", 0.0))
     )
     inner, hidden = 12 * 4 * 768, 25 * 768
     assert composed.forward_bytes - plain.forward_bytes == 16 * 2 * inner

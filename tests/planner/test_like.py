@@ -34,7 +34,7 @@ def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(config: Any, model_type: str) -> ModelSpec:
         raise NoTree("transformers does not know it")
 
-    monkeypatch.setattr("planner.models.module_tree.spec_from_tree", unknown)
+    monkeypatch.setattr("planner.models.module_tree._read_tree", unknown)
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from planner.evidence.bands import (
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
 from planner.predict import predict
 from planner.setup import TrainSetup
 
@@ -55,13 +54,11 @@ def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
 def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:
     """Every expert sees every token, under either name of the type: without checkpointing the formula of llama4_text
     was 48 % below its dry run (benchmarks/any_model.py, November 2026), now 0.4 %."""
-    text = {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 16, "hidden_size": 1024,
-            "intermediate_size": 2048, "intermediate_size_mlp": 4096, "num_attention_heads": 8, "vocab_size": 32000,
-            "num_key_value_heads": 8, "head_dim": 128, "interleave_moe_layer_step": 1}  # fmt: skip
+    model = catalogue.load("meta-llama/llama-4-scout-17b-16e")
+    assert model is not None
     setup, gpu = TrainSetup(seq_len_tokens=512, micro_batch_seqs=4), find_gpu("h100-sxm")
     peaks = [
-        predict(spec_from_config(config, model_id="m", source="s"), gpu, setup).peak_allocated_bytes
-        for config in (text, {"model_type": "llama4", "text_config": text})
+        predict(replace(model, model_type=name), gpu, setup).peak_allocated_bytes for name in ("llama4", "llama4_text")
     ]
     assert peaks[0] == peaks[1]
 

@@ -1,5 +1,6 @@
 """The inventory of `ModelSpec` against the module tree that transformers builds on meta, module by module."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,50 +19,18 @@ transformers = pytest.importorskip("transformers")
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("HuggingFaceTB/SmolLM2-135M", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     ("HuggingFaceTB/SmolLM2-135M", {"num_key_value_heads": None, "tie_word_embeddings": False}),
-    ("HuggingFaceTB/SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512, "attention_bias": True}),
-    ("HuggingFaceTB/SmolLM3-3B", {"no_rope_layers": [1, 0] * 18, "use_sliding_window": True, "sliding_window": 512}),
     ("Qwen/Qwen2.5-0.5B", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 5}),
     ("Qwen/Qwen3-0.6B", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 64}),
-    ("Qwen/Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [0, 3], "decoder_sparse_step": 2, "qkv_bias": False}),
-    ("Qwen/Qwen1.5-MoE-A2.7B", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}),
-    ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True}),
-    ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"mlp_only_layers": [1, 7], "attention_bias": True}),
-    ("CohereLabs/aya-23-8B", {"use_qk_norm": True, "attention_bias": True}),
-    ("stabilityai/stablelm-2-1_6b", {"use_parallel_residual": True, "tie_word_embeddings": True}),
-    ("microsoft/phi-1_5", {"qk_layernorm": True}),
-    ("microsoft/Phi-3.5-MoE-instruct", {"attention_bias": False, "lm_head_bias": False, "sliding_window": 2048}),
     ("microsoft/Phi-3-mini-4k-instruct", {"sliding_window": None, "tie_word_embeddings": True}),
     ("mistralai/Mistral-7B-v0.1", {"sliding_window": None, "head_dim": 64}),
-    ("mistralai/Mixtral-8x7B-v0.1", {"sliding_window": 128, "num_local_experts": 4}),
-    ("allenai/OLMoE-1B-7B-0924", {"attention_bias": True, "num_key_value_heads": 4}),
-    ("allenai/OLMo-1B-hf", {"attention_bias": True}),
-    ("allenai/OLMo-2-1124-7B", {"num_key_value_heads": 8, "attention_bias": True}),
-    ("zai-org/GLM-4.5-Air", {"use_qk_norm": True, "attention_bias": False, "num_hidden_layers": 3}),
-    ("zai-org/GLM-4.5-Air", {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_hidden_layers": 2}),
-    ("zai-org/glm-4-9b-chat-hf", {"attention_bias": False, "partial_rotary_factor": 0.25}),
     ("microsoft/Phi-3-mini-4k-instruct", {"partial_rotary_factor": 0.5}),
-    ("deepseek-ai/DeepSeek-V2-Lite", {"q_lora_rank": 512, "attention_bias": True, "num_hidden_layers": 3}),
-    ("deepseek-ai/DeepSeek-V3", {"q_lora_rank": None, "attention_bias": True, "num_hidden_layers": 4}),
-    ("EleutherAI/pythia-70m", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
-    ("EleutherAI/gpt-neo-125m", {"attention_types": [[["global", "global", "local"], 4]], "intermediate_size": 999}),
-    ("EleutherAI/gpt-j-6b", {"n_inner": 1000}),
-    ("openai-community/gpt2", {"n_inner": 1000, "tie_word_embeddings": False}),
-    ("facebook/opt-125m", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
-    ("facebook/opt-125m", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
-    ("tiiuae/falcon-7b", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
-    ("tiiuae/falcon-7b", {"num_ln_in_parallel_attn": 2, "ffn_hidden_size": 1000}),
-    ("tiiuae/falcon-40b", {"num_ln_in_parallel_attn": 1, "num_kv_heads": 16}),
     ("google/gemma-2-2b", {"layer_types": ["full_attention"] * 26, "final_logit_softcapping": None}),
     ("google/gemma-3-1b-it", {"sliding_window_pattern": 2, "attention_bias": True}),
     ("google-t5/t5-small", {"num_decoder_layers": 3, "d_kv": 32, "relative_attention_num_buckets": 16}),
-    ("openai/gpt-oss-20b", {"attention_bias": False, "sliding_window": 64}),
-    ("meta-llama/Llama-4-Scout-17B-16E", {"text_config": {"interleave_moe_layer_step": 2, "num_hidden_layers": 6}}),
     ("google/gemma-3-4b-it", {"vision_config": {"model_type": "siglip_vision_model"}}),
     ("google/gemma-4-E2B-it", {"audio_config": None, "vision_config": None}),
     ("google/gemma-4-E2B-it", {"audio_config": {"model_type": "gemma4_audio", "subsampling_conv_channels": [64, 16]}}),
     ("google/gemma-4-E2B-it", {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}),
-    ("Qwen/Qwen3.5-0.8B", {"text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}}),
-    ("Qwen/Qwen3.5-35B-A3B", {"text_config": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4}}),
 ]
 
 FIRST = {entry.model_type: entry for entry in reversed(catalogue.entries())}
@@ -125,7 +94,8 @@ def _check_norms(model: "torch.nn.Module", prefix: str, norms: tuple[NormSpec, .
         if one.name != "router.norm":
             module = model.get_submodule(prefix + one.name)
             assert "Norm" in type(module).__name__, prefix + one.name
-            assert ("RMS" in type(module).__name__ or type(module).__name__ == "T5LayerNorm") == (one.kind == "rms")
+            rms = re.search("RMS|T5LayerNorm|L2Norm", type(module).__name__) is not None
+            assert rms == (one.kind == "rms")
         for key, present in (("weight", one.weight), ("bias", one.bias)):
             full = f"{prefix}{one.name}.{key}"
             if present:

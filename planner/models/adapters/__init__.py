@@ -15,21 +15,6 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
 
 _BUILDERS = {
-    "moe:mixtral": ("mixtral", "phimoe"),
-    "moe:qwen_moe": ("qwen2_moe", "qwen3_moe"),
-    "moe:olmoe": ("olmoe",),
-    "moe:gpt_oss": ("gpt_oss",),
-    "moe:glm4_moe": ("glm4_moe",),
-    "moe:llama4": ("llama4", "llama4_text"),
-    "deepseek:build": ("deepseek_v2", "deepseek_v3"),
-    "hybrid:build": ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    "classic:gpt2": ("gpt2",),
-    "classic:gptj": ("gptj",),
-    "classic:gpt_neo": ("gpt_neo",),
-    "classic:gpt_neox": ("gpt_neox",),
-    "classic:bloom": ("bloom",),
-    "classic:opt": ("opt",),
-    "classic:falcon": ("falcon",),
     "gemma:build": ("gemma3",),
     "gemma3n:build": ("gemma3n", "gemma3n_text"),
     "gemma4:build": ("gemma4", "gemma4_text"),
@@ -85,10 +70,16 @@ def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) ->
 
 
 def model_types() -> tuple[str, ...]:
-    """Every `model_type` that an adapter knows."""
+    """Every `model_type` that an adapter knows, or that ships module trees."""
     from planner.models.adapters.llama_like import FAMILIES
+    from planner.models.module_tree import shipped_types
 
-    return tuple(sorted((*FAMILIES, *_OTHERS)))
+    return tuple(sorted((*FAMILIES, *_OTHERS, *shipped_types())))
+
+
+def has_adapter(model_type: str) -> bool:
+    """Whether an adapter reads configurations of this type."""
+    return _adapter(model_type) is not None
 
 
 def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:

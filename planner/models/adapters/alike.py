@@ -12,8 +12,8 @@ from planner.errors import UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.llama_like import build as llama
 from planner.models.adapters.llama_like import layer_kind
-from planner.models.adapters.moe import Mixture
-from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 KINDS = ("llama", "mixture")
 SOFT_CAPPED = ("eager", "flash-attention-2")
@@ -107,13 +107,18 @@ def build(fields: Fields, like: str) -> ModelSpec:
 
 
 def _mixture(fields: Fields) -> ModelSpec:
-    """Softmax attention and routed experts in every layer but the first dense ones and those between."""
-    base = Mixture(fields)
+    """Softmax attention and routed experts in every layer but the first dense ones and those between; most routers hold
+    a bare weight."""
+    base = Decoder(fields)
+    activation = fields.text("hidden_act", default="silu")
     own_width = fields.raw.get("moe_intermediate_size") is not None
-    experts = base.experts("num_experts", inner="moe_intermediate_size" if own_width else "intermediate_size")
+    num, active = fields.count("num_experts", kind="expert"), fields.count("num_experts_per_tok", kind="expert")
+    inner = fields.count("moe_intermediate_size" if own_width else "intermediate_size", kind="intermediate")
+    if active > num:
+        raise fields.wrong(f"num_experts_per_tok {active} must not exceed num_experts {num}")
     shared = fields.optional_count("shared_expert_intermediate_size", kind="intermediate", at_least=0)
     if shared is None:
-        shared = experts.inner * fields.count("n_shared_experts", kind="expert", default=0, at_least=0)
+        shared = inner * fields.count("n_shared_experts", kind="expert", default=0, at_least=0)
     num_dense = fields.count("first_k_dense_replace", kind="layers", default=0, at_least=0)
     period = fields.count("moe_layer_freq", kind="layers", default=1)
     named_dense = fields.indices("mlp_only_layers")
@@ -123,8 +128,24 @@ def _mixture(fields: Fields) -> ModelSpec:
         return index >= num_dense and (index - num_dense + 1) % period == 0 and index not in named_dense
 
     def layer(sparse: bool) -> LayerSpec:
-        dense = 0 if sparse else fields.count("intermediate_size", kind="intermediate")
-        linears, mlp = base.routed(experts, shared=shared) if sparse else base.dense(dense)
+        linears: tuple[LinearSpec, ...]
+        if sparse:
+            linears = (
+                linear("mlp.gate", "router", base.hidden, num, False, "parameter"),
+                *expert_stack(base.hidden, Experts(num, active, inner)),
+                *(gated_mlp(base.hidden, shared, prefix="mlp.shared_experts") if shared else ()),
+            )
+            mlp = MlpSpec(
+                kind="moe",
+                intermediate_size=inner,
+                activation=activation,
+                num_experts=num,
+                num_active_experts=active,
+                shared_intermediate_size=shared,
+            )
+        else:
+            dense = fields.count("intermediate_size", kind="intermediate")
+            linears, mlp = gated_mlp(base.hidden, dense), gated(dense, activation)
         return LayerSpec(
             kind=layer_kind(None) + ("+moe" if sparse else ""),
             linears=base.attention(bias, bias) + linears,

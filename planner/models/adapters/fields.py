@@ -122,21 +122,15 @@ class Fields:
             raise self._wrong(name, "a number of at least 0", value)
         return value > 0
 
-    def rotary_fraction(self, default: float = 1.0, *older: str) -> float:
+    def rotary_fraction(self) -> float:
         """The part of each head that is rotated: at the top, or inside `rope_parameters` as transformers 5 saves it."""
-        places: list[Mapping[str, Any]] = [self.raw]
-        for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(inner := self.raw.get(name), Mapping):
-                places.append(inner)
-        for name in ("partial_rotary_factor", *older):
-            for place in places:
-                value = place.get(name)
-                if value is None:
-                    continue
+        for place in (self.raw, self.raw.get("rope_parameters"), self.raw.get("rope_scaling")):
+            value = place.get("partial_rotary_factor") if isinstance(place, Mapping) else None
+            if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                    raise self._wrong(name, "a fraction above 0 and up to 1", value)
+                    raise self._wrong("partial_rotary_factor", "a fraction above 0 and up to 1", value)
                 return float(value)
-        return default
+        return 1.0
 
     def texts(self, name: str, length: int, allowed: tuple[str, ...]) -> tuple[str, ...] | None:
         """A list of `length` strings out of `allowed`, None where absent or null."""
@@ -158,19 +152,6 @@ class Fields:
         """Whether each layer is of one of the kinds that `layer_types` may name, by its number where it is absent."""
         types = self.texts("layer_types", num_layers, kinds)
         return [otherwise(index) for index in range(num_layers)] if types is None else [one == kind for one in types]
-
-    def bits(self, name: str, length: int) -> tuple[bool, ...] | None:
-        """A list of `length` zeros and ones, None where absent, null or empty."""
-        value = self.raw.get(name)
-        if value is None or value == []:
-            return None
-        if (
-            not isinstance(value, list | tuple)
-            or len(value) != length
-            or not all(isinstance(one, int) and one in (0, 1) for one in value)
-        ):
-            raise self._wrong(name, f"a list of {length} zeros and ones, one per layer", value)
-        return tuple(bool(one) for one in value)
 
     def indices(self, name: str) -> frozenset[int]:
         """A list of layer indices, empty where absent or null."""

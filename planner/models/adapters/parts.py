@@ -63,26 +63,6 @@ def seeing_ahead(layer: LayerSpec) -> LayerSpec:
     return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, sees_ahead=True))
 
 
-def split_attention(
-    hidden: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    bias: bool = False,
-    o_bias: bool = False,
-    prefix: str = "self_attn",
-    o_name: str = "o_proj",
-) -> tuple[LinearSpec, ...]:
-    """q, k, v and o as four matrices."""
-    return (
-        linear(f"{prefix}.q_proj", "q", hidden, num_heads * head_dim, bias),
-        linear(f"{prefix}.k_proj", "k", hidden, num_kv_heads * head_dim, bias),
-        linear(f"{prefix}.v_proj", "v", hidden, num_kv_heads * head_dim, bias),
-        linear(f"{prefix}.{o_name}", "o", num_heads * head_dim, hidden, o_bias),
-    )
-
-
 def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str = "mlp") -> tuple[LinearSpec, ...]:
     """gate, up and down."""
     return (
@@ -105,14 +85,12 @@ class Experts(NamedTuple):
     inner: int
 
 
-def expert_stack(
-    hidden: int, experts: Experts, *, bias: bool = False, prefix: str = "mlp.experts"
-) -> tuple[LinearSpec, ...]:
+def expert_stack(hidden: int, experts: Experts, *, prefix: str = "mlp.experts") -> tuple[LinearSpec, ...]:
     """Stacked experts: transformers 5 holds them as two bare parameters, gate_up_proj and down_proj."""
     num, active, inner = experts
     return (
-        linear(f"{prefix}.gate_up_proj", "gate_up", hidden, 2 * inner, bias, "parameter", num, active),
-        linear(f"{prefix}.down_proj", "down", inner, hidden, bias, "parameter", num, active),
+        linear(f"{prefix}.gate_up_proj", "gate_up", hidden, 2 * inner, False, "parameter", num, active),
+        linear(f"{prefix}.down_proj", "down", inner, hidden, False, "parameter", num, active),
     )
 
 
@@ -178,10 +156,16 @@ class Decoder:
         """The two RMS norms of a layer."""
         return tuple(norm(name, self.hidden) for name in PRE)
 
-    def attention(self, bias: bool = False, o_bias: bool = False, **names: str) -> tuple[LinearSpec, ...]:
+    def attention(
+        self, bias: bool = False, o_bias: bool = False, *, prefix: str = "self_attn", o_name: str = "o_proj"
+    ) -> tuple[LinearSpec, ...]:
         """q, k, v, o as four matrices."""
-        return split_attention(
-            self.hidden, self.num_heads, self.num_kv, self.head_dim, bias=bias, o_bias=o_bias, **names
+        queries, keys = self.num_heads * self.head_dim, self.num_kv * self.head_dim
+        return (
+            linear(f"{prefix}.q_proj", "q", self.hidden, queries, bias),
+            linear(f"{prefix}.k_proj", "k", self.hidden, keys, bias),
+            linear(f"{prefix}.v_proj", "v", self.hidden, keys, bias),
+            linear(f"{prefix}.{o_name}", "o", queries, self.hidden, o_bias),
         )
 
     def softmax(self, window: int | None = None, **more: Any) -> AttentionSpec:
@@ -204,7 +188,6 @@ class Decoder:
         tied: bool = False,
         tables: tuple[EmbeddingSpec, ...] = (),
         head_in: int | None = None,
-        head_bias: bool = False,
         **more: Any,
     ) -> ModelSpec:
         """The whole model: one `LayerSpec` per distinct key, in order of first appearance.
@@ -225,7 +208,7 @@ class Decoder:
             layer_kinds=tuple(make_layer(key) for key in kinds),
             layer_order=order,
             embeddings=(EmbeddingSpec(name=self.token_table, num_rows=self.vocab, dim=width), *tables),
-            head=linear("lm_head", "other", width, self.vocab, head_bias),
+            head=linear("lm_head", "other", width, self.vocab),
             tied=self.fields.flag("tie_word_embeddings", tied),
             outer_norms=self.final_norm,
             **more,
