@@ -64,7 +64,7 @@ def test_every_tool_has_a_typed_schema_and_none_executes_unless_started_with_it(
     assert sorted(tool.name for tool in schemas(allow_trace=True)) == sorted([*TOOLS, "trace"])
 
 
-@pytest.mark.parametrize("task", some(TASKS, 5), ids=lambda task: task["question"][:40])
+@pytest.mark.parametrize("task", some(TASKS, 7), ids=lambda task: task["question"][:40])
 def test_an_agent_is_answered(desk: Desk, task: dict[str, Any]) -> None:
     """Fifty questions, each with the call that a schema suggests, and what the answer must hold."""
     (result,) = ask(desk, (task["tool"], task["arguments"]))

@@ -15,7 +15,7 @@ from planner.cli.app import run
 from planner.errors import ConfigError
 from planner.readers.loading import parse_toml
 from planner.samples.dataset import measure
-from tests.whole import some
+from tests.whole import paired, some
 
 IN_WORDS = (0, 1, 2, 3)
 """Exit codes of an answer; 70 is an internal error."""
@@ -170,8 +170,10 @@ def test_a_script_may_hold_the_marks_of_its_reader(mark: str, number: int, quote
 SETTINGS = "base_model: HuggingFaceTB/SmolLM2-135M\nmicro_batch_size: 512\nsequence_len: 4096\nadapter: lora\n"
 
 
-@pytest.mark.parametrize("before", ["", "a: 1\n---\n", "---\n"])
-@pytest.mark.parametrize("behind", ["---\na: 1\n", "...\n---\n", "---\n- 1\n", "--- text\n", "..."])
+BEFORE, BEHIND = ["", "a: 1\n---\n", "---\n"], ["---\na: 1\n", "...\n---\n", "---\n- 1\n", "--- text\n", "..."]
+
+
+@pytest.mark.parametrize(("before", "behind"), paired(BEFORE, BEHIND, 1))
 def test_fix_of_several_documents_is_an_answer(
     before: str, behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from planner.models.config_file import CONFIG_NAME, read_config
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from probes.stack.tree import spec_of_model
+from tests.whole import some
 
 LAYERS = 12
 """Most patterns of layers repeat within so many."""
@@ -35,7 +36,7 @@ and a text encoder with a decoder of sound. Each with the words of transformers'
 READ_OTHERWISE = ("t5", "whisper")
 
 
-@pytest.mark.parametrize("model_type", causal_types())
+@pytest.mark.parametrize("model_type", some(causal_types(), 2))
 def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> None:
     if model_type == "gemma3n":
         pytest.importorskip("timm")

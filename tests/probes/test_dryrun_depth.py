@@ -22,7 +22,7 @@ from probes.dryrun.fastmeta import SHORTCUTS, Remembered
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config, period_of, truncated_config
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
-from tests.whole import these
+from tests.whole import some, these
 
 AMPERE = (8, 0)
 DEEP = 5
@@ -216,7 +216,7 @@ QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", some([*QUICK], 2))
 def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied micro-batches and steps and remembered meta kernels change no event; one that differs is run."""
     model_type, changes, fields, copied = QUICK[name]
