@@ -96,7 +96,13 @@ def plan_workload(
     if walked.node is None or walked.best is None:
         return _nothing_fits(walked, corrections, helped, explained)
     written = _of_some_target(walked.workload, walked.best, corrections, walked.facts.known)
-    return written if written is not None else _plan(walked, walked.node, walked.best, num_ranked, explained)
+    if written is None:
+        return _plan(walked, walked.node, walked.best, num_ranked, explained)
+    walked, note = written
+    assert walked.node is not None
+    assert walked.best is not None
+    plan = _plan(walked, walked.node, walked.best, num_ranked, explained)
+    return replace(plan, notes=(note, *plan.notes))
 
 
 def _plan(walked: _Walked, node: Node, best: Point, num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
@@ -275,9 +281,9 @@ def _with_packed_experts(
 
 def _of_some_target(
     workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, known: Known
-) -> Plan | None:
-    """The plan of the target whose own best setup is best, where none has a file for the fastest setup of all; None
-    where one has, or no target trains anything that fits."""
+) -> tuple[_Walked, str] | None:
+    """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note that says
+    so; None where one has, or no target trains anything that fits."""
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
@@ -290,12 +296,9 @@ def _of_some_target(
                 options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
     if not options:
         return None
-    walked = min(options, key=lambda option: option[:3])[-1]
-    assert walked.node is not None
-    assert walked.best is not None
-    plan = _plan(walked, walked.node, walked.best)
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
-    return replace(plan, notes=(found(f"no tool has a file for the fastest setup ({speed}): {reason}"), *plan.notes))
+    note = found(f"no tool has a file for the fastest setup ({speed}): {reason}")
+    return min(options, key=lambda option: option[:3])[-1], note
 
 
 def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
