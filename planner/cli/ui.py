@@ -77,12 +77,21 @@ def ui(
     static: Annotated[
         Path | None, typer.Option(help="Write the page with its figures to this directory; no server.")
     ] = None,
+    table_folder: Annotated[
+        Path | None,
+        typer.Option("--table", help="With --static: the page of what `plan table` wrote here."),
+    ] = None,
 ) -> None:
     """A page on this machine: say what you call the model, find its fastest setup, move the sliders, see memory, speed,
     time and cost, take the launch files.
 
     It listens on 127.0.0.1 alone, until Ctrl-C.
     """
+    if table_folder is not None:
+        if static is None or model or gpu or data.dataset:
+            raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
+        _write_table(table_folder, static)
+        return
     wish = WishOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
     shelf = Shelf(model, gpu, wish=wish, data=data.checked(), all_gpus=static is None)
     if static is not None:
@@ -351,6 +360,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: object) -> None:
         """Requests are not news; faults are, on stderr by the server itself."""
+
+
+def _write_table(source: Path, folder: Path) -> None:
+    """The page of a table's plans."""
+    from planner.app.bulk import read_table  # late: with pyarrow
+    from reports.table_page import table_site
+
+    for name, text in table_site(read_table(source), {one.key: one for one in table.all_gpus()}, __version__):
+        write_text(folder / name, text, inside=folder)
+    print(f"wrote {folder / 'index.html'}", file=sys.stderr)
 
 
 def _tokens(digits: str | None) -> int | None:
