@@ -6,8 +6,11 @@ Needs torch, transformers and peft, no weights: a minute. `tests/probes/test_mod
 with the installed transformers, module by module.
 """
 
+import copy
 import gzip
 import json
+
+from transformers import AutoConfig
 
 from planner.interchange import to_jsonable
 from planner.models import catalogue
@@ -21,13 +24,16 @@ _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
 
 def main() -> None:
     """Builds every such model on meta tensors and keeps what it holds."""
-    lines = {}
+    lines = []
     for entry in catalogue.entries():
         if not has_adapter(entry.model_type):
             spec = to_jsonable(spec_of_tree(entry.config, model_id="", source=""))
             kept = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
-            lines[tree_digest(entry.config)] = json.dumps(kept, separators=(",", ":"))
-    text = "".join(f'{{"digest":"{digest}","spec":{spec}}}\n' for digest, spec in sorted(lines.items()))
+            raw = copy.deepcopy(dict(entry.config))  # transformers writes into nested objects
+            saved = json.loads(AutoConfig.for_model(raw.pop("model_type"), **raw).to_json_string())
+            digests = sorted({tree_digest(entry.config), tree_digest(saved)})
+            lines.append(json.dumps({"digests": digests, "spec": kept}, separators=(",", ":")))
+    text = "".join(f"{line}\n" for line in sorted(lines))
     SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{len(lines)} trees, {len(text):,} bytes, {SHIPPED.stat().st_size:,} compressed")
 

@@ -36,7 +36,8 @@ MAX_BYTES = 16 * 1024**2
 VERSION = 8
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 SHIPPED = Path(__file__).parent.parent / "data" / "module_trees.jsonl.gz"
-"""A line for each model of the catalogue whose type has no adapter: the digest of its configuration, its spec."""
+"""A line for each model of the catalogue whose type has no adapter: the digests of its configuration, as published and
+as transformers saves it, and its spec."""
 _OF_NO_TREE = frozenset(
     {
         *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
@@ -77,8 +78,13 @@ def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
 
 def tree_digest(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that stand for what a configuration makes of a module tree."""
-    kept = {name: value for name, value in config.items() if name not in _OF_NO_TREE and not name.startswith("_")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {name: kept(one) for name, one in value.items() if name not in _OF_NO_TREE and not name.startswith("_")}
+
+    return hashlib.sha256(json.dumps(kept(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @cache
@@ -95,8 +101,9 @@ def shipped_types() -> frozenset[str]:
 def _shipped_tree(config: Mapping[str, Any]) -> ModelSpec | None:
     """The tree that ships for a configuration, None where none does."""
     text = _shipped()
-    at = text.find(f'{{"digest":"{tree_digest(config)}",'.encode())
-    return decode(ModelSpec, json.loads(text[at : text.index(b"\n", at)])["spec"], SHIPPED.name) if at >= 0 else None
+    at = text.find(f'"{tree_digest(config)}"'.encode())
+    line = text[text.rfind(b"\n", 0, at) + 1 : text.index(b"\n", at)] if at >= 0 else b""
+    return decode(ModelSpec, json.loads(line)["spec"], SHIPPED.name) if line else None
 
 
 def _read_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:

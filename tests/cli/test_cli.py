@@ -176,7 +176,7 @@ def random_config(draw: random.Random) -> str:
             "num_key_value_heads", "tie_word_embeddings", "layer_types", "head_dim", "text_config"]  # fmt: skip
     config = {key: draw.choice(values) for key in draw.sample(keys, draw.randint(0, len(keys)))}
     if draw.random() < 0.7:
-        config["model_type"] = draw.choice(["llama", "qwen2", "gpt2", "mixtral", "t5", "gemma3", "x" * 1000])
+        config["model_type"] = draw.choice(["llama", "qwen2", "phi3", "qwen3", "t5", "gemma3", "x" * 1000])
     text = json.dumps(config)
     return draw.choice([text, text, text, text[:-1], "[" * 5000, "", "\x00", "null"])
 
