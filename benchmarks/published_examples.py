@@ -1,34 +1,44 @@
-"""A league that nobody here wrote: the memory that Axolotl's READMEs print beside its example configs.
+"""A league that nobody here wrote: the memory that Axolotl and ms-swift print beside their examples.
 
-    python -m benchmarks.published_examples --read CHECKOUT   # a checkout of axolotl-ai-cloud/axolotl, read anew
+    python -m benchmarks.published_examples --read CHECKOUT   # a clone of one of the two, read anew
     python -m benchmarks.published_examples                   # the league, from the formula of today
     python -m benchmarks.published_examples --dry-run         # the same with `plan check`'s dry run (minutes)
 
-A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says, rounded by
-whoever wrote it; "GB" is taken for GiB. `--read` predicts each config before anything is compared (`first`, never
-written again). Half of the rows, by the checksum of the path (`kept_out`), is never looked at to change a model.
+A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says, or
+ms-swift's `memory(GiB)` (`torch.cuda.max_memory_reserved`), rounded by whoever wrote it; "GB" is taken for GiB.
+`--read` predicts each config before anything is compared (`first`, never written again). Half of the rows, by the
+checksum of the path (`kept_out`), is never looked at to change a model.
+
+An ms-swift script is read as it stood when its figure was written, with that day's transformers. It counts where its
+length is known: packed, or the self-introductions of `swift/self-cognition` alone (SHORT tokens).
 """
 
 import argparse
 import json
 import re
 import statistics
+import subprocess
 import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from planner.check import Band, band_of
 from planner.cli.checking import load
 from planner.errors import ConfigError, PlannerError
+from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.interchange import asked_form, asked_setup
 from planner.models.resolve import resolve_model
+from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.predict import predict
-from planner.readers import read_text
+from planner.readers import Surroundings, read_text
+from planner.samples.lengths import micro_batches, stated_lengths
+from planner.setup import TrainSetup
 from planner.units import GIB
 
 ROWS = Path(__file__).parent / "data" / "published_examples.jsonl"
@@ -42,23 +52,81 @@ CARDS = ((23, "rtx-4090"), (46, "rtx-a6000"), (78, "h100-sxm"), (138, "h200"), (
 
 
 class Example(NamedTuple):
-    """A config of the checkout, what it is said to take, of how many GPUs each (0: not said), and what its README
-    installs."""
+    """A config of the checkout, its text, what it is said to take, of how many GPUs each (0: not said), the packages
+    that it is run with, fields of its setup that its data say, and whether those only bound its length."""
 
     path: str
+    text: str
     gib: float
     num_gpus: int
-    installs: tuple[str, ...]
+    versions: dict[str, str]
+    sets: dict[str, int]
+    at_most: bool
 
 
 def examples(checkout: Path) -> Iterator[Example]:
-    """The configs with a figure: in a comment before their command or behind it, in a sentence after it, in a table, or
-    under a link."""
+    """The examples with a figure."""
+    found = scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
+    yield from found
+
+
+REPOSITORIES = ("axolotl-ai-cloud/axolotl", "modelscope/ms-swift")
+_ON_GPUS = re.compile(r"^# *(?:[^0-9#\n]*: *)?(?:(\d+) ?\* ?)?([\d.]+) ?Gi?B(?: ?\* ?(\d+))?", re.MULTILINE)
+_OTHERWISE_RUN = re.compile(r"megatron|ascend|npu|/ray/|multimodal|omni|_vl|/vlm|ocr")
+"""Other hardware and trainers, and what no text model is."""
+SHORT = 256
+SHORT_LENGTHS = f"110:50:40:{SHORT}"
+"""Mean, standard deviation, shortest and longest of such samples with their template: said before any was compared. The
+dry run replays an epoch of them on fixed segments, where different lengths leave more cached than the longest takes."""
+RELEASES = {
+    "2024-10-24": "4.46", "2024-12-05": "4.47", "2025-01-10": "4.48", "2025-02-17": "4.49", "2025-03-21": "4.50",
+    "2025-04-05": "4.51", "2025-05-20": "4.52", "2025-06-26": "4.53", "2025-07-25": "4.54", "2025-08-05": "4.55",
+    "2025-08-29": "4.56", "2025-10-03": "4.57",
+}  # fmt: skip
+"""Day -> the transformers of that day (PyPI)."""
+
+
+def scripts(checkout: Path) -> Iterator[Example]:
+    """ms-swift's shell scripts of supervised training whose first comments say what they take. A card's whole 80 GiB
+    says which card."""
+    for script in sorted(checkout.glob("examples/**/*.sh")):
+        path, now = str(script.relative_to(checkout)), script.read_text(encoding="utf-8")
+        said = _ON_GPUS.search(now)
+        if _OTHERWISE_RUN.search(path) or said is None or float(said[2]) == 80 or "\nswift sft" not in now:
+            continue
+        day, commit = _git(checkout, "log", "--format=%as %h", f"-S{said[0]}", "--", path).split()[-2:]
+        text = _git(checkout, "show", f"{commit}:{path}")
+        of_day = [version for since, version in RELEASES.items() if since <= day]
+        data = re.findall(r"[\w-]+/[\w-]+(?:#\d+)?", text.partition("--dataset")[2].partition("--")[0])
+        short = all("self-cognition" in one for one in data)
+        yield Example(
+            path,
+            text,
+            float(said[2]),
+            int(said[1] or said[3] or 1),
+            {"transformers": of_day[-1]} if day < "2026" else {},
+            {"seq_len_tokens": SHORT} if short else {},
+            not short and "--packing true" not in text,
+        )
+
+
+def _text(checkout: Path, path: str) -> str:
+    """Of a file; "" where a README names what is not there."""
+    return (checkout / path).read_text(encoding="utf-8") if (checkout / path).is_file() else ""
+
+
+def _git(checkout: Path, *words: str) -> str:
+    return subprocess.run(("git", "-C", str(checkout), *words), capture_output=True, text=True, check=True).stdout
+
+
+def readmes(checkout: Path) -> Iterator[Example]:
+    """Axolotl's configs with a figure: in a comment before their command or behind it, in a sentence after it, in a
+    table, or under a link."""
     for readme in sorted(checkout.glob("examples/**/README.md")):
         ahead: tuple[float, int] | None = None
         before: list[str] = []
         text = readme.read_text(encoding="utf-8")
-        installs = tuple(name for name in ("flash-linear-attention",) if name in text)
+        installs = {name: "0" for name in ("flash-linear-attention",) if name in text}
         for line in map(str.strip, text.splitlines()):
             command, link = _RUN.search(line), _LINK.search(line)
             if command:
@@ -66,14 +134,16 @@ def examples(checkout: Path) -> Iterator[Example]:
                 said = (float(inline[1]), 0) if inline else ahead
                 before = [] if said else [*before, command[1]]
                 if said:
-                    yield Example(command[1], *said, installs)
+                    yield Example(command[1], _text(checkout, command[1]), *said, installs, {}, False)
                 ahead = None
                 continue
             if link:
                 before = [str((readme.parent / (link[1] or link[2])).relative_to(checkout))]
             if (found := _BEHIND.search(line)) and before:
                 gpus = 2 if "Dual" in line else int("Single" in line)
-                yield from (Example(one, float(found[1]), gpus, installs) for one in before)
+                yield from (
+                    Example(one, _text(checkout, one), float(found[1]), gpus, installs, {}, False) for one in before
+                )
                 before = []
             elif ahead is None and (found := _AHEAD.search(line)):
                 ahead = float(found[2]), int(found[1] or 0)
@@ -135,18 +205,28 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
     for one in {example.path: example for example in examples(checkout)}.values():
         row: dict[str, Any] = {
             "path": one.path,
-            "source": f"axolotl-ai-cloud/axolotl@{commit}:{one.path}",
+            "source": f"{REPOSITORIES[one.path.endswith('.sh')]}@{commit}:{one.path}",
             "gib": one.gib,
             "gpu": card_of(one),
         }
+        row |= {"at_most": True} if one.at_most else {}
         try:
-            text = (checkout / one.path).read_text(encoding="utf-8")
+            text = one.text
             if not one.num_gpus and re.search(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", text, re.MULTILINE):
                 raise ConfigError("sharded, over how many GPUs is not said")
-            named = read_text(text, one.path).model_id or ""
-            versions = dict.fromkeys(one.installs, "0")
-            asked = Asked(num_gpus=one.num_gpus or 1, says_gpus=True, model=known_as(named, folder), versions=versions)
-            config, spec, card = load(checkout / one.path, row["gpu"], asked)
+            around = Surroundings(num_gpus=one.num_gpus or 1)
+            named = read_text(text, one.path, around=around).model_id or ""
+            asked = Asked(
+                num_gpus=one.num_gpus or 1,
+                says_gpus=True,
+                model=known_as(named, folder),
+                versions=one.versions,
+                sets=one.sets,
+            )
+            place = folder / one.path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+            config, spec, card = load(place, row["gpu"], asked)
             row |= {"model": named, "setup": asked_form(config.setup)}
             row |= {"approximations": len(config.approximations)} if config.approximations else {}
             row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / one.gib, 4)
@@ -165,30 +245,52 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
 
         ran = dry_run(model, card, setup)
         found = ran if isinstance(ran, Prediction) else found
+        if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
+            more = _lengths_bytes(model, card, setup.with_(transformers_version=""))
+            found = replace(found, peak_reserved_bytes=found.peak_reserved_bytes + more)
     below, above = band_of(found)
     more = 0.1 * row.get("approximations", 0)
     return found, Band(below + more, above + more)
 
 
+def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:
+    """What an epoch of SHORT_LENGTHS reserves beyond micro-batches that are all as long as the longest."""
+    from probes.dryrun.varying import over_lengths
+
+    lengths = stated_lengths(SHORT_LENGTHS)
+    batches = micro_batches(lengths, micro_batch_seqs=setup.micro_batch_seqs, seq_len_tokens=SHORT, num=128, seed=0)
+    over = over_lengths(model, card, setup, batches, source=SHORT_LENGTHS, seed=0)
+    return over.peak_reserved_bytes - over.constant_reserved_bytes
+
+
 def league(rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
-    """Prints every row, then the whole, each half and what is not counted."""
+    """Prints every row, then each repository's and the kept-out half of it, and what is not counted."""
+    for repository in REPOSITORIES:
+        _of_one(repository, [row for row in rows if row["source"].startswith(repository)], folder, dry=dry)
+
+
+def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
     began, ratios = time.perf_counter(), {}
+    print(repository)
     for row in rows:
         if "setup" not in row:
             continue
         found, (below, above) = judged(row, folder, dry=dry)
         ratio = found.peak_reserved_bytes / GIB / row["gib"]
         miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
-        if row["path"] not in OTHERWISE:
+        apart = OTHERWISE.get(row["path"], "its data decide how long" if row.get("at_most") else "")
+        if not apart:
             ratios[row["path"]] = ratio, miss
         print(
             f"{row['path'].removeprefix('examples/'):52} {'kept out' if kept_out(row['path']) else '':8} "
             f"{found.peak_reserved_bytes / GIB:6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
-            f"{ratio - 1:+.1%} {OTHERWISE.get(row['path'], miss + _whole_loss(row, folder) * (miss == 'too low'))}"
+            f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
     halves = {"all": list(ratios), "kept out": [path for path in ratios if kept_out(path)]}
     for name, paths in halves.items():
+        if not paths:
+            continue
         errors = [abs(ratios[path][0] - 1) for path in paths]
         misses = [ratios[path][1] for path in paths if ratios[path][1]]
         low = sum(ratios[path][0] < 1 for path in paths)
@@ -230,9 +332,12 @@ def run(asked: argparse.Namespace, folder: Path) -> None:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     if asked.read:
         first = {row["path"]: row["first"] for row in rows if "first" in row}
-        rows = sorted(read(asked.read, asked.commit, folder), key=lambda row: str(row["path"]))
-        for row in rows:
+        found = read(asked.read, asked.commit, folder)
+        for row in found:
             row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
+        told = {row["source"].partition("@")[0] for row in found}
+        others = [row for row in rows if row["source"].partition("@")[0] not in told]
+        rows = sorted((*others, *found), key=lambda row: str(row["source"]))
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     league(rows, folder, dry=asked.dry_run)
 

@@ -275,7 +275,10 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         verdict=verdict,
         changes=_ordered(changes, verdict),
         evaluation_bytes=evaluation if decides else 0,
-        notes=(*_evaluation_notes(config, model, evaluation if decides else 0), *_cache_notes(of_step, budget_bytes)),
+        notes=(
+            *_evaluation_notes(config, model, evaluation if decides else 0),
+            *(_cache_notes(of_step, budget_bytes) or _length_notes(config.setup)),
+        ),
     )
 
 
@@ -286,6 +289,18 @@ def _cache_notes(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
         return ()
     cached = gib(prediction.peak_device_bytes - needed)
     return (f"{cached} of it are blocks that PyTorch caches: it gives them back where memory ends, and runs slower",)
+
+
+LENGTHS_ON_FIXED_SEGMENTS = (
+    "counted as if every micro-batch were as long as the longest: on fixed segments different lengths leave more "
+    "cached, which PyTorch gives back where memory ends (PYTORCH_ALLOC_CONF=expandable_segments:True avoids it; plan "
+    "estimate --lengths says how much it is)"
+)
+
+
+def _length_notes(setup: TrainSetup) -> tuple[str, ...]:
+    """What is said where the memory reserved hangs on the order of the samples."""
+    return () if setup.expandable_segments or setup.packing else (LENGTHS_ON_FIXED_SEGMENTS,)
 
 
 def evaluation_label(setup: TrainSetup) -> str:

@@ -18,6 +18,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.models.towers import SEEING
+from planner.readers import versions
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_MODULES
@@ -90,6 +91,11 @@ def optimizer(settings: Settings, key: str, default: str, word: str | None = Non
     stand_in = STAND_INS.get(name, "adamw")
     settings.approximate(f"optimizer {name} has no memory model of its own: counted as {stand_in}")
     return stand_in
+
+
+def default_optimizer(settings: Settings) -> str:
+    """What transformers' Trainer takes by itself, in the version that is named, else in the newest."""
+    return versions.transformers(settings.outside.versions.get("transformers"), (), None).optimizer
 
 
 def attention(settings: Settings, key: str) -> str:

@@ -38,7 +38,7 @@ def read(settings: Settings) -> ReadConfig:
         "precision": common.precision(settings, weights if mode != "full" else "fp32", autocast, mode),
         **(said(settings, FIREFLY, "lora_rank", "lora_dropout") if mode != "full" else {"lora_rank": 0}),
         "adapter_dtype": "fp32" if mode == "qlora" else "auto",
-        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
         "attention": "sdpa",
         "checkpointing": common.checkpointing(settings, False),
         "loss": "full",

@@ -61,7 +61,7 @@ class Launches:
             said = [f"read from the launch in {name}"]
             if len(launches) > 1:
                 said = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
-            found = with_launcher(found, command, around)
+            found = with_launcher(with_segments(found, command, around), command, around)
             if command.num_nodes > 1:
                 said.append(f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them")
             return replace(found, path=name, assumptions=(*said, *found.assumptions))
@@ -89,6 +89,8 @@ class Launches:
             return inner.first(text, replace(inside, depth=around.depth + 1))
         if command.tool == "swift":
             extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
+            if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
+                extra["device_map"] = "auto"  # one process over the visible GPUs (ms-swift 4 get_default_device_map)
             return self._of_flags(command, swift.FORMAT, inside, extra)
         kind = FLAGS_OF.get(command.tool)
         if kind is not None and not command.target:
@@ -164,6 +166,20 @@ class Launches:
         found = READERS[kind](Settings(known, self.name, around))
         said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
         return with_open(found, said, self.name, around.num_gpus)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def with_segments(found: ReadConfig, command: shell.Command, around: Surroundings) -> ReadConfig:
+    """A reading with the allocator as the launch, or the program that it starts, sets it: segments are fixed where
+    neither says more."""
+    if command.tool == "script":
+        return found  # that script's own launch has said it
+    given = {**around.environment, **dict(command.environment)}
+    program = around.below(command.folder).by_end(command.target) if command.target else None
+    said = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
+    return replace(found, setup=found.setup.with_(expandable_segments="expandable_segments:True" in said))
 
 
 def with_launcher(found: ReadConfig, command: shell.Command, around: Surroundings) -> ReadConfig:

@@ -55,7 +55,7 @@ def read(settings: Settings) -> ReadConfig:
         "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
         "attention": _attention(settings),
         **common.liger(settings, liger, "full"),
-        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
     }
     if not OBJECTIVES[aim].supervised:
         if liger:

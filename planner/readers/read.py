@@ -14,12 +14,14 @@ from planner.models.spec import ModelSpec
 from planner.readers import (
     evaluating,
     fields,
+    firefly,
     hydra,
     llamafactory,
     llamafactory_v1,
     own,
     script,
     shell,
+    swift,
     tasks,
     torchtitan,
     torchtune,
@@ -66,8 +68,9 @@ def read_text(
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
-    older = versions.computing(around.versions) if around is not None and found.format in TRAINERS else {}
-    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant, **older)
+    older = versions.computing(around.versions) if around is not None and found.format in BY_TRANSFORMERS else {}
+    around_it = {"expandable_segments": True} if STACKS[stack].expandable_segments else {}
+    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
     told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
     found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
     if found.values.get("auto_find_batch_size") is True:
@@ -119,6 +122,8 @@ def _keeps_whole_gradients(found: ReadConfig) -> bool:
 
 TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
 """Formats that run transformers' Trainer."""
+BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT, firefly.FORMAT)
+"""Formats whose steps are computed by transformers and bitsandbytes, whatever trainer runs them."""
 
 
 def _read(text: str, name: str, around: Surroundings, launcher: str | None = None) -> ReadConfig:

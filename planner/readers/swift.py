@@ -6,7 +6,7 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.readers import common
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import with_cut_sequences, zero_stage
+from planner.readers.sharding import device_map, with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import SWIFT
@@ -25,6 +25,8 @@ REWARDED = {"reward_funcs", "reward_model", "num_generations", "ref_model", "ref
 NOT_COUNTED = {
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
+    "lisa_activated_layers": "LISA trains a few layers at a time: counted as if it trained all",
+    "optimizer": "the optimizer of a plug-in is counted as that of `optim`",
 }
 GLOBAL_BATCH = 16
 """Sequences per step where no accumulation is given.
@@ -48,7 +50,7 @@ def read(settings: Settings) -> ReadConfig:
         "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
         "seq_len_tokens": _length(settings, old=old),
         "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
-        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "optimizer": common.optimizer(settings, "optim", common.default_optimizer(settings)),
         "attention": _attention(settings),
         "checkpointing": common.checkpointing(settings, True),
         **common.liger(settings, settings.flag("use_liger_kernel", False), "full"),
@@ -57,7 +59,8 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
     spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
-    fields |= with_cut_sequences(settings, "sequence_parallel_size", spread, fields)
+    cut = with_cut_sequences(settings, "sequence_parallel_size", spread, fields)
+    fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
     return config(SWIFT, settings, fields)
 
 
@@ -86,9 +89,10 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
     if tuner == "full":
         return {"method": "full", "quantization": "none", "lora_rank": 0}
     four = "nf4-double" if settings.flag("bnb_4bit_use_double_quant", True) else "nf4"
+    quantization = common.stored(settings) if not bits else "int8" if bits == 8 else four
     return {
-        "method": "qlora" if bits else "lora",
-        "quantization": "none" if not bits else "int8" if bits == 8 else four,
+        "method": "qlora" if quantization != "none" else "lora",
+        "quantization": quantization,
         **said(settings, SWIFT, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(settings, _targets(settings, old)),
         "modules_to_save": common.modules_to_save(settings, settings.first("modules_to_save", "lora_modules_to_save")),

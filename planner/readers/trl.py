@@ -34,7 +34,7 @@ def read(settings: Settings) -> ReadConfig:
         **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
         **_method(settings, kwargs, defaults),
         "attention": common.attention(kwargs if inside else settings, "attn_implementation"),
-        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
         "checkpointing": common.checkpointing(settings, defaults.checkpointing),
     }
     if not aim.supervised and fields["method"] != "full" and settings.flag("disable_dropout", not aim.rolls_out):

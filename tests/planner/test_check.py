@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.check import Verdict, band_of, certain_bytes, check, including, judge, table_bytes
+from planner.check import (
+    LENGTHS_ON_FIXED_SEGMENTS,
+    Verdict,
+    band_of,
+    certain_bytes,
+    check,
+    including,
+    judge,
+    table_bytes,
+)
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
@@ -505,6 +514,14 @@ def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load:
     assert result.verdict is Verdict.DOES_NOT_FIT
     offloaded = replace(config, approximations=("offloading from one GPU is counted as if nothing left it",))
     assert certain_bytes(result.prediction, offloaded) == 0
+
+
+@pytest.mark.parametrize("more", [{"expandable_segments": True}, {"packing": True}, {}])
+def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: dict[str, bool]) -> None:
+    config = read_text(TRL, "trl.yaml", model=MODEL)
+    config = replace(config, setup=config.setup.with_(**{"expandable_segments": False, "packing": False, **more}))
+    result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
+    assert (LENGTHS_ON_FIXED_SEGMENTS in result.notes) == (not more)
 
 
 def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:

@@ -108,7 +108,7 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
 def test_a_mixture_on_a_small_card_names_the_host_and_the_tool_that_streams_its_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["Qwen/Qwen3-30B-A3B", "--gpu", "rtx-3060-12gb", "--no-dry-run", "--no-history", "--json"]
+    words = ["Qwen/Qwen3-30B-A3B", "--gpu", "rtx-3060-12gb", "--no-dry-run", "--no-history", "--json=full"]
     for more, named in (((), True), (("--seq-len", "4096"), False)):
         assert run([*words, *more]) == 1
         actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]

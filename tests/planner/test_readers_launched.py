@@ -9,7 +9,8 @@ import pytest
 from planner.choices.images import Images
 from planner.errors import ConfigError, Undetermined, UsageError
 from planner.models import catalogue
-from planner.readers import read_config, read_text
+from planner.models.resolve import resolve_model
+from planner.readers import Surroundings, read_config, read_text
 from planner.readers.rewrite import rewrite
 from planner.readers.supply import parse_sets, supply
 from planner.readers.types import TEXT_ALONE, ReadConfig
@@ -526,3 +527,50 @@ def test_a_hint_with_a_programs_words_pastes(tmp_path: Path) -> None:
     pasted = shlex.split(caught.value.hint)
     assert pasted[:4] == ["plan", "check", "elsewhere.py", "--args"]
     assert shlex.split(pasted[4]) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "segments"),
+    [
+        ("", False),
+        ("export PYTORCH_ALLOC_CONF=expandable_segments:True\n", True),
+        ("PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True,max_split_size_mb:64' ", True),
+        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 ", False),
+    ],
+)
+def test_segments_are_fixed_where_a_launch_does_not_say_more(words: str, segments: bool) -> None:
+    assert read_text(words + SWIFT + "--max_length 512\n", "run.sh").setup.expandable_segments == segments
+
+
+def test_a_program_may_set_the_allocator_itself() -> None:
+    body = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n" + PROGRAM
+    around = Surroundings(written={"train.py": body})
+    assert read_text("python train.py\n", "run.sh", around=around).setup.expandable_segments
+
+
+def test_a_stack_that_sets_the_allocator_does_so_in_every_launch(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("base_model: gpt2\nadapter: lora\nsequence_len: 512\nmicro_batch_size: 1\n")
+    (tmp_path / "run.sh").write_text("axolotl train a.yml\n")
+    assert read_config(tmp_path / "run.sh").setup.expandable_segments
+
+
+def test_ms_swift_lays_a_model_over_the_gpus_that_one_process_sees() -> None:
+    seen, launch = "CUDA_VISIBLE_DEVICES=0,1,2,3 ", SWIFT + "--max_length 512\n"
+    assert read_text(seen + launch, "run.sh").setup.parallel == "device-map"
+    assert read_text(seen + "NPROC_PER_NODE=4 " + launch, "run.sh").setup.parallel == "ddp"
+
+
+@pytest.mark.parametrize(("version", "optimizer"), [("4.47.0", "adamw"), ("4.57.0", "adamw-fused")])
+def test_the_trainers_own_optimizer_is_that_of_its_version(version: str, optimizer: str) -> None:
+    around = Surroundings(versions={"transformers": version})
+    factory = "stage: sft\ndo_train: true\nmodel_name_or_path: gpt2\ncutoff_len: 512\n"
+    for name, text in (("run.sh", SWIFT + "--max_length 512\n"), ("a.yaml", factory)):
+        setup = read_text(text, name, around=around).setup
+        assert (setup.optimizer, bool(setup.transformers_version)) == (optimizer, version == "4.47.0")
+
+
+def test_ms_swift_trains_on_a_packed_checkpoint_as_it_is_published() -> None:
+    model = resolve_model("Qwen/Qwen2.5-7B-Instruct-AWQ")
+    found = read_text(SWIFT + "--max_length 512\n", "run.sh", model=model)
+    assert (found.setup.method, found.setup.quantization) == ("qlora", "nf4-double")
+    assert any("awq" in one for one in found.approximations)
