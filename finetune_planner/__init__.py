@@ -11,20 +11,24 @@
 Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
 """
 
-from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Table, Traced
-from finetune_planner.api import (
-    check,
-    compare,
-    compare_targets,
-    estimate,
-    plan,
-    trace,
-    which_cluster,
-    which_gpu,
-    which_model,
-)
-from planner import __version__
-from planner.errors import PlannerError
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Table, Traced
+    from finetune_planner.api import (
+        check,
+        compare,
+        compare_targets,
+        estimate,
+        plan,
+        trace,
+        which_cluster,
+        which_gpu,
+        which_model,
+    )
+    from planner import __version__
+    from planner.cli import main
+    from planner.errors import PlannerError
 
 __all__ = [
     "Checked",
@@ -39,9 +43,25 @@ __all__ = [
     "compare",
     "compare_targets",
     "estimate",
+    "main",
     "plan",
     "trace",
     "which_cluster",
     "which_gpu",
     "which_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for, imported then: in a wheel every part of the program lies below this package, and a child
+    process or a traced program needs little of it."""
+    if name not in __all__:
+        raise AttributeError(name)
+    from finetune_planner import answers, api
+    from planner import __version__, cli, errors
+
+    found = {"__version__": __version__, "main": cli.main, "PlannerError": errors.PlannerError}
+    for one in (answers, api):
+        found |= {public: getattr(one, public) for public in __all__ if hasattr(one, public)}
+    globals().update(found)
+    return found[name]

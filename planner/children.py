@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-ROOT = Path(__file__).resolve().parent.parent
-"""The directory that holds this package."""
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]
+"""The directory from which this package is imported."""
 
 
 def python_argv(*words: str) -> tuple[str, ...]:

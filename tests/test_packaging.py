@@ -1,9 +1,16 @@
 """What the wheel takes along."""
 
+import importlib.util
+import re
 import subprocess
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
+
+from planner import __version__
+from planner.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,3 +38,26 @@ def test_the_wheel_takes_every_file_that_a_package_reads() -> None:
         ):
             missing.append(str(file))
     assert missing == []
+
+
+def test_in_a_wheel_nothing_is_named_from_the_top() -> None:
+    """The build renames what names a module (`setup.py`): no import and no text of one is left."""
+    found = importlib.util.spec_from_file_location("build", ROOT / "setup.py")
+    assert found is not None
+    assert found.loader is not None
+    build = importlib.util.module_from_spec(found)
+    found.loader.exec_module(build)
+    room = f"(?:{'|'.join(build.ROOMS)})"
+    module = rf"""["']{room}\.[a-z_]+[.:"'{{]"""
+    left = re.compile(rf"""^ *(?:from|import) {room}\b|{module}|(?:files|PackageLoader)\(["']{room}""", re.MULTILINE)
+    files = [file for name in (build.TOP, *build.ROOMS) for file in (ROOT / name).rglob("*.py")]
+    texts = {str(file): file.read_text() for file in files}
+    assert sum(len(left.findall(text)) for text in texts.values()) > 1000
+    named = {file: left.findall(build.renamed(text)) for file, text in texts.items()}
+    assert {file: found for file, found in named.items() if found} == {}
+
+
+def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    commit = " \\([0-9a-f]{7,40}(-dirty)?\\)" if (ROOT / ".git").exists() else ""
+    assert re.fullmatch(f"finetune-planner {re.escape(__version__)}({commit})?\n", capsys.readouterr().out)

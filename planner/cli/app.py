@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import typer
 
-from planner import __version__
 from planner.cli import completion
 from planner.cli.output import BRIEF_WORD, FULL, FULL_WORD, fail, fail_environment, show_warning
 from planner.errors import PlannerError
@@ -124,7 +123,9 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
-        typer.echo(f"finetune-planner {__version__}")
+        from planner.version import version_words
+
+        typer.echo(f"finetune-planner {version_words()}")
         raise typer.Exit
 
 

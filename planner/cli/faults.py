@@ -8,10 +8,10 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 
-from planner import __version__
 from planner.app.progress import printable
 from planner.errors import EXIT_INTERNAL
 from planner.redaction import LEFT_OUT, without_secrets, without_secrets_in_words
+from planner.version import version_words
 
 _BEHIND_A_KEY = re.compile(r"((?:token|password|secret|key)\w*[=:]\s*)\S+", re.IGNORECASE)
 """More than reports leave out: nobody reads a fault's figures."""
@@ -41,7 +41,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> str:
     """Version, machine, command and traceback; no environment variables, no passwords."""
     trace = "".join(traceback.format_exception(error))
     return _without_secrets(
-        f"finetune-planner {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"finetune-planner {version_words()}, Python {platform.python_version()}, {platform.platform()}\n"
         f"command: plan {' '.join(map(ascii, without_secrets_in_words(arguments)))}\n\n{trace}"
     )
 

@@ -126,7 +126,7 @@ def classify_exception(
         return FailureKind.OUT_OF_MEMORY, message
     if any(_SPEECHLESS_TEXT.search(str(one)) for one in exception_chain(error)) and device_is_full():
         return FailureKind.OUT_OF_MEMORY, message
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("planner", "probes"):
+    if isinstance(error, ImportError) and f"{error.name}.".startswith(("planner.", "probes.")):
         return FailureKind.CRASHED, message  # our own code, changed or broken: no fact about the setup
     if (
         isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError))

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from planner.children import ROOT
 from planner.hardware.driver import device_handle, nvml
 from planner.outputs import write_whole
 
@@ -29,8 +30,7 @@ watch.begin()
 def site_folder(folder: Path) -> Path:
     """A directory for PYTHONPATH whose Python processes are watched."""
     folder.mkdir(parents=True, exist_ok=True)
-    root = str(Path(__file__).resolve().parents[2])
-    (folder / "sitecustomize.py").write_text(_SITE.format(root=root), encoding="utf-8")
+    (folder / "sitecustomize.py").write_text(_SITE.format(root=str(ROOT)), encoding="utf-8")
     return folder
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from planner.children import python_argv
+from planner.children import ROOT, python_argv
 from planner.errors import EnvironmentProblem, UsageError
 from planner.inputs import read_text
 from planner.records import dataclass
@@ -28,7 +28,6 @@ from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
 from probes.phantom.card import Card, TraceOptions
 
-_ROOT = Path(__file__).parent.parent.parent
 _SITE = """import sys
 sys.path.append({root!r})
 from probes.phantom import boot
@@ -145,17 +144,17 @@ def _kept(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
         "command": [executable, *order.command[1:]],
         "cwd": os.path.realpath(order.folder or os.getcwd()),
         "folder": str(folder),
-        "site": {"site/sitecustomize.py": _SITE.format(root=str(_ROOT))},
+        "site": {"site/sitecustomize.py": _SITE.format(root=str(ROOT))},
         "network": order.network,
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,
         "keep_free_bytes": isolation.KEEP_FREE_BYTES,
         "variable": VARIABLE,
-        "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(_ROOT)},
+        "guard": {"environment": {name: environment[name] for name in GUARDED}, "root": str(ROOT)},
     }
     told, tell = os.pipe()
     keeper = subprocess.Popen(
-        python_argv("-I", "-S", "-c", _KEEPER.format(root=str(_ROOT)), str(tell)),
+        python_argv("-I", "-S", "-c", _KEEPER.format(root=str(ROOT)), str(tell)),
         env=environment,
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,

@@ -2,10 +2,16 @@
 
 import json
 
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
-from planner.interchange import setup_to_dict
-from planner.models.spec import ModelSpec
-from planner.setup import TrainSetup
+from finetune_planner.plugins import (
+    PLACEHOLDER_DATASET,
+    Difference,
+    Draft,
+    ExportRequest,
+    LaunchFile,
+    ModelSpec,
+    TrainSetup,
+    setup_to_dict,
+)
 
 VALIDATED_WITH = {"acme-train": "1.0"}
 
