@@ -13,7 +13,7 @@ from planner.decision.spreads import ONE_GPU
 from planner.planning.runs import Known
 from planner.planning.space import dimension_values
 from tests.planner.helpers import wish
-from tests.whole import some
+from tests.whole import WHOLE, some
 
 NUM_BUDGETS = 20
 SOME = (("meta-llama/Llama-3.1-8B", "rtx-4090"), ("google/gemma-3-12b-it", "t4"))
@@ -60,7 +60,7 @@ def test_a_larger_batch_does_not_lose_what_a_smaller_one_was_walked_with(
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "gpu"), some([pair for pair in PAIRS if pair not in SOME], 14))
 def test_more_memory_is_never_a_slower_plan_of_the_same_class_for_others_of_thirty_pairs(model: str, gpu: str) -> None:
-    check(model, gpu)
+    check(model, gpu, NUM_BUDGETS if WHOLE else 8)
 
 
 def test_the_thirty_pairs_are_thirty() -> None:

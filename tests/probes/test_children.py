@@ -87,8 +87,8 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["trace", *card, "--", "true"],
         ["which-model", *card, "--model", "."],
         ["compare-adapters", ".", *card, "--out", "adapters"],
-        ["which-cluster", ".", *card, "--max-gpus", "2", "--dataset-tokens", "1000000", "--out", "clusters"],
-        ["which-gpu", ".", "--vendor", "Intel", "--out", "cards"],
+        ["which-cluster", ".", *card, "--max-gpus", "2", "--tokens", "1M", "--method", "lora", "--out", "clusters"],
+        ["which-gpu", ".", "--vendor", "Intel", "--method", "lora", "--out", "cards"],
         ["ui", "--model", ".", *card, "--static", "page"],
         ["confirm", "out", "--device", "cuda:9"],
     ]

@@ -99,17 +99,9 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     """The setup is read back from the emitted launch file, run whole, and its live memory held to the dry run's."""
     out = str(tmp_path / "plan")
     wish = [
-        "--gpu",
-        "rtx-4090",
-        "--seq-len",
-        "64",
-        "--global-batch",
-        "4",
-        "--rank",
-        "4",
-        "--no-probe",
+        "--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4", "--method", "lora", "--rank", "4", "--no-probe",
         "--no-extra-packages",
-    ]
+    ]  # fmt: skip
     assert run([tiny, *wish, "--out", out]) == 0
     capsys.readouterr()
     where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
