@@ -6,9 +6,11 @@ Source: NVIDIA ADLR, MegatronLM's supercharged V1.0, https://nv-adlr.github.io/M
 8.3 billion parameters agree), the length GPT-2's; assumed: fp16 autocast, eager attention, every layer checkpointed.
 """
 
+from typing import Any
+
+from benchmarks.speed_points import inline_model
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.models.adapters import spec_from_config
 from planner.parallel.speed import spread_step_time
 from planner.setup import TrainSetup
 from planner.throughput import step_time
@@ -19,16 +21,20 @@ PUBLISHED = {2: 0.907, 4: 0.865, 8: 0.796}
 BATCH, TOKENS = 8, 1024
 
 
+def config_of(width: int, heads: int, layers: int) -> dict[str, Any]:
+    """A GPT of that shape."""
+    return {
+        "model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": TOKENS,
+        "vocab_size": 51200, "activation_function": "gelu",
+    }  # fmt: skip
+
+
 def weak_scaling() -> dict[int, float]:
     """Predicted share of linear scaling by tensor degree: floating-point rate of a GPU relative to one GPU alone."""
     gpu = find_gpu("v100-32gb")
     rates: dict[int, float] = {}
     for degree, width, heads, layers in SHAPES:
-        config = {
-            "model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers, "n_positions": TOKENS,
-            "vocab_size": 51200, "activation_function": "gelu",
-        }  # fmt: skip
-        model = spec_from_config(config, model_id=f"gpt-{width}", source=__doc__ or "")
+        model = inline_model(config_of(width, heads, layers), f"gpt-{width}")
         setup = TrainSetup(
             method="full", lora_rank=0, precision="fp16-mixed", attention="eager", micro_batch_seqs=BATCH,
             seq_len_tokens=TOKENS, num_gpus=degree, tensor_degree=degree,

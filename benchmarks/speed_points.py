@@ -1,20 +1,25 @@
 """Loads `benchmarks/data/speed_points.jsonl` as fit points."""
 
+import gzip
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from planner.codec import decode
 from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
+from planner.models.module_tree import tree_digest
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.throughput.conditions import Conditions
 from planner.throughput.points import Point
 
 FILE = Path(__file__).resolve().parent / "data" / "speed_points.jsonl"
+TREES = FILE.with_name("inline_trees.jsonl.gz")
+"""Module trees of the configurations in rows of these files and of multi_gpu_points.jsonl (`tools.build_trees`)."""
 
 
 def load_points(file: Path = FILE) -> list[Point]:
@@ -47,9 +52,26 @@ def _gpu(key: str) -> Any:
 
 
 @cache
+def _kept_trees() -> dict[str, Any]:
+    """Digest -> spec as JSON."""
+    lines = map(json.loads, gzip.decompress(TREES.read_bytes()).splitlines())
+    return {digest: line["spec"] for line in lines for digest in line["digests"]}
+
+
+def inline_model(config: dict[str, Any], model_id: str) -> ModelSpec:
+    """The model of a row that brings its configuration: a module tree is kept, which a child would take five seconds
+    to build."""
+    kept = _kept_trees().get(tree_digest(config))
+    if kept is None:
+        return spec_from_config(config, model_id=model_id, source="inline")
+    spec = decode(ModelSpec, kept, TREES.name)
+    return replace(spec, model_id=model_id, model_type=config["model_type"], config=config, config_source="inline")
+
+
+@cache
 def _model(model_id: str, config: str, experts: str, fused_qkv: bool) -> ModelSpec:
     values = json.loads(config)
-    spec = load(model_id) if values is None else spec_from_config(values, model_id=model_id, source="inline")
+    spec = load(model_id) if values is None else inline_model(values, model_id)
     if fused_qkv:
         return replace(spec, layer_kinds=tuple(replace(one, linears=_fused(one.linears)) for one in spec.layer_kinds))
     return _experts_as_linears(spec) if experts == "linear" else spec

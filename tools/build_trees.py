@@ -1,4 +1,5 @@
-"""Writes planner/data/module_trees.jsonl.gz: the module trees of the catalogue's models whose types have no adapter.
+"""Writes planner/data/module_trees.jsonl.gz: the module trees of the catalogue's models whose types have no adapter;
+and beside the rows of benchmarks/data those of the configurations that stand in rows.
 
     python -m tools.build_trees
 
@@ -9,9 +10,15 @@ with the installed transformers, module by module.
 import copy
 import gzip
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
+from benchmarks.multi_gpu_points import FILE as MULTI_GPU
+from benchmarks.multi_gpu_scaling import SHAPES, config_of
+from benchmarks.speed_points import FILE, TREES
 from planner.interchange import to_jsonable
 from planner.models import catalogue
 from planner.models.adapters import has_adapter
@@ -24,18 +31,26 @@ _OWN = ("model_id", "config", "config_source", "from_tree", "taken_as", "like")
 
 def main() -> None:
     """Builds every such model on meta tensors and keeps what it holds."""
-    lines = []
-    for entry in catalogue.entries():
-        if not has_adapter(entry.model_type):
-            spec = to_jsonable(spec_of_tree(entry.config, model_id="", source=""))
+    write(SHIPPED, [entry.config for entry in catalogue.entries()])
+    rows = [json.loads(line) for file in (FILE, MULTI_GPU) for line in file.read_text(encoding="utf-8").splitlines()]
+    shapes = [config_of(*shape) for _, *shape in SHAPES]
+    write(TREES, [row["config"] for row in rows if row.get("config")] + shapes)
+
+
+def write(path: Path, configs: Sequence[Mapping[str, Any]]) -> None:
+    """The trees of those whose types have no adapter."""
+    lines = {}
+    for config in configs:
+        if not has_adapter(config["model_type"]) and tree_digest(config) not in lines:
+            spec = to_jsonable(spec_of_tree(config, model_id="", source=""))
             kept = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
-            raw = copy.deepcopy(dict(entry.config))  # transformers writes into nested objects
+            raw = copy.deepcopy(dict(config))  # transformers writes into nested objects
             saved = json.loads(AutoConfig.for_model(raw.pop("model_type"), **raw).to_json_string())
-            digests = sorted({tree_digest(entry.config), tree_digest(saved)})
-            lines.append(json.dumps({"digests": digests, "spec": kept}, separators=(",", ":")))
-    text = "".join(f"{line}\n" for line in sorted(lines))
-    SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{len(lines)} trees, {len(text):,} bytes, {SHIPPED.stat().st_size:,} compressed")
+            digests = sorted({tree_digest(config), tree_digest(saved)})
+            lines[tree_digest(config)] = json.dumps({"digests": digests, "spec": kept}, separators=(",", ":"))
+    text = "".join(f"{line}\n" for line in sorted(lines.values()))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{path.name}: {len(lines)} trees, {len(text):,} bytes, {path.stat().st_size:,} compressed")
 
 
 if __name__ == "__main__":
