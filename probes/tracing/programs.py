@@ -6,7 +6,7 @@ dimension of every operator is then read as its constant times those primes.
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -68,24 +68,27 @@ class Primes:
 
     Args:
         chunked: some layers walk through their tokens in chunks.
+        alike: whether of so many tokens a tile of some loss has the size of something else.
 
     Attributes:
         chunks: of a sequence; 0 where no layer walks.
     """
 
-    def __init__(self, numbers: Iterable[int], *, chunked: bool = False) -> None:
+    def __init__(
+        self, numbers: Iterable[int], *, chunked: bool = False, alike: Callable[[int], bool] = lambda _: False
+    ) -> None:
         own = [one for one in numbers if one > 1]
 
         def first(candidates: Sequence[int], factor: Any) -> int:
             return next(one for one in candidates if all(number % factor(one) for number in own))
 
-        self.seqs = first(_SEQS, lambda one: one)
         self.tokens = next(
             one
             for one in (_CHUNKED if chunked else _TOKENS)
             if all(number % one and number % ((one - 1) // 2) for number in own)
             and not (chunked and any(number % -(-one // _CHUNK) == 0 for number in own))
         )
+        self.seqs = first([one for one in _SEQS if not alike(one * self.tokens)], lambda one: one)
         self.chunks = -(-self.tokens // _CHUNK) if chunked else 0
         self.rank = first(_RANKS, lambda one: one)
 
@@ -162,9 +165,16 @@ class ProgramBuilder:
         load_libraries()
         self._model, self._names, self.tables = model, optimizers, Tables()
         mixers = {kind.attention.kind for kind in model.layer_kinds if kind.attention is not None}
-        self._primes = Primes(numbers_of(dict(model.config)), chunked="linear" in mixers)
+        self._primes = Primes(numbers_of(dict(model.config)), chunked="linear" in mixers, alike=self._alike)
         self._steps: dict[Any, Mapping[str, Counts]] = {}
         self.failures: dict[str, str] = {}
+
+    def _alike(self, tokens: int) -> bool:
+        """Liger's tile of 32,000 to 32,768 rows of logits over 4,096 features is 4,096 tokens of some 30,000."""
+        vocabulary = self._model.vocab_size, self._model.hidden_size
+        tiles = {(loss.tiling(tokens, *vocabulary).tokens, loss.tiling(4 * tokens, *vocabulary).tokens)
+                 for loss in LOSSES.values()}  # fmt: skip
+        return any(tile in vocabulary and tile != larger for tile, larger in tiles)
 
     def all(self, asked: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> dict[str, StepProgram]:
         """The programs of many structures; those that have none are in `failures`. A loss with a further checkpointing
@@ -288,7 +298,7 @@ class ProgramBuilder:
         tokens, vocabulary = setup.tokens_per_micro_batch, (self._model.vocab_size, self._model.hidden_size)
         tiling = LOSSES[setup.loss].tiling
         tile = tiling(tokens, *vocabulary).tokens
-        fixed = tile == tiling(4 * tokens, *vocabulary).tokens or tile in vocabulary
+        fixed = tile == tiling(4 * tokens, *vocabulary).tokens
         return 0 if fixed or tile == tokens else tile, -(-tokens // tile)
 
     def _optimizers(self, trace: Trace, plan: DepthPlan, setup: TrainSetup) -> Mapping[str, Counts]:

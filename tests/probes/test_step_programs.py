@@ -64,6 +64,7 @@ def test_sizes_are_read_off_their_factors() -> None:
     assert seqs != 23
     assert rank != 53
     assert primes.form(4096) == ((0, 4096.0),)
+    assert Primes([], alike=lambda rows: rows == 23 * 1307).seqs == 29  # a tile of the loss as wide as a layer
     assert primes.form(seqs * tokens) == ((3, 1.0),)
     assert primes.form(seqs * (tokens - 1)) == ((1, -1.0), (3, 1.0))
     assert primes.form(1024, tile=1024) != primes.form(1024)
