@@ -11,6 +11,7 @@
 Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,17 +52,14 @@ __all__ = [
     "which_model",
 ]
 
+_HOMES = {"main": "planner.cli", "__version__": "planner.version", "PlannerError": "planner.errors"}
+_HOMES |= dict.fromkeys((name for name in __all__ if name[0].isupper() and name not in _HOMES), f"{__name__}.answers")
+
 
 def __getattr__(name: str) -> Any:
-    """What is asked for, imported then: in a wheel every part of the program lies below this package, and a child
-    process or a traced program needs little of it."""
+    """What is asked for, imported then: in a wheel every part of the program lies below this package, and the command,
+    a child process or a traced program needs little of it."""
     if name not in __all__:
-        raise AttributeError(name)
-    from finetune_planner import answers, api
-    from planner import __version__, cli, errors
-
-    found = {"__version__": __version__, "main": cli.main, "PlannerError": errors.PlannerError}
-    for one in (answers, api):
-        found |= {public: getattr(one, public) for public in __all__ if hasattr(one, public)}
-    globals().update(found)
-    return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES.get(name, f"{__name__}.api")), name)
+    return found
