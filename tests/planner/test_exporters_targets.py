@@ -50,6 +50,13 @@ def _literal(node: ast.expr) -> Any:
         return ast.unparse(node)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_plain_script_imports_peft_where_adapters_train(method: str) -> None:
+    setup = TrainSetup(method=method, lora_rank=16 * (method == "lora"), stack="hf")
+    script = next(one.text for one in EXPORTERS["hf"](request(setup)).files if one.path.endswith(".py"))
+    assert ("from peft import LoraConfig, get_peft_model" in script) is (method == "lora")
+
+
 def test_accelerate_itself_accepts_every_config(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
