@@ -75,6 +75,9 @@ def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
     groups = step.groups_at("backward", 3, accumulated=False)
     assert sum(groups.values()) == step.bytes_at("backward", 3, accumulated=False)
     assert groups["gradients", "accumulated gradients"] == 5 * MIB
+    one, several = (step.groups_at("loss", 3, accumulated=more) for more in (False, True))
+    assert (one["other", "batch"], several["other", "batch"]) == (samples, 2 * samples)
+    assert one["activations", "kept for the backward"] == several["activations", "kept for the backward"] == kept
 
 
 def test_the_allocators_gap_lies_between_those_that_were_replayed() -> None:
