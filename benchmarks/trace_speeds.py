@@ -4,9 +4,10 @@
 
 Programs: the plain loops of benchmarks/trace_published.py (can-i-finetune-this's, RTX 4080 on Windows; tokens/s in
 planner/data/measured_published.jsonl), and the launch files that this project wrote for its own runs on an H200 and an
-H100, run by TRL (planner/data/measured_own.jsonl). Each is traced at full depth, two optimizer steps, in a process of
-its own: Liger's patches stay in one. What a tool's file cannot say of a run's setup leaves the run out. A second call
-goes on where the first one ended (benchmarks/data/trace_speeds.json); `--write` writes docs/accuracy/trace-speeds.md.
+H100, run by TRL (planner/data/measured_own.jsonl), of texts that fill the length. Each is traced at full depth, two
+optimizer steps, in a process of its own: Liger's patches stay in one. What a tool's file cannot say of a run's setup
+leaves the run out. A second call goes on where the first one ended (benchmarks/data/trace_speeds.json); `--write`
+writes docs/accuracy/trace-speeds.md.
 """
 
 import argparse
@@ -23,8 +24,7 @@ from typing import Any
 
 from benchmarks import trace_published
 from benchmarks.accuracy_summary import FOLDER
-from benchmarks.trace_objectives import ROWS
-from benchmarks.trace_vs_dryrun import config_of, prepared, traced
+from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.evidence.measured import MeasuredRow, own_rows, read_rows
 from planner.hardware.gpus import find_gpu
 from planner.speed.traced import traced_speed
@@ -38,7 +38,7 @@ HEAD = """# Speeds of traced programs
 Written by `python -m benchmarks.trace_speeds --write`: tokens/s that `plan trace` says of a program's own step (its
 operators priced by the card's measured rates, issued by a rented machine's host) against tokens/s that were measured.
 "band": half of the band that the trace states. Nothing was fitted to the loops on the RTX 4080; prices and host times
-were read off the H100.
+were read off the H100. Of the H100 six rows shared their CPU with another process (operators.md).
 
 | program | card | measured tokens/s | traced | error | band |
 |---|---|---:|---:|---:|---:|
@@ -76,6 +76,8 @@ def launched(row: MeasuredRow) -> TraceResult:
     assert row.setup is not None
     assert row.model is not None
     assert row.gpu is not None
+    if row.setup.packing or row.setup.objective != "sft":
+        raise NotImplementedError("its data (packed samples, pairs) is not made here")
     with tempfile.TemporaryDirectory() as name:
         folder, config = Path(name), config_of(None, row.model)
         with prepared("trl", row.setup, config, folder, ROWS, row.gpu) as words:
@@ -122,8 +124,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         if some:
             errors = sorted(abs(row["error"]) for row in some)
             inside = sum(abs(row["error"]) <= row["band"] for row in some)
-            text += f"\n{group}: {len(some)} programs, median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, "
-            text += f"inside their bands {inside}.\n"
+            text += f"\n{group}: {len(some)} programs, median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; "
+            text += f"{inside} inside their bands.\n"
     left = {name: row["not_run"] for name, row in rows.items() if "not_run" in row}
     return text + ("\nNot traced:\n\n" + "".join(f"- {name}: {why}.\n" for name, why in left.items()) if left else "")
 
