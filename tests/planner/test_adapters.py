@@ -12,6 +12,7 @@ from planner.predict import predict
 from planner.readers.read import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
+from planner.throughput import conditions_of, throughput_profile
 from tests.planner.launch_sweep import request
 
 
@@ -126,7 +127,8 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     assert (prefix.layer_tokens, prompt.layer_tokens) == (256, 456)
     parts = [speed_profile(model, card, one).step_time(one).parts_s for one in (prefix, prompt)]
     plain = setup_from_dict({**fields, "lora_rank": 16})
-    matrices = speed_profile(model, card, plain).step_time(plain).parts_s["matmul"]
+    formula = throughput_profile(model, card, plain, conditions=conditions_of(plain))  # as of the others
+    matrices = formula.step_time(plain).parts_s["matmul"]
     assert parts[0]["matmul"] == pytest.approx(matrices)
     assert parts[1]["matmul"] > 1.4 * matrices  # 456 tokens for 256
 
