@@ -12,12 +12,15 @@ from planner.errors import SetupError  # noqa: E402
 from planner.exporters import EXPORTERS  # noqa: E402
 from planner.interchange import setup_from_dict  # noqa: E402
 from planner.memory.trained import trained_parameters  # noqa: E402
+from planner.models import module_tree  # noqa: E402
 from planner.models.adapters import spec_from_config  # noqa: E402
+from probes.module_tree import answer  # noqa: E402
 from probes.stack.adapters import add_adapters  # noqa: E402
 from tests.planner.launch_sweep import request  # noqa: E402
 from tests.probes.dryrun_small import small_config  # noqa: E402
 from tests.probes.meta_models import build_on_meta  # noqa: E402
 
+module_tree.read_with(answer)  # torch is loaded: no process for each tree
 TYPES = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox")
 """Six ways to name and shape a layer: grouped keys, norms of heads, a width of heads of its own, fused matrices, Conv1D
 with biases, LayerNorm with a parallel block."""

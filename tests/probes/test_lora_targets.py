@@ -9,13 +9,17 @@ import pytest
 from meta_models import build_on_meta, shallow
 
 from planner.errors import SetupError
-from planner.models import catalogue
+from planner.models import catalogue, module_tree
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, lora_linears, num_lora_params, peft_target_modules
 from tests.whole import paired
 
 peft = pytest.importorskip("peft")
+
+from probes.module_tree import answer  # noqa: E402
+
+module_tree.read_with(answer)  # torch is loaded: no process for each tree
 
 RANK = 8
 FIRST = {entry.model_type: entry for entry in reversed(catalogue.entries())}
