@@ -120,5 +120,5 @@ def test_fsdp2_shares_a_reference_that_knows_what_the_policy_knew(place: Path, l
         )
     )
     write_launch(place, emitted)
-    run = spread(launch, place, emitted.command, shard=True)
+    run = spread(launch, place, emitted.command)
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-4)
