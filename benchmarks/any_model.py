@@ -406,7 +406,7 @@ allocated and reserved peak. Only families whose layers repeat are counted: of t
 """
 
 
-def _spread(errors: Sequence[float], share: float) -> str:
+def _layout(errors: Sequence[float], share: float) -> str:
     """Median, a high percentile and the worst of absolute errors, as cells."""
     ordered = sorted(errors, key=abs)
     high = abs(ordered[min(len(ordered) - 1, round(share * len(ordered)))])
@@ -421,13 +421,13 @@ def _formula_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         bands = [band or one["formula_band"] for one in part]
         out = [one["type"] for one, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
         shown = f"±{band:.0%}" if band else "±4 to ±10 %"
-        yield f"| {words} | {len(part)} | {_spread(errors, 0.9)} | {shown} | {len(out)}: {', '.join(out)} |"
+        yield f"| {words} | {len(part)} | {_layout(errors, 0.9)} | {shown} | {len(out)}: {', '.join(out)} |"
 
 
 def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:
     known = [one for one in lines if "first" in one]
     out = [one["type"] for one in known if abs(one["first"]["errors"][0]) > one["first"]["band"]]
-    errors = _spread([one["first"]["errors"][0] for one in known], 0.9)
+    errors = _layout([one["first"]["errors"][0] for one in known], 0.9)
     return f"| {len(known)} | {errors} | {len(out)}: {', '.join(out)} |"
 
 

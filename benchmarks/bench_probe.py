@@ -4,7 +4,7 @@ Part 1: a probe of a tiny model (child process, imports, two depths, check depth
 the same libraries and runs as many steps of the full model. Aim: at most 3 times. Wall and CPU seconds, interleaved.
 
 Part 2: truncated against full depth on three families: memory per phase, and step time in CPU seconds (other work on
-the machine shows less) with the spread of repeated full-depth probes as the measure of noise.
+the machine shows less) with the layout of repeated full-depth probes as the measure of noise.
 
     python -m benchmarks.bench_probe [--repeats 3] [--json FILE]
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_search [--probes 20] [--repeats 5] [--out benchmarks/data/search_overhead.json]
 
 The probe answers at once, so the time between probes is the search's own: claim, journal write with fsync, Gaussian
-process, acquisition, stop rule, constraints, result. Making the belief (encoding all candidates once) is reported
+process, acquisition, stop rule, constraints, result. Making the posterior (encoding all candidates once) is reported
 apart. The processor's time is reported beside the clock's: on a machine that others use, only the first says what the
 search costs; the clock adds waiting for the disk (fsync) and for other processes.
 """
@@ -23,7 +23,7 @@ from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search.problem import Problem
 from search.run import Strategy, search
-from search.sampler import Belief
+from search.sampler import Posterior
 from search.stopping import Budget
 
 LIMIT_MS = 50.0
@@ -35,7 +35,7 @@ def measure(num_probes: int, *, sampler: str = "residual") -> dict[str, Any]:
     problem = Problem(candidates=scenario.candidates())
     gpu = SyntheticGpu.of(scenario, 5)
     started = time.perf_counter()
-    Belief(problem)
+    Posterior(problem)
     encode_s = time.perf_counter() - started
     left_at: list[float] = []
     gaps_s: list[float] = []

@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.node import node_of_setup
-from planner.decision.simplicity import simplicity
+from planner.decision.tie_break import tie_break
 from planner.evidence.bands import memory_band
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.space import branches, dimension_values, micro_batches
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.wish import Wish
 from planner.workload import Workload
 
 PAIRS = (
@@ -65,56 +65,58 @@ class Found(NamedTuple):
     @property
     def preferences(self) -> list[str]:
         """What the choice has that the fastest lacks."""
-        wish, chosen = self.plan.workload, self.plan.chosen.setup
+        request, chosen = self.plan.workload, self.plan.chosen.setup
         found = []
-        if simplicity(chosen) < simplicity(self.fastest):
+        if tie_break(chosen) < tie_break(self.fastest):
             found.append("simpler")
-        if peak(wish, chosen) < peak(wish, self.fastest):
+        if peak(request, chosen) < peak(request, self.fastest):
             found.append("smaller")
         return found
 
 
-def peak(wish: Workload, setup: TrainSetup) -> int:
+def peak(request: Workload, setup: TrainSetup) -> int:
     """Device peak by the formula for one setup."""
-    return predict_memory(wish.model, wish.gpu, setup).peak_device_bytes
+    return predict_memory(request.model, request.gpu, setup).peak_device_bytes
 
 
-def families(wish: Workload, node: str) -> Iterator[TrainSetup]:
+def families(request: Workload, node: str) -> Iterator[TrainSetup]:
     """Every setup of a class at micro-batch 1."""
-    values = dimension_values(wish)
-    for branch in branches(wish, values):
+    values = dimension_values(request)
+    for branch in branches(request, values):
         if node_of_setup(branch) != node:
             continue
         names = ("attention", "kernels", "checkpointing", "loss", "optimizer")
         for chosen in product(*(values[name] for name in names)):
-            yield branch.with_(**dict(zip(names, chosen, strict=True)))
+            yield branch.replace(**dict(zip(names, chosen, strict=True)))
 
 
 def search(model: str, gpu: str, global_batch: int) -> Found | None:
     """The plan and the fastest of its class; None where nothing fits."""
-    wish = Wish(global_batch=global_batch).workload(resolve_model(model), find_gpu(gpu))
-    plan = plan_workload(wish)
+    request = PlanRequest(global_batch=global_batch).workload(resolve_model(model), find_gpu(gpu))
+    plan = plan_workload(request)
     if not isinstance(plan, Plan):
         return None
     node = node_of_setup(plan.chosen.setup)
-    pairs = [(micro, wish.global_batch_seqs // micro) for micro in micro_batches(wish.global_batch_seqs)]
+    pairs = [(micro, request.global_batch_seqs // micro) for micro in micro_batches(request.global_batch_seqs)]
     speeds = [
         (at(*pair)[1], family, pair)
-        for family in families(wish, node)
-        for at in (speed_profile(wish.model, wish.gpu, family).at,)
+        for family in families(request, node)
+        for at in (speed_profile(request.model, request.gpu, family).at,)
         for pair in pairs
     ]
     may, least = None, {}
     for speed, family, (micro, steps) in sorted(speeds, key=lambda one: -one[0]):
         if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)
-            least[id(family)] = peak(wish, family.with_(micro_batch_seqs=1, accumulation_steps=wish.global_batch_seqs))
-        if least[id(family)] > wish.budget_bytes:
+            least[id(family)] = peak(
+                request, family.replace(micro_batch_seqs=1, accumulation_steps=request.global_batch_seqs)
+            )
+        if least[id(family)] > request.budget_bytes:
             continue
-        setup = family.with_(micro_batch_seqs=micro, accumulation_steps=steps)
-        needed = peak(wish, setup)
-        if needed * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes:
+        setup = family.replace(micro_batch_seqs=micro, accumulation_steps=steps)
+        needed = peak(request, setup)
+        if needed * (1 + memory_band(request.model, setup)) <= request.budget_bytes:
             break
-        may = may or (needed <= wish.budget_bytes and (speed, setup))
+        may = may or (needed <= request.budget_bytes and (speed, setup))
     else:
         assert may  # the plan has a choice, so something fits
         speed, setup = may

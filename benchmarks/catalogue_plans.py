@@ -24,18 +24,18 @@ from planner.interchange import setup_to_dict
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.plan import NoPlan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 
 GPUS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 
 
 def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
-    """The plan of one (model, gpu) with no other wish, as plain data."""
+    """The plan of one (model, gpu) with no other request, as plain data."""
     name, key = pair
     line: dict[str, Any] = {"model": name, "gpu": key}
     try:
-        plan = plan_workload(Wish().workload(resolve_model(name), find_gpu(key)))
+        plan = plan_workload(PlanRequest().workload(resolve_model(name), find_gpu(key)))
     except PlannerError as error:
         return line | {"error": str(error)}
     chosen = plan.nearest if isinstance(plan, NoPlan) else plan.chosen

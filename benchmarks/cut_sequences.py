@@ -18,7 +18,7 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
-from planner.parallel.speed import spread_step_time
+from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
 
 GB = 1e9
@@ -53,7 +53,7 @@ def setup_of(run: Run) -> TrainSetup:
 
 def dry_run_gb(model_id: str, setup: TrainSetup) -> float:
     """The dry run's allocated peak."""
-    from benchmarks.spread_formula_vs_dryrun import measure
+    from benchmarks.layout_formula_vs_dryrun import measure
 
     return float(measure(model_id.lower(), setup)["allocated"]) / GB
 
@@ -69,7 +69,7 @@ def main() -> None:
         model, setup = catalogue.load(run.model), setup_of(run)
         assert model is not None
         peak = rank_memories(model, gpu, setup)[0].breakdown.peak_allocated_bytes / GB
-        step = spread_step_time(model, gpu, setup, make_cluster(gpu, run.num_gpus)).step_time_s
+        step = layout_step_time(model, gpu, setup, make_cluster(gpu, run.num_gpus)).step_time_s
         sizes = (run.peak_gb, peak, dry_run_gb(run.model, setup) if dry else None)
         cells = [f"{size:.1f} GB" if size is not None and run.peak_gb else "-" for size in sizes]
         cells += [f"{run.step_s:,.0f} s", f"{step:,.0f} s ({100 * (step / run.step_s - 1):+.0f} %)"]

@@ -17,7 +17,7 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
-from planner.parallel.speed import spread_step_time
+from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
 
 
@@ -61,7 +61,8 @@ def main() -> None:
         peak = rank_memories(model, gpu, setup)[0].breakdown.peak_device_bytes / (1 << 30)
         cluster = make_cluster(gpu, 8)
         found, whole = (
-            spread_step_time(model, gpu, one, cluster).tokens_per_s / 8 for one in (setup, setup.with_(expert_degree=1))
+            layout_step_time(model, gpu, one, cluster).tokens_per_s / 8
+            for one in (setup, setup.replace(expert_degree=1))
         )
         cells = [f"{run.gib:.1f} GiB", f"{peak:.1f} GiB"] if run.gib else ["-", "-"]
         cells += [f"{run.tokens_per_s:,.0f}", f"{found:,.0f} ({100 * (found / run.tokens_per_s - 1):+.0f} %)"]

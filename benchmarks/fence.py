@@ -1,13 +1,13 @@
-"""Is the choice the best of its class over all that the planner compares: programs, kernels, torch.compile, spreads?
+"""Is the choice the best of its class over all that the planner compares: programs, kernels, torch.compile, layouts?
 
-    python -m benchmarks.fence [--wish TEXT] [--write]
+    python -m benchmarks.fence [--request TEXT] [--write]
 
-For each of 24 wishes: the plan's choice, and the fastest that surely fits, of the same class (method and quantization,
-in full fine-tuning with or without fp32 master weights, the same rank and adapted matrices), over every launch target
-that has a file for the objective, its kernel families, torch.compile, every spread, checkpointing, loss, optimizer,
-attention, generator and micro-batch: each target's whole space is walked by itself. "Best" is the fastest that the
-policy (docs/choices.md) leaves open, flash attention 2 taken for slower by its package's price; what the policy leaves
-out and is faster stands beside it with the reason. A share below 0.97 is a fault.
+For each of 24 requests: the plan's choice, and the fastest that surely fits, of the same class (method and
+quantization, in full fine-tuning with or without fp32 master weights, the same rank and adapted matrices), over every
+launch target that has a file for the objective, its kernel families, torch.compile, every layout, checkpointing, loss,
+optimizer, attention, generator and micro-batch: each target's whole space is walked by itself. "Best" is the fastest
+that the policy (docs/choices.md) leaves open, flash attention 2 taken for slower by its package's price; what the
+policy leaves out and is faster stands beside it with the reason. A share below 0.97 is a fault.
 """
 
 import argparse
@@ -22,20 +22,20 @@ from planner.choices.kernels import KERNELS
 from planner.choices.packages import PACKAGE_PRICES
 from planner.choices.stacks import DEFAULT
 from planner.decision.facts import Limits
+from planner.decision.layouts import STAGES, layout_name, layouts
 from planner.decision.node import node_of_setup
 from planner.decision.policy import full_quality, left_out
-from planner.decision.spreads import STAGES, spread_name, spreads
 from planner.errors import UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Workload
 
 LEAST_SHARE = 0.97
@@ -45,7 +45,7 @@ BEGIN, END = "<!-- benchmarks/fence.py: begin -->\n", "<!-- benchmarks/fence.py:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One wish: a model, its cards, and what is asked beside them."""
+    """One request: a model, its cards, and what is asked beside them."""
 
     model: str
     gpu: str
@@ -65,8 +65,8 @@ class Asked:
         gpu = find_gpu(self.gpu)
         cluster = make_cluster(gpu, self.num_gpus) if self.num_gpus > 1 else None
         batch = None if "objective" in self.fixed else 32
-        wish = Wish(seq_len=self.seq_len, fixed=self.fixed, global_batch=batch)
-        return wish.workload(resolve_model(self.model), gpu, cluster)
+        request = PlanRequest(seq_len=self.seq_len, fixed=self.fixed, global_batch=batch)
+        return request.workload(resolve_model(self.model), gpu, cluster)
 
 
 FULL: Mapping[str, tuple[Any, ...]] = {"method": ("full",)}
@@ -140,11 +140,11 @@ def spaces(workload: Workload) -> Iterator[Workload]:
 
 
 def points(workload: Workload) -> Iterator[Point]:
-    """Every point of every target's space under every spread."""
+    """Every point of every target's space under every layout."""
     for space in spaces(workload):
         try:
             values = dimension_values(space)
-            found = spreads(space, [stage for stage in STAGES if stage != "offload"]) if space.num_gpus > 1 else ()
+            found = layouts(space, [stage for stage in STAGES if stage != "offload"]) if space.num_gpus > 1 else ()
         except UsageError:
             continue
         if space.num_gpus == 1 or found:
@@ -159,7 +159,10 @@ def search(asked: Asked) -> Found | None:
         return None
     limits = Limits(workload.model, workload.budget_bytes, gpu=workload.gpu)
     chosen, walked = plan.chosen, 0
-    mine, sure = quality(workload, chosen.setup), limits.surely_bytes(chosen.setup) >= chosen.formula.peak_device_bytes
+    mine, sure = (
+        quality(workload, chosen.setup),
+        limits.bytes_with_margin(chosen.setup) >= chosen.formula.peak_device_bytes,
+    )
     best: dict[str, Point] = {}  # by why it is left out
     reasons: dict[tuple[object, ...], str] = {}
     for point in points(workload):
@@ -167,7 +170,7 @@ def search(asked: Asked) -> Found | None:
         if point.peak_device_bytes > workload.budget_bytes:
             continue
         setup = point.family
-        if quality(workload, setup) != mine or (sure and point.peak_device_bytes > limits.surely_bytes(setup)):
+        if quality(workload, setup) != mine or (sure and point.peak_device_bytes > limits.bytes_with_margin(setup)):
             continue
         kind = setup.stack, setup.compile, setup.method, setup.lora_targets
         if kind not in reasons:
@@ -187,8 +190,8 @@ def differences(found: TrainSetup, chosen: TrainSetup) -> str:
         "selective_checkpointing", "micro_batch_seqs", "rollout",
     )  # fmt: skip
     words = [f"{name} {getattr(found, name)}" for name in names if getattr(found, name) != getattr(chosen, name)]
-    if spread_name(found) != spread_name(chosen):
-        words.append(spread_name(found))
+    if layout_name(found) != layout_name(chosen):
+        words.append(layout_name(found))
     return ", ".join(words) or "the same"
 
 
@@ -216,7 +219,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     shares, start, walked = [], time.process_time(), 0
     for asked in WISHES:
-        if args.wish.lower() not in asked.title.lower():
+        if args.request.lower() not in asked.title.lower():
             continue
         found = search(asked)
         line = row(asked, found) if found is not None else f"| {asked.title} | nothing surely fits | | | | | |"

@@ -20,9 +20,9 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.adapters import has_adapter, spec_from_config
+from planner.models.encoders import image_tokens, with_vision
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
-from planner.models.towers import image_tokens, with_eyes
 from planner.setup import TrainSetup
 from probes.dryrun.api import dry_run_report
 from probes.dryrun.report import DryRunReport
@@ -45,10 +45,10 @@ def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
     """The formula's model."""
     for owner in ("google", "Qwen"):
         if found := catalogue.load(f"{owner}/{name}"):
-            return with_eyes(found)
+            return with_vision(found)
     if has_adapter(config["model_type"]):
-        return with_eyes(spec_from_config(config, model_id=name, source="benchmarks"))
-    return with_eyes(spec_of_tree(config, model_id=name, source="benchmarks"))
+        return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
+    return with_vision(spec_of_tree(config, model_id=name, source="benchmarks"))
 
 
 def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int, int]) -> TrainSetup:

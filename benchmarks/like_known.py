@@ -46,7 +46,7 @@ def errors(read: ModelSpec, known: ModelSpec) -> Iterator[tuple[str, float, floa
     """(setup, error of the peak, error of the step time) of every setup."""
     card = find_gpu(CARD)
     for name, setup in SETUPS.items():
-        found, true = (predict(one, card, setup.with_(attention=default_attention(one))) for one in (read, known))
+        found, true = (predict(one, card, setup.replace(attention=default_attention(one))) for one in (read, known))
         assert found.step_time_s
         assert true.step_time_s
         yield name, true.peak_device_bytes / found.peak_device_bytes - 1, true.step_time_s / found.step_time_s - 1

@@ -3,7 +3,7 @@
     python -m benchmarks.listed_plans            # print
     python -m benchmarks.listed_plans --write    # write it into docs/choices.md
 
-Formula rung, 2,048 tokens (or what the model takes), no wish but the one named. `tests/planner/test_listed_plans.py`
+Formula rung, 2,048 tokens (or what the model takes), no request but the one named. `tests/planner/test_listed_plans.py`
 holds the page to it.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 from planner.workload import Data
 
 PAGE = Path(__file__).parent.parent / "docs" / "choices.md"
@@ -70,7 +70,7 @@ PLANS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
     """One line of the table."""
-    plan = plan_workload(Wish(**options).workload(resolve_model(model), find_gpu(gpu)))
+    plan = plan_workload(PlanRequest(**options).workload(resolve_model(model), find_gpu(gpu)))
     named = f"{model.rpartition('/')[2]} / {gpu}" + (f" `{words}`" if words else "")
     if not isinstance(plan, Plan):
         return f"| {named} | nothing fits | | {plan.missing_bytes / 2**30:.2f} GiB are missing |"

@@ -30,8 +30,8 @@ QLORA = TrainSetup(
     method="qlora", quantization="nf4-double", lora_rank=32, optimizer="adamw-8bit", adapter_dtype="fp32",
     loss="chunked",
 )  # fmt: skip
-UNSLOTH = QLORA.with_(kernels="fused", activation_offload=True)
-PLAIN = QLORA.with_(
+UNSLOTH = QLORA.replace(kernels="fused", activation_offload=True)
+PLAIN = QLORA.replace(
     loss="full", attention="flash-attention-2", kbit_fp32_cast=True, stack="hf", expandable_segments=False
 )
 
@@ -43,7 +43,7 @@ def longest(model_id: str, gpu_key: str, setup: TrainSetup) -> int:
     fits, too_long = 0, 1 << 15
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        peak = predict_memory(model, gpu, setup.with_(seq_len_tokens=64 * middle)).peak_device_bytes
+        peak = predict_memory(model, gpu, setup.replace(seq_len_tokens=64 * middle)).peak_device_bytes
         fits, too_long = (middle, too_long) if peak <= gpu.memory_bytes else (fits, middle)
     return 64 * fits
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from planner.cli.options import cluster_of
 from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, merged
+from planner.decision.facts import PREFERENCE_FRACTION, WalkResults, merged
 from planner.decision.policy import full_quality
 from planner.errors import PlannerError
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.planning.runs import Known
+from planner.plan_request import PlanRequest
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
-from planner.wish import Wish
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B",
@@ -58,7 +58,7 @@ ALONG = ("memory", "batch", "length", "gpus")
 
 
 def wishes(along: str, memory_gib: float, num_budgets: int, num_gpus: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(words, options of the wish, GPUs) of every step of what rises."""
+    """(words, options of the request, GPUs) of every step of what rises."""
     if along == "memory":
         for index in range(1, num_budgets + 1):
             limit_gib = memory_gib * index / num_budgets
@@ -75,15 +75,15 @@ def wishes(along: str, memory_gib: float, num_budgets: int, num_gpus: int) -> It
 def rising(
     model_name: str, key: str, num_budgets: int, num_gpus: int = 1, *, along: str = "memory", **options: Any
 ) -> list[Step]:
-    """The choices as one thing rises, where something fits; `options` of the wish."""
+    """The choices as one thing rises, where something fits; `options` of the request."""
     model, card = resolve_model(model_name), find_gpu(key)
-    known, steps = Known(), []
+    known, steps = WalkCache(), []
     for words, own, num in wishes(along, card.memory_bytes / 2**30, num_budgets, num_gpus):
         cluster = cluster_of(card, num, None, None) if num > 1 else None
-        facts = Facts(known=known)
+        facts = WalkResults(known=known)
         try:
-            wish = Wish(**{**options, **own}).workload(model, card, cluster)
-            node, best = choose(wish, dimension_values(wish), facts)
+            request = PlanRequest(**{**options, **own}).workload(model, card, cluster)
+            node, best = choose(request, dimension_values(request), facts)
         except PlannerError:  # less than a quarter of a GiB, a batch that is no whole groups
             continue
         if node is None or best is None:

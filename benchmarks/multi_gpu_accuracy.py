@@ -1,7 +1,7 @@
 """Predictions for several GPUs against published runs: docs/accuracy/multi-gpu.md and its JSON.
 
     python -m benchmarks.multi_gpu_accuracy                        (a few minutes; needs scipy)
-    python -m benchmarks.multi_gpu_accuracy --write-calibration    (also writes `spread` and its band in planner/data)
+    python -m benchmarks.multi_gpu_accuracy --write-calibration    (also writes `layout` and its band in planner/data)
 
 Speed: the constants of communication are fitted on all sources but one and tested on that one, never on a random row;
 the compute model under it is the shipped one. Memory has no fitted constant.
@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.band_fit import passed_at
-from benchmarks.multi_gpu_fit import fit_spread, log_error
-from benchmarks.multi_gpu_points import SpreadPoint, load_points
+from benchmarks.multi_gpu_fit import fit_layout, log_error
+from benchmarks.multi_gpu_points import LayoutPoint, load_points
 from benchmarks.speed_accuracy import percentile
 from planner.memory.model import rank_memories
 from planner.memory.types import MemoryBreakdown
@@ -28,7 +28,7 @@ from planner.setup import TrainSetup
 from planner.throughput.calibration import (
     DATA_FILE,
     Calibration,
-    SpreadConstants,
+    LayoutConstants,
     load_calibration,
 )
 
@@ -48,24 +48,24 @@ class Compared:
         other: a speed under the constants fitted without its source; a memory figure without what FSDP 1 keeps.
     """
 
-    point: SpreadPoint
+    point: LayoutPoint
     error: float
     other: float
 
 
-def as_it_ran(point: SpreadPoint) -> TrainSetup:
+def as_it_ran(point: LayoutPoint) -> TrainSetup:
     """The point's setup, under FSDP 1 with reentrant checkpointing where it ran so."""
     setup = point.setup
     if not point.conditions.fsdp_1 or setup.parallel != "fsdp2":
         return setup
-    return setup.with_(fsdp_version=1, reentrant_checkpointing=True)
+    return setup.replace(fsdp_version=1, reentrant_checkpointing=True)
 
 
-def _worst(point: SpreadPoint, setup: TrainSetup) -> MemoryBreakdown:
+def _worst(point: LayoutPoint, setup: TrainSetup) -> MemoryBreakdown:
     return rank_memories(point.model, point.gpu, setup)[0].breakdown
 
 
-def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
+def memory_errors(points: Iterable[LayoutPoint]) -> list[Compared]:
     """The worst rank's peak against the measured one."""
     found = []
     for point in points:
@@ -84,7 +84,7 @@ def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
     return found
 
 
-def out_of_memory(points: Iterable[SpreadPoint]) -> list[Compared]:
+def out_of_memory(points: Iterable[LayoutPoint]) -> list[Compared]:
     """Runs that went out of memory: the worst rank's predicted device peak against what the card has."""
     found = []
     for point in points:
@@ -101,14 +101,14 @@ def out_of_memory(points: Iterable[SpreadPoint]) -> list[Compared]:
     return found
 
 
-def speed_errors(points: Sequence[SpreadPoint], used: Calibration) -> list[Compared]:
+def speed_errors(points: Sequence[LayoutPoint], used: Calibration) -> list[Compared]:
     """Every speed under the constants in use, and under those fitted without its source."""
     known = [point for point in points if point.tokens_per_s is not None]
     firm = [point for point in known if not point.loose_speed]
     start = replace(used, spread={})
     found = []
     for source in sorted({point.source for point in known}):
-        fitted = fit_spread([point for point in firm if point.source != source], start)
+        fitted = fit_layout([point for point in firm if point.source != source], start)
         for point in known:
             if point.source == source:
                 here, held = (exp(log_error(point, one)) - 1.0 for one in (used, fitted))
@@ -142,7 +142,7 @@ def table(found: Iterable[Compared], *labels: str) -> dict[str, dict[str, Any]]:
     return {key: both(groups[key]) for key in sorted(groups)}
 
 
-def _label(point: SpreadPoint, label: str) -> str:
+def _label(point: LayoutPoint, label: str) -> str:
     if label == "gpus":
         return f"{point.setup.num_gpus:4d}"
     return {
@@ -166,7 +166,7 @@ def band_of(found: Sequence[Compared]) -> float:
     return passed_at(ordered, BAND_LEVEL)
 
 
-def report_of(points: Sequence[SpreadPoint], used: Calibration) -> dict[str, Any]:
+def report_of(points: Sequence[LayoutPoint], used: Calibration) -> dict[str, Any]:
     """All figures of the document."""
     speed, memory = speed_errors(points, used), memory_errors(points)
     firm = [one for one in speed if not one.point.loose_speed]
@@ -211,14 +211,14 @@ def _named(one: Compared) -> dict[str, Any]:
 
 
 def _constants(used: Calibration) -> dict[str, dict[str, float]]:
-    stated, now = SpreadConstants(), used.spread_constants
-    return {name: {"stated": getattr(stated, name), "used": getattr(now, name)} for name in SpreadConstants.names()}
+    stated, now = LayoutConstants(), used.layout_constants
+    return {name: {"stated": getattr(stated, name), "used": getattr(now, name)} for name in LayoutConstants.names()}
 
 
-def write_calibration(points: Sequence[SpreadPoint]) -> Calibration:
-    """Fits `spread` on every firm point and writes it into the shipped calibration."""
+def write_calibration(points: Sequence[LayoutPoint]) -> Calibration:
+    """Fits `layout` on every firm point and writes it into the shipped calibration."""
     firm = [point for point in points if point.tokens_per_s is not None and not point.loose_speed]
-    fitted = fit_spread(firm, replace(load_calibration(str(DATA_FILE)), spread={}))
+    fitted = fit_layout(firm, replace(load_calibration(str(DATA_FILE)), spread={}))
     values = json.loads(DATA_FILE.read_text(encoding="utf-8"))
     values["spread"] = {name: float(f"{value:.4g}") for name, value in fitted.spread.items()}
     sizes: dict[str, int] = {}

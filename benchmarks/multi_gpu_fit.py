@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from math import exp, log
 
 from benchmarks.constants_fit import POINT_NOISE, fit_shift
-from benchmarks.multi_gpu_points import SpreadPoint
-from planner.parallel.speed import spread_step_time
-from planner.throughput.calibration import Calibration, SpreadConstants
+from benchmarks.multi_gpu_points import LayoutPoint
+from planner.parallel.speed import layout_step_time
+from planner.throughput.calibration import Calibration, LayoutConstants
 
 UNCERTAINTY = {
     "nvlink_share": 0.15,
@@ -31,7 +31,7 @@ UNCERTAINTY = {
 CARD_NOISE = 0.08
 
 
-def log_error(point: SpreadPoint, calibration: Calibration) -> float:
+def log_error(point: LayoutPoint, calibration: Calibration) -> float:
     """log(predicted / measured) tokens/s of one GPU.
 
     Raises:
@@ -39,7 +39,7 @@ def log_error(point: SpreadPoint, calibration: Calibration) -> float:
     """
     if point.tokens_per_s is None:
         raise ValueError(f"{point.key} has no speed")
-    answer = spread_step_time(
+    answer = layout_step_time(
         point.model,
         point.gpu,
         point.speed_setup,
@@ -50,18 +50,18 @@ def log_error(point: SpreadPoint, calibration: Calibration) -> float:
     return log(answer.tokens_per_s / point.speed_setup.num_gpus / point.tokens_per_s)
 
 
-def fit_spread(points: Sequence[SpreadPoint], start: Calibration, *, max_evaluations: int = 10) -> Calibration:
-    """The start's calibration with its `spread` constants moved to fit the points."""
+def fit_layout(points: Sequence[LayoutPoint], start: Calibration, *, max_evaluations: int = 10) -> Calibration:
+    """The start's calibration with its `layout` constants moved to fit the points."""
     if not points:
         return start
-    base = asdict(SpreadConstants(**start.spread))
+    base = asdict(LayoutConstants(**start.layout))
     names = tuple(UNCERTAINTY)
     sizes = Counter(point.source for point in points)
 
     def moved(shift: Sequence[float]) -> Calibration:
         values = {name: base[name] * exp(UNCERTAINTY[name] * z) for name, z in zip(names, shift, strict=True)}
         values |= {name: min(value, 1.0) for name, value in values.items() if name.endswith("share") or "cost" in name}
-        return replace(start, spread={**base, **values})
+        return replace(start, layout={**base, **values})
 
     def errors(shift: Sequence[float]) -> list[float]:
         calibration = moved(shift)

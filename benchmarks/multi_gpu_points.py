@@ -21,7 +21,7 @@ LEFT_OUT_FILE = FILE.with_name("multi_gpu_left_out.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadPoint:
+class LayoutPoint:
     """One configuration on several GPUs.
 
     Attributes:
@@ -67,7 +67,7 @@ class SpreadPoint:
         return name
 
 
-def load_points(file: Path = FILE) -> list[SpreadPoint]:
+def load_points(file: Path = FILE) -> list[LayoutPoint]:
     """All points."""
     return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
@@ -78,12 +78,12 @@ def left_out(file: Path = LEFT_OUT_FILE) -> list[dict[str, Any]]:
     return found
 
 
-def _point(row: dict[str, Any]) -> SpreadPoint:
+def _point(row: dict[str, Any]) -> LayoutPoint:
     setup = setup_from_dict(row["setup"])
     gpu = _gpu(row["gpu"])
     memory = row.get("memory", {})
     length = row.get("speed_seq_len_tokens")
-    return SpreadPoint(
+    return LayoutPoint(
         key=row["id"],
         source=row["source"],
         at=row["at"],
@@ -96,7 +96,7 @@ def _point(row: dict[str, Any]) -> SpreadPoint:
         gpu=gpu,
         cluster=_cluster(row["gpu"], setup.num_gpus, row.get("num_nodes"), row.get("interconnect")),
         setup=setup,
-        speed_setup=setup if length is None else setup.with_(seq_len_tokens=length),
+        speed_setup=setup if length is None else setup.replace(seq_len_tokens=length),
         conditions=Conditions(**row.get("conditions", {})),
         tokens_per_s=row.get("tokens_per_s"),
         repeats=tuple(row.get("repeats", ())),

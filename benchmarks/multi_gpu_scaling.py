@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.speed_points import inline_model
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.parallel.speed import spread_step_time
+from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
 from planner.throughput import step_time
 
@@ -42,6 +42,6 @@ def weak_scaling() -> dict[int, float]:
         if degree == 1:
             seconds = step_time(model, gpu, setup).step_time_s
         else:
-            seconds = spread_step_time(model, gpu, setup, make_cluster(gpu, degree)).step_time_s
+            seconds = layout_step_time(model, gpu, setup, make_cluster(gpu, degree)).step_time_s
         rates[degree] = model.num_params / degree / seconds
     return {degree: rate / rates[1] for degree, rate in rates.items() if degree > 1}

@@ -132,7 +132,7 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
             continue
         setup = point.setup
         if asked.reentrant_checkpointing and setup.checkpointing:
-            setup = setup.trusted_with(reentrant_checkpointing=True)
+            setup = setup.replace_trusted(reentrant_checkpointing=True)
         if point.group in ("ms_swift_benchmark", "llamafactory_wiki"):  # how long their samples were is not known
             continue
         report = reported(point.model, point.gpu, setup)
@@ -217,9 +217,9 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| case | measured s | of its steps | dry run | program | formula | waits |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
-        spread = f"{row.low_s:.3f} to {row.high_s:.3f}" if row.high_s > row.low_s else ""
+        layout = f"{row.low_s:.3f} to {row.high_s:.3f}" if row.high_s > row.low_s else ""
         errors = [None if one is None else 100 * (one / row.measured_s - 1) for one in row[4:7]]
-        cells = [row.case, f"{row.measured_s:.3f}", spread, *("" if one is None else f"{one:+.1f} %" for one in errors)]
+        cells = [row.case, f"{row.measured_s:.3f}", layout, *("" if one is None else f"{one:+.1f} %" for one in errors)]
         lines.append(f"| {' | '.join(cells)} | {100 * row.waits:.0f} % |")
     levels = [[abs(row[level] / row.measured_s - 1) for row in rows if row[level] is not None] for level in (4, 5, 6)]
     for name, of in (("median", median), ("worst", max)):

@@ -100,7 +100,7 @@ def depth_pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def spread(values: Sequence[float]) -> str:
+def layout(values: Sequence[float]) -> str:
     """Median, 95th percentile and worst of absolute values, as text."""
     if not values:
         return "no data"
@@ -128,10 +128,10 @@ def main() -> int:
         ("dry run, allocated", "dry_allocated"),
         ("dry run, reserved", "dry_reserved"),
     ):
-        print(f"| {title} | {spread([row[key] for row in rows if row.get(key) is not None])} |")
+        print(f"| {title} | {layout([row[key] for row in rows if row.get(key) is not None])} |")
     print("\n| truncated against full depth | difference |\n|---|---|")
     for title, key in (("allocated", "memory"), ("reserved", "reserved"), ("tokens/s", "speed")):
-        print(f"| {title} | {spread([pair[key] for pair in pairs if pair[key] is not None])} |")
+        print(f"| {title} | {layout([pair[key] for pair in pairs if pair[key] is not None])} |")
     print("\n| model | setup | layers | allocated | tokens/s | flags |\n|---|---|---|---|---|---|")
     for pair in pairs:
         one = pair["setup"]

@@ -36,7 +36,7 @@ from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.predict import predict
-from planner.readers import Surroundings, read_text
+from planner.readers import FileContext, read_text
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
 from planner.units import GIB
@@ -214,7 +214,7 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
             text = one.text
             if not one.num_gpus and re.search(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", text, re.MULTILINE):
                 raise ConfigError("sharded, over how many GPUs is not said")
-            around = Surroundings(num_gpus=one.num_gpus or 1)
+            around = FileContext(num_gpus=one.num_gpus or 1)
             named = read_text(text, one.path, around=around).model_id or ""
             asked = Asked(
                 num_gpus=one.num_gpus or 1,
@@ -246,7 +246,7 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
         ran = dry_run(model, card, setup)
         found = ran if isinstance(ran, Prediction) else found
         if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
-            more = _lengths_bytes(model, card, setup.with_(transformers_version=""))
+            more = _lengths_bytes(model, card, setup.replace(transformers_version=""))
             found = replace(found, peak_reserved_bytes=found.peak_reserved_bytes + more)
     below, above = band_of(found)
     more = 0.1 * row.get("approximations", 0)
@@ -310,7 +310,7 @@ def _whole_loss(row: dict[str, Any], folder: Path) -> str:
     setup = asked_setup(row["setup"])
     if setup.loss == "full":
         return ""
-    whole, _ = judged({**row, "setup": asked_form(setup.with_(loss="full"))}, folder, dry=False)
+    whole, _ = judged({**row, "setup": asked_form(setup.replace(loss="full"))}, folder, dry=False)
     return f" (without cut cross-entropy {whole.peak_reserved_bytes / GIB / row['gib'] - 1:+.1%})"
 
 

@@ -21,8 +21,8 @@ from planner.interchange import setup_from_dict
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
+from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
-from planner.models.towers import with_eyes
 
 ROWS = Path(__file__).parent / "data" / "published_objectives.jsonl"
 GIB = 2**30
@@ -43,7 +43,7 @@ def model_of(row: dict[str, Any]) -> ModelSpec | None:
     if kept := row.get("kept"):
         config["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": kept}
         config["quantization_config"] |= {"quant_method": "bitsandbytes", "bnb_4bit_use_double_quant": True}
-    return with_eyes(spec_from_config(config, model_id=row["model"], source=row["source"]))
+    return with_vision(spec_from_config(config, model_id=row["model"], source=row["source"]))
 
 
 def error(row: dict[str, Any]) -> float | None:

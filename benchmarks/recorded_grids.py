@@ -112,7 +112,7 @@ def recorded_grids(rows: Iterable[MeasuredRow], *, group: str = "fms_acceleratio
             assert row.setup is not None
             if largest % row.setup.micro_batch_seqs == 0:
                 steps = largest // row.setup.micro_batch_seqs
-                by_setup[row.setup.with_(accumulation_steps=steps)].append(row)
+                by_setup[row.setup.replace(accumulation_steps=steps)].append(row)
         if len(by_setup) >= MIN_SETUPS and any(row.status == "ok" for row in members):
             grids.append(
                 RecordedGrid(

@@ -10,7 +10,7 @@ import numpy as np
 from planner.outcome import FailureKind, ProbeFailure
 from planner.setup import TrainSetup
 from search.arrays import Floats
-from search.sampler import Belief
+from search.sampler import Posterior
 
 DEFAULTS = {
     "method": "lora",
@@ -32,15 +32,15 @@ class RankedSampler:
 
     name = "ranked"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """The best-ranked open candidate; beyond those that fit by formula, the smallest."""
-        open_ = belief.free(running)
+        open_ = posterior.free(running)
         if not open_.any():
             return None
-        fits = open_ & (belief.log_memory <= belief.log_budget)
+        fits = open_ & (posterior.log_memory <= posterior.log_budget)
         if fits.any():
-            return int(np.argmax(np.where(fits, belief.log_speed, -np.inf)))
-        return int(np.argmin(np.where(open_, belief.log_memory, np.inf)))
+            return int(np.argmax(np.where(fits, posterior.log_speed, -np.inf)))
+        return int(np.argmin(np.where(open_, posterior.log_memory, np.inf)))
 
 
 class DoublingSampler:
@@ -52,15 +52,15 @@ class DoublingSampler:
 
     name = "doubling"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """The next doubling, None after the first that failed."""
         for quantization, method in (("none", "lora"), ("nf4-double", "qlora")):
             wanted = {**DEFAULTS, "quantization": quantization, "method": method}
-            ladder = _ladder(belief, wanted)
-            tried = {result.index: result.evidence for result in belief.results}
+            ladder = _ladder(posterior, wanted)
+            tried = {result.index: result.evidence for result in posterior.results}
             done = [index for index in ladder if index in tried]
-            if any(_failed(belief, index) for index in done):
-                if done and done[0] == ladder[0] and _failed(belief, ladder[0]):
+            if any(_failed(posterior, index) for index in done):
+                if done and done[0] == ladder[0] and _failed(posterior, ladder[0]):
                     continue  # not even one sequence: the next recipe
                 return None
             rest = [index for index in ladder if index not in tried]
@@ -82,22 +82,22 @@ class DeepSpeedSampler:
 
     name = "deepspeed"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """The next experiment of the procedure, None at its end."""
-        if not belief.open.any():
+        if not posterior.open.any():
             return None
         stages = [("full", "none"), ("lora", "none"), ("qlora", "nf4"), ("qlora", "nf4-double")]
-        speeds = {result.index: _speed(belief, result.index) for result in belief.results}
+        speeds = {result.index: _speed(posterior, result.index) for result in posterior.results}
         best_stage, best_speed = None, 0.0
         for method, quantization in stages:
-            ladder = _ladder(belief, {**DEFAULTS, "method": method, "quantization": quantization})
+            ladder = _ladder(posterior, {**DEFAULTS, "method": method, "quantization": quantization})
             # Like DeepSpeed's own estimate of what one sequence needs: a stage that cannot fit is not tried.
-            if not ladder or belief.log_memory[ladder[0]] > belief.log_budget:
+            if not ladder or posterior.log_memory[ladder[0]] > posterior.log_budget:
                 continue
             stage_best = 0.0
             for index in ladder:
                 if index not in speeds:
-                    if not belief.open[index]:
+                    if not posterior.open[index]:
                         break  # does not fit by the formula, or a smaller one ran out of memory
                     return index
                 if speeds[index] <= stage_best:
@@ -109,17 +109,17 @@ class DeepSpeedSampler:
                 break
         if best_stage is None:
             return None
-        return self._tune(belief, best_stage, speeds, seed)
+        return self._tune(posterior, best_stage, speeds, seed)
 
-    def _tune(self, belief: Belief, stage: tuple[str, str], speeds: dict[int, float], seed: int) -> int | None:
-        order = [speeds[result.index] for result in belief.results]
+    def _tune(self, posterior: Posterior, stage: tuple[str, str], speeds: dict[int, float], seed: int) -> int | None:
+        order = [speeds[result.index] for result in posterior.results]
         since_best = len(order) - 1 - int(np.argmax(order))
         if since_best >= DEEPSPEED_EARLY_STOP:
             return None
         inside = np.array(
             [
                 open_ and (c.setup.method, c.setup.quantization) == stage
-                for open_, c in zip(belief.open, belief.problem.candidates, strict=True)
+                for open_, c in zip(posterior.open, posterior.problem.candidates, strict=True)
             ]
         )
         if not inside.any():
@@ -127,8 +127,8 @@ class DeepSpeedSampler:
         random = np.random.default_rng([seed, len(order)])
         if random.random() < DEEPSPEED_EXPLORATION:
             return int(random.choice(np.flatnonzero(inside)))
-        features = _one_hot(belief)
-        rows = [result.index for result in belief.results]
+        features = _one_hot(posterior)
+        rows = [result.index for result in posterior.results]
         x, y = features[rows], np.array(order)
         scale = float(y.max()) or 1.0
         weights = np.linalg.solve(x.T @ x + 1.0 * np.eye(x.shape[1]), x.T @ (y / scale))
@@ -140,12 +140,12 @@ def _matches(setup: TrainSetup, wanted: dict[str, object]) -> bool:
     return all(getattr(setup, name) == value for name, value in wanted.items())
 
 
-def _ladder(belief: Belief, wanted: dict[str, object]) -> list[int]:
+def _ladder(posterior: Posterior, wanted: dict[str, object]) -> list[int]:
     """Candidates with these settings, by rising micro-batch (one per size, the first).
 
     A default that no candidate has (a recorded grid knows one attention kernel only) is not asked for.
     """
-    setups = [candidate.setup for candidate in belief.problem.candidates]
+    setups = [candidate.setup for candidate in posterior.problem.candidates]
     recipe = ("method", "quantization")
     wanted = {
         name: value
@@ -153,30 +153,30 @@ def _ladder(belief: Belief, wanted: dict[str, object]) -> list[int]:
         if name in recipe or any(getattr(setup, name) == value for setup in setups)
     }
     found: dict[int, int] = {}
-    for index, candidate in enumerate(belief.problem.candidates):
+    for index, candidate in enumerate(posterior.problem.candidates):
         if _matches(candidate.setup, wanted):
             found.setdefault(candidate.setup.micro_batch_seqs, index)
     return [found[size] for size in sorted(found)]
 
 
-def _failed(belief: Belief, index: int) -> bool:
-    evidence = next(result.evidence for result in belief.results if result.index == index)
+def _failed(posterior: Posterior, index: int) -> bool:
+    evidence = next(result.evidence for result in posterior.results if result.index == index)
     if isinstance(evidence, ProbeFailure):
         return evidence.kind is FailureKind.OUT_OF_MEMORY
-    return not belief.problem.feasible(belief.problem.candidates[index].setup, evidence)
+    return not posterior.problem.feasible(posterior.problem.candidates[index].setup, evidence)
 
 
-def _speed(belief: Belief, index: int) -> float:
-    evidence = next(result.evidence for result in belief.results if result.index == index)
-    if not belief.problem.feasible(belief.problem.candidates[index].setup, evidence):
+def _speed(posterior: Posterior, index: int) -> float:
+    evidence = next(result.evidence for result in posterior.results if result.index == index)
+    if not posterior.problem.feasible(posterior.problem.candidates[index].setup, evidence):
         return 0.0
     assert not isinstance(evidence, ProbeFailure)
     return evidence.tokens_per_s or 0.0
 
 
-def _one_hot(belief: Belief) -> Floats:
-    code = belief.encoding
-    columns = [np.ones((belief.num, 1))]
+def _one_hot(posterior: Posterior) -> Floats:
+    code = posterior.encoding
+    columns = [np.ones((posterior.num, 1))]
     for position, values in enumerate(code.values):
-        columns.append(np.eye(len(values))[code.levels[: belief.num, position]])
+        columns.append(np.eye(len(values))[code.levels[: posterior.num, position]])
     return np.concatenate(columns, axis=1)

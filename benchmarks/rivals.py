@@ -28,11 +28,11 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.option_values import default_headroom_bytes
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.readers import read_text
 from planner.readers.published import PUBLISHED
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.wish import Wish
 
 SEQ_LEN, GLOBAL_BATCH = 2048, 32
 PAIRS = (
@@ -87,7 +87,7 @@ def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | Non
             remarks.append("4-bit")
         micro = setup.micro_batch_seqs
         while micro:
-            tried = setup.with_(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
+            tried = setup.replace(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
             if predict_memory(model, gpu, tried).peak_device_bytes <= budget:
                 if micro != setup.micro_batch_seqs:
                     remarks.append(f"micro-batch {micro} of {setup.micro_batch_seqs}")
@@ -106,7 +106,7 @@ def _on(setup: TrainSetup, gpu: GpuSpec) -> tuple[TrainSetup, list[str]]:
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         changes["attention"] = "sdpa"
         remarks.append("SDPA")
-    return setup.with_(**changes), remarks
+    return setup.replace(**changes), remarks
 
 
 def ours(
@@ -117,11 +117,11 @@ def ours(
     fixed["lora_targets"] = (rival.lora_targets,)
     found: list[tuple[float, str, TrainSetup]] = []
     for engine in ENGINES:
-        wish = Wish(
+        request = PlanRequest(
             fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(engine,), prefer="speed"
         ).workload(model, gpu)
         try:
-            plan = answered(wish, dry_run=dry_run, history=False)
+            plan = answered(request, dry_run=dry_run, history=False)
         except PlannerError:
             continue
         if isinstance(plan, Plan) and plan.chosen.fits:

@@ -36,7 +36,7 @@ import optuna
 
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
-from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu
+from benchmarks.synthetic_gpu import LAYOUT_SCENARIOS, SCENARIOS, Scenario, SyntheticGpu
 from planner.evidence.measured import load_rows
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -46,7 +46,7 @@ from planner.setup import TrainSetup
 from planner.units import GIB
 from search.optuna_samplers import make_sampler
 from search.problem import Problem, Result
-from search.sampler import Belief, Sampler
+from search.sampler import Posterior, Sampler
 from search.stopping import converged
 
 MAX_PROBES = 24
@@ -128,9 +128,9 @@ def synthetic_cases(seeds: range, scenarios: Sequence[Scenario] = SCENARIOS) -> 
             yield Case(name=name, seed=seed, candidates=known[number], evaluate=gpu, best_tokens_per_s=best)
 
 
-def spread_cases(seeds: range) -> Iterator[Case]:
+def layout_cases(seeds: range) -> Iterator[Case]:
     """As `synthetic_cases`, of several GPUs."""
-    return synthetic_cases(seeds, SPREAD_SCENARIOS)
+    return synthetic_cases(seeds, LAYOUT_SCENARIOS)
 
 
 def recorded_cases(seeds: range) -> Iterator[Case]:
@@ -150,12 +150,12 @@ def recorded_cases(seeds: range) -> Iterator[Case]:
 
 
 @cache
-def untouched(candidates: tuple[Candidate, ...], formula: bool) -> Belief:
-    """The belief before any probe, made once for all seeds of a space."""
+def untouched(candidates: tuple[Candidate, ...], formula: bool) -> Posterior:
+    """The posterior before any probe, made once for all seeds of a space."""
     if not formula:
         candidates = tuple(replace(candidate, formula=BLIND) for candidate in candidates)
     card_bytes = int(candidates[0].budget_bytes / HEADROOM)
-    return Belief(Problem(candidates=candidates, memory_bytes=card_bytes))
+    return Posterior(Problem(candidates=candidates, memory_bytes=card_bytes))
 
 
 class Space(tuple[Candidate, ...]):
@@ -171,14 +171,14 @@ class Space(tuple[Candidate, ...]):
 def run(case: Case, strategy: Strategy) -> dict[str, Any]:
     """One strategy on one case."""
     sampler = strategy.make()
-    first_belief = untouched(case.candidates, strategy.formula)
-    problem = first_belief.problem
+    first_posterior = untouched(case.candidates, strategy.formula)
+    problem = first_posterior.problem
     candidates = problem.candidates
-    belief = deepcopy(first_belief, {id(part): part for part in (problem, first_belief.encoding)})
+    posterior = deepcopy(first_posterior, {id(part): part for part in (problem, first_posterior.encoding)})
     first: list[int] = []
     ranked = RankedSampler()
     for _ in range(strategy.num_first):
-        index = ranked.propose(belief, first, 0)
+        index = ranked.propose(posterior, first, 0)
         if index is not None:
             first.append(index)
     reached = stopped = None
@@ -186,22 +186,22 @@ def run(case: Case, strategy: Strategy) -> dict[str, Any]:
     overhead_s = 0.0
     for num in range(1, MAX_PROBES + 1):
         started = time.perf_counter()
-        index = first.pop(0) if first else sampler.propose(belief, (), case.seed)
+        index = first.pop(0) if first else sampler.propose(posterior, (), case.seed)
         overhead_s += time.perf_counter() - started
         if index is None:
             break
-        belief.tell(Result(index=index, evidence=case.evaluate(candidates[index].setup)))
-        share = exp(belief.best_score) / case.best_tokens_per_s if belief.best else 0.0
+        posterior.tell(Result(index=index, evidence=case.evaluate(candidates[index].setup)))
+        share = exp(posterior.best_score) / case.best_tokens_per_s if posterior.best else 0.0
         if reached is None and share >= GOAL:
             reached = num
-        if sampler.name == "residual" and strategy.formula and stopped is None and converged(problem, belief):
+        if sampler.name == "residual" and strategy.formula and stopped is None and converged(problem, posterior):
             stopped, at_stop = num, share
         if reached is not None and (stopped is not None or sampler.name != "residual" or not strategy.formula):
             break
     unfit = 0
-    if belief.best is not None:
-        evidence = case.evaluate(candidates[belief.best.index].setup)
-        unfit = int(not problem.feasible(candidates[belief.best.index].setup, evidence))
+    if posterior.best is not None:
+        evidence = case.evaluate(candidates[posterior.best.index].setup)
+        unfit = int(not problem.feasible(candidates[posterior.best.index].setup, evidence))
     return {
         "case": case.name,
         "seed": case.seed,
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["synthetic", "recorded", "spread"])
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    families = {"synthetic": synthetic_cases, "recorded": recorded_cases, "spread": spread_cases}
+    families = {"synthetic": synthetic_cases, "recorded": recorded_cases, "spread": layout_cases}
     table: dict[str, dict[str, Any]] = {}
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for family, make in families.items():

@@ -74,7 +74,7 @@ def published() -> None:
         model, gpu, peaks = catalogue.load(name), find_gpu(card), []
         assert model is not None
         for tokens in (COMMON_VOICE, 2 * COMMON_VOICE):
-            setup = setup_of(METHODS[method], ("", micro, 1, tokens, 1)).with_(**OLD)
+            setup = setup_of(METHODS[method], ("", micro, 1, tokens, 1)).replace(**OLD)
             report = dry_run_report(model, gpu, setup)
             assert isinstance(report, DryRunReport), report
             peaks.append(report.prediction.peak_device_bytes / GIB)
@@ -86,11 +86,11 @@ def published() -> None:
 def setup_of(fields: dict[str, Any], case: tuple[str, int, int, int, int]) -> TrainSetup:
     """The setup of one case; a T4 has no bf16."""
     card, micro, every, tokens, steps = case
-    setup = TrainSetup(**fields, stack="hf", micro_batch_seqs=micro, checkpointing=every).with_(
+    setup = TrainSetup(**fields, stack="hf", micro_batch_seqs=micro, checkpointing=every).replace(
         seq_len_tokens=tokens, accumulation_steps=steps
     )
     half = {"bf16-mixed": "fp16-mixed", "bf16-autocast": "fp16-autocast"}
-    return setup.with_(precision=half.get(setup.precision, setup.precision)) if card == "t4" else setup
+    return setup.replace(precision=half.get(setup.precision, setup.precision)) if card == "t4" else setup
 
 
 def main() -> None:

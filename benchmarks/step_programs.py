@@ -62,7 +62,7 @@ def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
         }
         if setup.method != "full":
             sizes["lora_rank"] = rng.choice([4, 8, 16, 32, 64, 128, 256])
-        yield model, CARDS[gpu.key], setup.with_(**sizes)
+        yield model, CARDS[gpu.key], setup.replace(**sizes)
 
 
 def judged(model: ModelSpec, cards: Sequence[str], setup: TrainSetup) -> Iterator[dict[str, Any]]:

@@ -47,8 +47,8 @@ from planner.setup import TrainSetup
 from planner.units import GIB
 from search.dimensions import key_of
 
-SPREADS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-SPREAD_CHOICES = (*((name, True) for name in SPREADS), ("fsdp2", False))
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+LAYOUT_CHOICES = (*((name, True) for name in LAYOUTS), ("fsdp2", False))
 """(strategy, whether FSDP2 frees gathered weights after the forward)."""
 BYTES = {"none": 2.0, "int8": 1.06, "nf4": 0.563, "nf4-double": 0.516}
 
@@ -107,7 +107,7 @@ class Machine:
         default_factory=lambda: {"ddp": 0.6, "zero1": 0.3, "zero2": 0.4, "zero3": 0.5, "fsdp2": 0.7}
     )
     collective_s: float = 20e-6
-    transit_factor: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPREADS, 1.0))
+    transit_factor: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LAYOUTS, 1.0))
     straggling: float = 0.0
     no_deepspeed: bool = False
     fsdp2_breaks_quantized: bool = False
@@ -149,11 +149,11 @@ def perturbed(nominal: Machine, seed: int) -> Machine:
         no_flash=bool(random.random() < 0.1),
         compile_breaks_quantized=bool(random.random() < 0.1),
         seed=seed,
-        **(_perturbed_spread(nominal, seed) if nominal.link_bytes_per_s else {}),
+        **(_perturbed_layout(nominal, seed) if nominal.link_bytes_per_s else {}),
     )
 
 
-def _perturbed_spread(nominal: Machine, seed: int) -> dict[str, Any]:
+def _perturbed_layout(nominal: Machine, seed: int) -> dict[str, Any]:
     """What the seed moves of several GPUs; draws of its own, so that one GPU's machines stay what they are."""
     random = np.random.default_rng([seed, 11])
 
@@ -269,7 +269,7 @@ def memory_parts_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetu
 
 
 def transit_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> float:
-    """What a spread keeps for gathering and sending: whole layers of weights, or gradients in buckets."""
+    """What a layout keeps for gathering and sending: whole layers of weights, or gradients in buckets."""
     if setup.num_gpus == 1:
         return 0.0
     weights, trained = BYTES[setup.quantization] * model.num_params, _trained(model, setup)
@@ -334,7 +334,7 @@ class Scenario:
     def setups(self) -> Iterator[TrainSetup]:
         """The space: about 2,000 setups, about 20,000 when `large`; about 2,000 on several GPUs."""
         if self.num_gpus > 1:
-            yield from self._spread_setups()
+            yield from self._layout_setups()
             return
         methods = [("full", "none", 0), ("lora", "none", 16), ("qlora", "nf4-double", 16), ("qlora", "nf4", 16)]
         batches = [2**power for power in range(8) if self.global_batch_seqs % 2**power == 0]
@@ -361,14 +361,14 @@ class Scenario:
             except SetupError:
                 continue
 
-    def _spread_setups(self) -> Iterator[TrainSetup]:
+    def _layout_setups(self) -> Iterator[TrainSetup]:
         adapters = (("lora", "none", 16), ("qlora", "nf4-double", 16), ("qlora", "nf4", 16))
         methods = (("full", "none", 0),) if self.full else adapters
         own_batch = self.global_batch_seqs // self.num_gpus
         batches = [2**power for power in range(8) if own_batch % 2**power == 0]
         precisions, attentions = ("bf16-autocast", "bf16-pure"), ("sdpa", "flash-attention-2")
         for recipe, precision, attention, every, loss, (parallel, reshard), batch in product(
-            methods, precisions, attentions, (0, 1, 2), ("chunked", "liger"), SPREAD_CHOICES, batches
+            methods, precisions, attentions, (0, 1, 2), ("chunked", "liger"), LAYOUT_CHOICES, batches
         ):
             method, quantization, rank = recipe
             yield TrainSetup(
@@ -503,7 +503,7 @@ SCENARIOS = tuple(
 )
 """Models of 1, 8 and 32 billion parameters on cards of 16 to 140 GiB; rates are datasheet figures."""
 
-SPREAD_SCENARIOS = tuple(
+LAYOUT_SCENARIOS = tuple(
     Scenario(
         name=name,
         model=model,

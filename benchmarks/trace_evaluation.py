@@ -74,7 +74,7 @@ def predicted(case: Case, config: dict[str, Any], tokens: int) -> dict[str, int]
     )
     beside = [
         predict_memory(model, gpu, one)
-        for one in (setup.with_(micro_batch_seqs=case.seqs, accumulation_steps=1), setup)
+        for one in (setup.replace(micro_batch_seqs=case.seqs, accumulation_steps=1), setup)
     ]
     outside = [one.peak_device_bytes - one.peak_allocated_bytes for one in beside]
     evaluating = evaluation_bytes(model, gpu, setup, case.seqs, logits=case.metrics) - outside[0]

@@ -27,11 +27,11 @@ from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_to_dict
 from planner.models.adapters import spec_from_config
 from planner.plan import NoPlan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS
-from planner.wish import Wish
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 
@@ -102,10 +102,10 @@ def planned(model: str, gpu: str, objective: str, method: str, num_layers: int |
     if find_spec("liger_kernel") is None:
         fixed["kernels"] = ("eager",)  # the trainer would refuse the file
     spec = spec_from_config(config_of(num_layers, model), model_id="./model", source="benchmark")
-    wish = Wish(fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)).workload(
+    request = PlanRequest(fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)).workload(
         spec, find_gpu(gpu)
     )
-    found = plan_workload(wish)
+    found = plan_workload(request)
     return None if isinstance(found, NoPlan) else found.chosen.setup
 
 

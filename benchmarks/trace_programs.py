@@ -45,7 +45,7 @@ CONFIGS = {  # each class's defaults are the published model's, but for what sta
         "type_vocab_size": 1,
         "vocab_size": 50265,
     },
-    "llava-1.5-7b-hf": {  # llava-hf/llava-1.5-7b-hf: the class's vision tower, and Vicuna 7B
+    "llava-1.5-7b-hf": {  # llava-hf/llava-1.5-7b-hf: the class's vision encoder, and Vicuna 7B
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
         "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},

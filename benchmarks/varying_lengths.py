@@ -29,7 +29,7 @@ def over(row: MeasuredRow, num: int) -> OverLengths:
     from probes.dryrun.varying import over_lengths
 
     assert row.setup is not None
-    setup = row.setup.with_(expandable_segments=False)
+    setup = row.setup.replace(expandable_segments=False)
     model = catalogue.load(row.model or "")
     assert model is not None
     lengths = stated_lengths(f"{STATED}:{setup.seq_len_tokens}")

@@ -126,10 +126,10 @@ class Planned(_Answer):
         from planner.app.climb import chosen_timeline
         from planner.cli.writing import check_launch_words, write_out
         from planner.workload import NO_DATA
-        from reports.command import wish_words
+        from reports.command import request_words
 
-        place, wish = Path(folder), self.answer.workload
-        data = wish.data if dataset is None else replace(NO_DATA, file=str(dataset), loss_on=wish.data.loss_on)
+        place, workload = Path(folder), self.answer.workload
+        data = workload.data if dataset is None else replace(NO_DATA, file=str(dataset), loss_on=workload.data.loss_on)
         names = [targets] if isinstance(targets, str) else targets or self.targets or None
         check_launch_words(names, place)
         return write_out(
@@ -137,7 +137,7 @@ class Planned(_Answer):
             place,
             targets=names,
             data=data,
-            command=wish_words(replace(wish, data=data)),
+            command=request_words(replace(workload, data=data)),
             timeline=chosen_timeline(self.answer),
             force=force,
         )
@@ -187,8 +187,8 @@ class Planned(_Answer):
 
         from planner.cli.writing import request_of
 
-        wish = self.answer.workload
-        return replace(request_of(wish, self.chosen, wish.data, Path()), held_out=0)
+        workload = self.answer.workload
+        return replace(request_of(workload, self.chosen, workload.data, Path()), held_out=0)
 
     def _print(self, console: "Console") -> None:
         from reports.terminal import render_plan

@@ -12,7 +12,7 @@ from planner.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.cli.data_options import DataOptions
-    from planner.cli.wish_options import WishOptions
+    from planner.cli.request_options import RequestOptions
 
 
 class Options(TypedDict, total=False):
@@ -90,7 +90,7 @@ def plan(
     loss_on: str | None = None,
     target: str | Sequence[str] = (),
     like: str | None = None,
-    **wish: Unpack[Options],
+    **request: Unpack[Options],
 ) -> Planned:
     """The fastest setup that fits: `plan MODEL --gpu GPU`.
 
@@ -110,12 +110,12 @@ def plan(
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.options import Lookup
-    from planner.cli.wish_options import WishOptions
+    from planner.cli.request_options import RequestOptions
     from planner.hardware.gpus import card_and_count
 
-    gpu, num_gpus = card_and_count(gpu, wish.get("gpus"))
-    asked = WishOptions(**(_options(wish) | {"gpus": num_gpus}))
-    asked.fixed()  # what the wish alone contradicts is said before anything is looked up
+    gpu, num_gpus = card_and_count(gpu, request.get("gpus"))
+    asked = RequestOptions(**(_options(request) | {"gpus": num_gpus}))
+    asked.fixed()  # what the request alone contradicts is said before anything is looked up
     names = (target,) if isinstance(target, str) else tuple(target)
     data = replace(_data(dataset), columns=columns, loss_on=loss_on).checked()
     if names:
@@ -158,7 +158,7 @@ def estimate(
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
-        wanted = wanted.with_(attention=default_attention(spec))
+        wanted = wanted.replace(attention=default_attention(spec))
     memory = Memory(memory_gib=memory_gib, headroom=headroom)
     found = candidate_of(spec, card, wanted, memory, dry=dry_run)
     return Estimate(found, spec, card, memory.of(card)[0])
@@ -175,9 +175,9 @@ def check(
     Raises:
         Undetermined: the file leaves open what decides; `ConfigError`: it cannot be read.
     """
-    from planner.cli.checking import Asked, checked
+    from planner.cli.checking import CheckRequest, checked
 
-    return Checked(checked(Path(file), gpu, Asked.of(sets=settings, model=model), dry_run=dry_run)[0])
+    return Checked(checked(Path(file), gpu, CheckRequest.of(sets=settings, model=model), dry_run=dry_run)[0])
 
 
 def trace(
@@ -217,14 +217,14 @@ def which_gpu(
     vendor: str | None = None,
     fitting: bool = True,
     dataset: str | Path | None = None,
-    **wish: Unpack[Options],
+    **request: Unpack[Options],
 ) -> Table:
     """The cards that can fine-tune a model, by the formula: `plan which-gpu`.
 
     Args:
         sort: "size" (smallest that fits first), "speed" or "cost".
         fitting: the shown table leaves out cards that do not fit; the document has them all.
-        wish: as `plan`'s; with `gpus` every card stands for so many of them.
+        request: as `plan`'s; with `gpus` every card stands for so many of them.
 
     Raises:
         PlannerError: a model or option that cannot be meant.
@@ -232,12 +232,12 @@ def which_gpu(
     from planner.cli.options import Gathering, Lookup
     from planner.cli.tables import TableOptions, gpus_sheet
 
-    asked, links = _without(wish, "gpus", "nodes", "interconnect")
+    asked, links = _without(request, "gpus", "nodes", "interconnect")
     table = TableOptions(vendor=vendor, sort=sort, fitting=fitting)
     return Table(gpus_sheet(str(model), asked, _data(dataset), table, Gathering(**links), Lookup()))
 
 
-def which_model(gpu: str, match: str = "", *, every: bool = False, **wish: Unpack[Options]) -> Table:
+def which_model(gpu: str, match: str = "", *, every: bool = False, **request: Unpack[Options]) -> Table:
     """What a card can fine-tune, up to which length and how fast, by the formula: `plan which-model`.
 
     Args:
@@ -250,8 +250,8 @@ def which_model(gpu: str, match: str = "", *, every: bool = False, **wish: Unpac
     from planner.cli.tables import models_rows
     from reports.which import ModelsSheet
 
-    asked, _ = _without(wish)
-    rows, job = models_rows(asked.wish(), gpu, match)
+    asked, _ = _without(request)
+    rows, job = models_rows(asked.request(), gpu, match)
     return Table(ModelsSheet(rows, job, every))
 
 
@@ -263,7 +263,7 @@ def which_cluster(
     gpu: str | Sequence[str] = (),
     max_gpus: int = 64,
     dataset: str | Path | None = None,
-    **wish: Unpack[Options],
+    **request: Unpack[Options],
 ) -> Table:
     """The smallest, the cheapest and the fastest set of GPUs for a job, by the formula: `plan which-cluster`.
 
@@ -271,7 +271,7 @@ def which_cluster(
         deadline: longest time of the training: "90m", "24h", "3d".
         budget: most that it may cost, in US dollars.
         gpu: cards to consider; none: those that a cloud rents on demand.
-        wish: as `plan`'s; `dataset_tokens` or `samples` say how much work it is where no `dataset` does.
+        request: as `plan`'s; `dataset_tokens` or `samples` say how much work it is where no `dataset` does.
 
     Raises:
         PlannerError: nothing says how much work it is; what cannot be meant.
@@ -279,14 +279,14 @@ def which_cluster(
     from planner.cli.options import Lookup
     from planner.cli.which_cluster import ClustersOptions, LimitOptions, clusters_sheet
 
-    asked, links = _without(wish, "interconnect")
+    asked, links = _without(request, "interconnect")
     cards = [gpu] if isinstance(gpu, str) else list(gpu)
     clusters = ClustersOptions(gpu=cards or None, max_gpus=max_gpus, **links)
     limits = LimitOptions(deadline=deadline, budget=budget)
     return Table(clusters_sheet(str(model), asked, _data(dataset), limits, clusters, Lookup()))
 
 
-def compare_targets(model: str | Path, gpu: str, **wish: Unpack[Options]) -> Table:
+def compare_targets(model: str | Path, gpu: str, **request: Unpack[Options]) -> Table:
     """The fastest plan of every launch target, by the formula: `plan compare-targets`.
 
     Raises:
@@ -295,7 +295,7 @@ def compare_targets(model: str | Path, gpu: str, **wish: Unpack[Options]) -> Tab
     from planner.cli.options import Lookup
     from planner.cli.tables import targets_sheet
 
-    asked, _ = _without(wish)
+    asked, _ = _without(request)
     return Table(targets_sheet(str(model), gpu, asked, Lookup()))
 
 
@@ -349,31 +349,31 @@ def _data(dataset: str | Path | None) -> "DataOptions":
     return DataOptions(dataset=None if dataset is None else str(dataset))
 
 
-def _without(wish: Mapping[str, Any], *names: str) -> "tuple[WishOptions, dict[str, Any]]":
-    """The wish, and those of its options that a command takes apart from it."""
-    from planner.cli.wish_options import WishOptions
+def _without(request: Mapping[str, Any], *names: str) -> "tuple[RequestOptions, dict[str, Any]]":
+    """The request, and those of its options that a command takes apart from it."""
+    from planner.cli.request_options import RequestOptions
 
-    asked = _options(wish)
+    asked = _options(request)
     apart = {name: asked.pop(name) for name in names if name in asked}
-    return WishOptions(**asked), apart
+    return RequestOptions(**asked), apart
 
 
-def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """The wish as the command line's options have it: one value of a repeatable option is a list of one.
+def _options(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The request as the command line's options have it: one value of a repeatable option is a list of one.
 
     Raises:
         UsageError: a name that is no option, or a value of another type than the option's.
     """
-    from planner.cli.wish_options import WishOptions
+    from planner.cli.request_options import RequestOptions
 
-    kinds = get_type_hints(WishOptions)
-    wish = _named(wish, KNOWN_AS)
-    for name in wish:
+    kinds = get_type_hints(RequestOptions)
+    request = _named(request, KNOWN_AS)
+    for name in request:
         if name not in kinds:
             close = close_names(name, kinds, num=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kinds)}"
             raise UsageError(f"plan() has no option {name!r}", hint=hint)
-    return {name: None if value is None else _taken(name, value, kinds[name]) for name, value in wish.items()}
+    return {name: None if value is None else _taken(name, value, kinds[name]) for name, value in request.items()}
 
 
 def _taken(name: str, value: Any, kind: Any) -> Any:

@@ -117,7 +117,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             _tell(f"no receipt is kept: {error.message} ({error.hint})")
 
     def _predict(self, args: Any, model: Any, loader: Any) -> None:
-        from planner.cli.checking import Asked, checked
+        from planner.cli.checking import CheckRequest, checked
 
         if args.world_size > 1 or args.n_gpu > 1:
             raise UsageError("several GPUs", hint="plan check FILE --gpus N")
@@ -131,7 +131,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             self._config = read_config(place / "model" / "config.json")
             self._model_id = str(getattr(model.config, "_name_or_path", "") or model.config.model_type)
             (place / FILE).write_text(program(args, model, self._model_id), encoding="utf-8")
-            asked = Asked.of(sets=sets, model=str(place / "model"))
+            asked = CheckRequest.of(sets=sets, model=str(place / "model"))
             self.checked = checked(place / FILE, self._gpu or "local", asked)[0]
 
     def _keep(self, args: Any, state: Any) -> None:

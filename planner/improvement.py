@@ -192,7 +192,7 @@ class _Search:
         """What fits where full fine-tuning does not: adapters, on 4 bits where it takes that; else the start itself."""
         for label, fields in WITH_ADAPTERS.items() if self.start.method == "full" else ():
             try:
-                start = self.start.with_(**fields)
+                start = self.start.replace(**fields)
             except SetupError:
                 continue
             search = _Search(self.result, self.model, self._predict, start)

@@ -15,13 +15,13 @@ from planner.choices.rollouts import Rollout
 from planner.choices.stacks import DEFAULT as DEFAULT_STACK
 from planner.choices.stacks import STACKS
 from planner.errors import SetupError
-from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.setup import AROUND_FIELDS, LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 SCHEMA_VERSION = 1
 
 SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
-_ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*SPREAD_FIELDS, *LATER_FIELDS))
+_ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*LAYOUT_FIELDS, *LATER_FIELDS))
 _LISTS = ("lora_targets", "modules_to_save", "trained_layers")
 _SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
 

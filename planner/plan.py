@@ -12,7 +12,7 @@ from planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PrunedBranch:
     """A branch the tree did not take: which setups, why, and the bytes that decided it."""
 
     branch: str
@@ -40,7 +40,7 @@ class Answer:
     reason: str
     needed_bytes: int | None = None
     budget_bytes: int | None = None
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[PrunedBranch, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

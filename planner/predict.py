@@ -12,7 +12,7 @@ from planner.hardware.kernels import (
     missing_kernels,
     packs_apart,
 )
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import memory_of
 from planner.memory.optimizer import paged_bytes
 from planner.memory.trained import trained_parameters
@@ -55,9 +55,9 @@ def predict(
     Measured: docs/accuracy/formula.md, per source and per case.
     """
     if setup.images is not None:
-        from planner.models.towers import with_eyes  # late: text alone needs none of it
+        from planner.models.encoders import with_vision  # late: text alone needs none of it
 
-        model = with_eyes(model)
+        model = with_vision(model)
     ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
@@ -111,7 +111,7 @@ def _loop_notes(
     """What flash-linear-attention would give where transformers' own loop is counted."""
     if setup.linear_attention != "torch" or linear_attention_refusal(model, gpu):
         return []
-    other = setup.trusted_with(linear_attention="fla")
+    other = setup.replace_trusted(linear_attention="fla")
     peak = device_peak_bytes(model, gpu, other)
     faster = _step_time(model, gpu, other, cluster, peak)
     gain = f"{gib(peak_device_bytes - peak)} less, {faster.tokens_per_s:,.0f} tokens/s for {speed.tokens_per_s:,.0f}"
@@ -156,7 +156,7 @@ def _rank_notes(
 
 def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:
     """The kernels that the model's layers run their attention with."""
-    dtype = flow_of(setup).attention_input
+    dtype = dtype_policy_of(setup).attention_input
     specs = (layer.attention for layer in model.layer_kinds if layer.attention is not None)
     return frozenset(attention_kernel(model, setup, gpu, spec, dtype) for spec in specs)
 
@@ -252,20 +252,20 @@ def _sound_note(model: ModelSpec, setup: TrainSetup) -> str:
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     """What the pictures of a sample are to the step, or that a model with eyes is counted without."""
-    from planner.memory.tower import tower_adapted  # late: a model without eyes needs neither
-    from planner.models.towers import SEEING, image_tokens, tower_of
+    from planner.memory.modality_encoder import encoder_adapted  # late: a model without eyes needs neither
+    from planner.models.encoders import SEEING, encoder_of, image_tokens
 
     if setup.images is None:
-        tower = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
+        encoder = "its vision tower is weights" if model.idle_layers else f"{model.built_class} has no vision tower"
         more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
-        return [f"counted on text alone: {tower}{more}"]
+        return [f"counted on text alone: {encoder}{more}"]
     tokens = image_tokens(model, setup.images)
-    adapts = tower_adapted(model, setup) and not tower_of(model, setup.images).convolves
+    adapts = encoder_adapted(model, setup) and not encoder_of(model, setup.images).convolves
     adapted = "gets adapters too" if adapts else "is frozen"
-    tower = "is trained" if setup.method == "full" else adapted
+    encoder = "is trained" if setup.method == "full" else adapted
     return [
         f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision tower "
-        f"{tower}; the pixels of all micro-batches of a step are on the card at once"
+        f"{encoder}; the pixels of all micro-batches of a step are on the card at once"
     ]
 
 

@@ -7,7 +7,7 @@ gpu and the setup's fields) lives in `planner.interchange`.
 from dataclasses import fields, replace
 from typing import Any, Self
 
-from planner.choices.spreads import SPREAD_FIELDS as SPREAD_FIELDS
+from planner.choices.layouts import LAYOUT_FIELDS as LAYOUT_FIELDS
 from planner.choices.stacks import STACKS
 from planner.records import dataclass
 from planner.setup_fields import check
@@ -66,18 +66,18 @@ class TrainSetup(SetupValues):
         return moved
 
     @property
-    def spread(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, Any]:
         """The fields of SPREAD_FIELDS that differ from their defaults."""
-        values = {name: getattr(self, name) for name in SPREAD_FIELDS}
+        values = {name: getattr(self, name) for name in LAYOUT_FIELDS}
         return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
     @property
     def seldom(self) -> dict[str, Any]:
         """The fields of SPREAD_FIELDS and LATER_FIELDS that differ from their defaults."""
         later = {name: getattr(self, name) for name in LATER_FIELDS}
-        return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.spread
+        return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.layout
 
-    def trusted_with(self, **changes: Any) -> Self:
+    def replace_trusted(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
         copy = object.__new__(type(self))
         values = copy.__dict__
@@ -86,9 +86,9 @@ class TrainSetup(SetupValues):
         assert len(values) == len(_DEFAULTS), changes
         return copy
 
-    def with_(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated anew."""
-        copy = self.trusted_with(**changes)
+        copy = self.replace_trusted(**changes)
         check(copy)
         return copy
 

@@ -6,19 +6,19 @@ from planner.choices.adapters import ADAPTERS as _ADAPTERS
 from planner.choices.adapters import Adapter, refusal
 from planner.choices.images import WITH_IMAGES
 from planner.choices.kernels import KERNELS as _KERNELS
+from planner.choices.layouts import OFFLOADS as OFFLOADS
+from planner.choices.layouts import PARALLELS as PARALLELS
+from planner.choices.layouts import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
+from planner.choices.layouts import SHARDED as SHARDED
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.choices.rollouts import Rollout
-from planner.choices.spreads import OFFLOADS as OFFLOADS
-from planner.choices.spreads import PARALLELS as PARALLELS
-from planner.choices.spreads import PIPELINE_SCHEDULES as PIPELINE_SCHEDULES
-from planner.choices.spreads import SHARDED as SHARDED
 from planner.choices.stacks import STACKS as _STACKS
 from planner.errors import SetupError
-from planner.setup_spread import MAX_COUNT, check_spread, count, is_spread, one_of
+from planner.setup_layout import MAX_COUNT, check_layout, count, is_layout, one_of
 from planner.setup_values import SetupValues
 
 METHODS = ("full", "lora", "qlora")
@@ -82,8 +82,8 @@ def check(setup: SetupValues) -> None:
         _check_full(setup)
     else:
         _check_adapter(setup)
-    if is_spread(setup):
-        check_spread(setup)
+    if is_layout(setup):
+        check_layout(setup)
     if setup.trained_layers:
         _check_partial(setup)
     if setup.frozen_encoder and (setup.method != "full" or setup.trained_layers):
@@ -319,7 +319,7 @@ def _check_objective(setup: SetupValues) -> None:
         )
     if setup.packing and not row.packs:
         raise SetupError(f"objective {setup.objective!r} trains on {row.sample}s, which no trainer packs")
-    if setup.num_gpus > 1 and (refused := row.spread_refusal(setup.parallel, split=setup.is_split)):
+    if setup.num_gpus > 1 and (refused := row.layout_refusal(setup.parallel, split=setup.is_split)):
         raise SetupError(refused, hint="leave --gpus out" if row.alone else "leave --parallel and degrees out")
     if setup.precomputed_reference and not row.reference:
         raise SetupError(f"objective {setup.objective!r} asks no reference that could be computed beforehand")

@@ -6,11 +6,11 @@ Which of them cannot be combined: `planner.setup_fields`. Setups are made as `pl
 from planner.choices.adapters import ADAPTERS, Adapter
 from planner.choices.images import Images
 from planner.choices.kernels import parts_of
+from planner.choices.layouts import SHARDED, ZERO
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
 from planner.choices.rollouts import Rollout
-from planner.choices.spreads import SHARDED, ZERO
 from planner.choices.stacks import DEFAULT as _DEFAULT_STACK
 from planner.choices.stacks import STACKS, Stack
 from planner.records import dataclass
@@ -202,7 +202,7 @@ class SetupValues:
         return self.has_reference and self.method == "full"
 
     @property
-    def asks_beside(self) -> bool:
+    def asks_reference(self) -> bool:
         """Whether it is asked while the activations of a forward with gradients are there."""
         return self.has_reference and not self.aim.rolls_out
 

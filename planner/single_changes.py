@@ -52,12 +52,12 @@ def single_changes(
             for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4)
             if length >= 128
         ),
-        *_spreads(setup),
+        *_layouts(setup),
     ]
     found: list[tuple[str, TrainSetup, bool]] = []
     for label, values, changes_training in tried:
         try:
-            changed = setup.with_(**values)
+            changed = setup.replace(**values)
         except SetupError:
             continue
         if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
@@ -134,7 +134,7 @@ def enough_alone(
     return tuple(label for *_, label in sorted(found))
 
 
-def _spreads(setup: TrainSetup) -> list[Tried]:
+def _layouts(setup: TrainSetup) -> list[Tried]:
     """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
     if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
         return []

@@ -1,4 +1,4 @@
-"""`Workload`: a wish for one model on its GPUs: what is fixed, what is left to plan, the memory there is for it."""
+"""`Workload`: a request for one model on its GPUs: what is fixed, what is left to plan, the memory there is for it."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -129,7 +129,7 @@ class Workload:
 
     def _check_images(self, images: Images) -> None:
         """Refuses what cannot see, and sequences too short for what is seen."""
-        from planner.models.towers import image_tokens  # late: text alone needs none of it
+        from planner.models.encoders import image_tokens  # late: text alone needs none of it
 
         tokens = image_tokens(self.model, images)
         if "sdpa" not in self.model.attentions and any(

@@ -21,7 +21,7 @@ _NOT_SHAPE = frozenset(
 
 def config_shape(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration that shapes the model: private keys ("_name_or_path") and labels left out, nested
-    configurations (a text tower) cleaned likewise."""
+    configurations (a text encoder) cleaned likewise."""
     shape: dict[str, Any] = {}
     for key, value in config.items():
         if key.startswith("_") or key in _NOT_SHAPE:
@@ -44,7 +44,7 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
         {
             "model": config_shape(request.config),
             "setup": setup_to_dict(request.setup),
-            "environment": fingerprint_environment(environment, spread=request.num_ranks > 1),
+            "environment": fingerprint_environment(environment, layout=request.num_ranks > 1),
             "rung": request.rung.value,
             "depths": list(request.depths),
             "memory_bytes": request.limits.memory_bytes,

@@ -27,42 +27,42 @@ def default_next_command(answer: Plan, also: Sequence[str] = ()) -> str:
     if not answer.chosen.fits:
         excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
         grown = math.ceil(10 * (answer.workload.headroom_bytes + max(0, excess)) / GIB) / 10
-    return shlex.join(["plan", *wish_words(answer.workload, headroom_gib=grown), *also, "--out", "my-plan"])
+    return shlex.join(["plan", *request_words(answer.workload, headroom_gib=grown), *also, "--out", "my-plan"])
 
 
-def wish_words(wish: Workload, *, headroom_gib: float | None = None) -> list[str]:
+def request_words(workload: Workload, *, headroom_gib: float | None = None) -> list[str]:
     """Model, GPU and options of `plan` that make this workload; `headroom_gib`: another reserve than its own."""
-    words = [clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
-    words += ["--seq-len", str(wish.seq_len_tokens)]
-    words += ["--global-batch", str(wish.global_batch_seqs)]
-    for name, values in wish.fixed.items():
+    words = [clean(workload.model.model_id), "--gpu", workload.gpu.key, *cluster_flags(workload)]
+    words += ["--seq-len", str(workload.seq_len_tokens)]
+    words += ["--global-batch", str(workload.global_batch_seqs)]
+    for name, values in workload.fixed.items():
         for value in values if name != "rollout" else ():
             words += _flag(name, value)
-    if rollouts := wish.fixed.get("rollout"):
+    if rollouts := workload.fixed.get("rollout"):
         words += _rollout_words(rollouts)
-    if wish.memory_bytes != wish.gpu.memory_bytes:
-        words += ["--memory-gib", _shortest(wish.memory_bytes / GIB, _bytes)]
+    if workload.memory_bytes != workload.gpu.memory_bytes:
+        words += ["--memory-gib", _shortest(workload.memory_bytes / GIB, _bytes)]
     if headroom_gib is not None:
         words += ["--headroom", f"{headroom_gib:g}"]
-    elif wish.headroom_bytes != default_headroom_bytes(wish.memory_bytes):
-        words += ["--headroom", _shortest(wish.headroom_bytes / GIB, _bytes)]
-    if wish.min_rank_reason == MIN_RANK_GIVEN:
-        words += ["--min-rank", str(wish.min_rank)]
-    words += data_words(wish)
-    if wish.price_source == PRICE_GIVEN and wish.price_per_hour is not None:
-        words += ["--price", _shortest(wish.price_per_hour)]
-    if wish.prefer != "quality":
-        words += ["--prefer", wish.prefer]
-    for option, given in (("--epochs", wish.num_epochs), ("--lr", wish.learning_rate)):
+    elif workload.headroom_bytes != default_headroom_bytes(workload.memory_bytes):
+        words += ["--headroom", _shortest(workload.headroom_bytes / GIB, _bytes)]
+    if workload.min_rank_reason == MIN_RANK_GIVEN:
+        words += ["--min-rank", str(workload.min_rank)]
+    words += data_words(workload)
+    if workload.price_source == PRICE_GIVEN and workload.price_per_hour is not None:
+        words += ["--price", _shortest(workload.price_per_hour)]
+    if workload.prefer != "quality":
+        words += ["--prefer", workload.prefer]
+    for option, given in (("--epochs", workload.num_epochs), ("--lr", workload.learning_rate)):
         words += [option, _shortest(given)] if given else []
-    for target in wish.targets:
+    for target in workload.targets:
         words += ["--target", target]
     return words
 
 
-def data_words(wish: Workload) -> list[str]:
+def data_words(workload: Workload) -> list[str]:
     """The options that say what is trained on."""
-    data, words = wish.data, list[str]()
+    data, words = workload.data, list[str]()
     if data.file:
         words += ["--dataset", clean(without_secrets(data.file))]
         if data.names:
@@ -87,9 +87,9 @@ def _bytes(size_gib: float) -> int:
     return int(size_gib * GIB)
 
 
-def cluster_flags(wish: Workload) -> list[str]:
+def cluster_flags(workload: Workload) -> list[str]:
     """The options that describe the workload's cluster, none on one GPU."""
-    cluster = wish.cluster
+    cluster = workload.cluster
     if cluster is None:
         return []
     from planner.hardware.cluster import make_cluster

@@ -25,10 +25,10 @@ def plan_labels(named: Sequence[Named]) -> list[str]:
     """A short label for each plan: what differs between them (model, GPU, sequence length), or their names."""
     wishes = [plan.workload for _, plan in named]
     columns: list[list[str]] = [
-        [clean(wish.model.model_id) for wish in wishes],
-        [gpus_words(wish) for wish in wishes],
-        [f"{wish.seq_len_tokens:,} tokens" for wish in wishes],
-        [f"batch {wish.global_batch_seqs}" for wish in wishes],
+        [clean(workload.model.model_id) for workload in wishes],
+        [gpus_words(workload) for workload in wishes],
+        [f"{workload.seq_len_tokens:,} tokens" for workload in wishes],
+        [f"batch {workload.global_batch_seqs}" for workload in wishes],
     ]
     differing = [column for column in columns if len(set(column)) > 1]
     labels = [", ".join(parts) for parts in zip(*differing, strict=True)] if differing else [""] * len(named)

@@ -205,7 +205,7 @@ def neighbours(setup: TrainSetup) -> Iterator[tuple[str, int, TrainSetup]]:
                     continue
                 changes["accumulation_steps"] = sequences // moved
             try:
-                yield parameter, moved, setup.with_(**changes)
+                yield parameter, moved, setup.replace(**changes)
             except SetupError:
                 continue
 

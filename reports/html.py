@@ -36,7 +36,7 @@ from reports.compare import comparison_view
 from reports.extras import Extras
 from reports.plain import clean, joined
 from reports.rows import SOURCE_HEADER, beside, breakdown, compared, evidence_columns, notes_of, source_rows
-from reports.setup_text import gpus_words, method_words, setup_difference, spread_words, workload_words
+from reports.setup_text import gpus_words, layout_words, method_words, setup_difference, workload_words
 
 ECHARTS_VERSION = "6.1.0"
 BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
@@ -138,11 +138,11 @@ def _markup(trusted: str) -> Any:
 
 def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
     """Everything that plan.html.j2 reads."""
-    chosen, wish = plan.subject, plan.workload
-    parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
+    chosen, workload = plan.subject, plan.workload
+    parts = breakdown(chosen, workload.memory_bytes, max_terms=40)
     charts = _charts(plan, extras, name)
     terms = (
-        (row.label, gib(row.size_bytes), percent(row.size_bytes / wish.memory_bytes, 1), gib(row.end_bytes))
+        (row.label, gib(row.size_bytes), percent(row.size_bytes / workload.memory_bytes, 1), gib(row.end_bytes))
         for row in parts.rows
     )
     named, ranks = text.memory_mark(parts.terms_evidence), text.rank_peaks_rows(chosen)
@@ -152,18 +152,20 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "plan": plan,
         "launch": extras.launch,
         "found": isinstance(plan, Plan),
-        "title": workload_words(wish),
-        "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
+        "title": workload_words(workload),
+        "short": f"{clean(workload.model.model_id)} on {gpus_words(workload)}, {workload.seq_len_tokens:,} tokens",
         "charts": charts,
         "moved": [chart for key, chart in charts.items() if key.startswith("sensitivity")],
         "drawn": list(filter(None, charts.values())),
-        "setup_json": json.dumps({"model": wish.model.model_id, "gpu": wish.gpu.key, **asked_form(chosen.setup)}),
+        "setup_json": json.dumps(
+            {"model": workload.model.model_id, "gpu": workload.gpu.key, **asked_form(chosen.setup)}
+        ),
         "rungs": _rungs(chosen),
         "failures": [text.failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
         "terms": table_of(("term", "size", "of the card", "up to"), terms),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
-        "leaf": joined((method_words(chosen.setup), spread_words(chosen.setup) if chosen.setup.num_gpus > 1 else "")),
+        "leaf": joined((method_words(chosen.setup), layout_words(chosen.setup) if chosen.setup.num_gpus > 1 else "")),
         "notes": notes_of(plan),
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),
@@ -176,18 +178,18 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
 
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
     """Name -> chart, None where there is nothing to draw; one for each value that was moved."""
-    chosen, wish = plan.subject, plan.workload
+    chosen, workload = plan.subject, plan.workload
     labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
-    bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
+    bars = memory_bars(labelled or [("nearest", chosen)], workload.memory_bytes, workload.budget_bytes)
     speed = speed_memory(plan) if isinstance(plan, Plan) else None
     timeline = extras.timeline if extras.timeline is not None and extras.timeline.points else None
     time, measured = time_parts(chosen), accuracy_rows(plan)
-    moved = sensitivity_charts(extras, wish.budget_bytes) if isinstance(plan, Plan) else []
+    moved = sensitivity_charts(extras, workload.budget_bytes) if isinstance(plan, Plan) else []
     sized = {
         "memory": (bars, 160 + BAR_HEIGHT_PX * len(bars["labels"])),
         "phases": (phase_peaks(chosen), 240),
         "speed": (speed if speed and speed["points"] else None, 460),
-        "timeline": (timeline_chart(timeline, wish.memory_bytes) if timeline else None, CHART_HEIGHT_PX),
+        "timeline": (timeline_chart(timeline, workload.memory_bytes) if timeline else None, CHART_HEIGHT_PX),
         "time": (time if time["labels"] else None, 60 + BAR_HEIGHT_PX * len(time["labels"])),
         "search": (search_history(plan.search) if isinstance(plan, Plan) else None, CHART_HEIGHT_PX),
         "accuracy": (accuracy_chart(measured) if measured else None, 110 + 2 * BAR_HEIGHT_PX * len(measured)),
@@ -218,7 +220,7 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
-    wish, memory = plan.workload, chosen.memory_evidence
+    workload, memory = plan.workload, chosen.memory_evidence
     tiles: list[tuple[str, str, tuple[str, ...]]] = [
         (
             "Peak on the device",
@@ -233,12 +235,12 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
         tiles += [("Tokens per second", per_second, (mark,)), ("Optimizer step", seconds(speed.step_time_s), (mark,))]
         if speed.mfu_fraction:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
-        if wish.data.epoch_tokens:
+        if workload.data.epoch_tokens:
             tiles.append(
-                ("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
+                ("One epoch", seconds(epoch_s(workload, chosen)), (f"{count(workload.data.epoch_tokens)} tokens", mark))
             )
-        if isinstance(plan, Plan) and wish.price_per_hour is not None:
-            price = f"{text.dollars(wish.price_per_hour)} per GPU hour"
+        if isinstance(plan, Plan) and workload.price_per_hour is not None:
+            price = f"{text.dollars(workload.price_per_hour)} per GPU hour"
             tiles.append(("Million tokens", text.cost_words(plan), (price, mark)))
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
 

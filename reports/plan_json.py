@@ -136,7 +136,7 @@ def over_lengths_to_dict(over: "OverLengths") -> dict[str, Any]:
 
 
 def workload_to_dict(workload: Workload) -> dict[str, Any]:
-    """The wish, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
+    """The request, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
     values: dict[str, Any] = to_jsonable(workload)
     data = values.pop("data")
     values |= {key: data[name] for key, name in DATA_KEYS.items()} | {"dataset": without_secrets(data["file"])}

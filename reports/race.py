@@ -206,12 +206,12 @@ def _sentences(heat: Heat) -> list[str]:
 
 
 def _heat_json(heat: Heat) -> dict[str, Any]:
-    wish = heat.workload
+    workload = heat.workload
     return {
-        "model": wish.model.model_id,
-        "gpu": wish.gpu.key,
-        "seq_len_tokens": wish.seq_len_tokens,
-        "tokens_per_step": wish.seq_len_tokens * wish.global_batch_seqs,
+        "model": workload.model.model_id,
+        "gpu": workload.gpu.key,
+        "seq_len_tokens": workload.seq_len_tokens,
+        "tokens_per_step": workload.seq_len_tokens * workload.global_batch_seqs,
         "found": isinstance(heat.plan, Plan),
         "lanes": [
             {
@@ -230,7 +230,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "not_run": lane.failure or None,
                 "remark": lane.remark or None,
                 "rehearsal": to_jsonable(lane.rehearsal) if lane.rehearsal is not None else None,
-                "candidate": candidate_to_dict(lane.candidate, wish.model.model_id, wish.gpu.key),
+                "candidate": candidate_to_dict(lane.candidate, workload.model.model_id, workload.gpu.key),
             }
             for lane in heat.all
         ],

@@ -184,12 +184,12 @@ SOURCE_HEADER = ("what", "value")
 
 def source_rows(answer: Plan | NoPlan, extras: Extras) -> list[tuple[str, str]]:
     """Where the answer comes from, under SOURCE_HEADER: facts, command, versions, and the machine of a probe."""
-    wish = answer.workload
+    workload = answer.workload
     chosen = answer.subject
     rows = [
-        ("model configuration", wish.model.config_source),
-        ("GPU facts", wish.gpu.source),
-        ("usable memory", f"{gib(wish.memory_bytes)} ({wish.gpu.memory_basis})"),
+        ("model configuration", workload.model.config_source),
+        ("GPU facts", workload.gpu.source),
+        ("usable memory", f"{gib(workload.memory_bytes)} ({workload.gpu.memory_basis})"),
         ("command", extras.command),
         ("finetune-planner", extras.planner_version),
         ("written", extras.created),

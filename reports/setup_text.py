@@ -61,7 +61,7 @@ def quantization_words(setup: TrainSetup) -> str:
 def batch_words(setup: TrainSetup) -> str:
     """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
     gpus = f" on {setup.num_gpus} GPUs" if setup.num_gpus > 1 else ""
-    gpus += "" if setup.alone else f" ({spread_words(setup)})"
+    gpus += "" if setup.alone else f" ({layout_words(setup)})"
     images = f" with {setup.images.words}" if setup.images is not None else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
@@ -83,13 +83,13 @@ def rollout_words(setup: TrainSetup) -> str:
     )
 
 
-def spread_words(setup: TrainSetup) -> str:
+def layout_words(setup: TrainSetup) -> str:
     """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
     if setup.alone:
         return "one GPU"
-    from planner.decision.spreads import spread_name  # one GPU never needs it
+    from planner.decision.layouts import layout_name  # one GPU never needs it
 
-    return spread_name(setup)
+    return layout_name(setup)
 
 
 def layers_words(setup: TrainSetup) -> str:
@@ -132,7 +132,7 @@ def setup_words(setup: TrainSetup) -> str:
 def short_setup_words(setup: TrainSetup) -> str:
     """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
-    gpus = "" if setup.alone else spread_words(setup)
+    gpus = "" if setup.alone else layout_words(setup)
     return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
 
 
@@ -141,7 +141,7 @@ def trial_words(setup: TrainSetup) -> str:
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps} of {setup.seq_len_tokens:,}"
     return joined(
         (
-            "" if setup.alone else spread_words(setup),
+            "" if setup.alone else layout_words(setup),
             method_words(setup, short=True),
             setup.quantization if setup.quantized else "",
             setup.precision,
@@ -172,9 +172,9 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
     if other.seq_len_tokens != setup.seq_len_tokens:
         parts.append(f"{other.seq_len_tokens:,} tokens")
     if other.num_gpus != setup.num_gpus:
-        parts.append(f"{other.num_gpus} GPUs ({spread_words(other)})" if other.num_gpus > 1 else "one GPU")
-    elif (other.parallel, other.spread) != (setup.parallel, setup.spread):
-        parts.append(spread_words(other))
+        parts.append(f"{other.num_gpus} GPUs ({layout_words(other)})" if other.num_gpus > 1 else "one GPU")
+    elif (other.parallel, other.layout) != (setup.parallel, setup.layout):
+        parts.append(layout_words(other))
     return ", ".join([*parts, *_names_difference(setup, other)])
 
 
@@ -224,6 +224,6 @@ def _of_images(workload: Workload) -> str:
     images = workload.images
     if images is None:
         return ""
-    from planner.models.towers import image_tokens  # late: text alone needs none of it
+    from planner.models.encoders import image_tokens  # late: text alone needs none of it
 
     return f", {image_tokens(workload.model, images):,} of them of {images.words}"

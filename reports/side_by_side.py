@@ -1,5 +1,5 @@
 """The kinds of adapters side by side (trained parameters, memory, speed, what was published of their quality), and the
-launch targets: what each would run for one wish, how fast, in how much memory."""
+launch targets: what each would run for one request, how fast, in how much memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,12 +62,13 @@ class AdaptersSheet(Sheet):
         return f"Each in the place of LoRA in what is planned: {setup_words(self.lora)}."
 
 
-def _title(wish: Workload) -> str:
+def _title(workload: Workload) -> str:
     """The first line: model, card and length."""
-    return f"Adapters for {clean(wish.model.model_id)} on {clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
+    model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
+    return f"Adapters for {model} on {gpu} · {workload.seq_len_tokens:,} tokens"
 
 
-def _as_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
+def _as_json(row: KindChoice, workload: Workload) -> dict[str, Any]:
     """One kind as data: parameters, bytes, tokens/s."""
     one = row.candidate
     return {
@@ -82,7 +83,7 @@ def _as_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
         "merges": row.kind.merges,
         "quality": row.kind.quality,
         "source": row.kind.source,
-        "candidate": candidate_to_dict(one, wish.model.model_id, wish.gpu.key) if one else None,
+        "candidate": candidate_to_dict(one, workload.model.model_id, workload.gpu.key) if one else None,
     }
 
 
@@ -143,13 +144,14 @@ class TargetsSheet(Sheet):
         return [_target_json(row, self.workload) for row in self.rows]
 
 
-def _targets_title(wish: Workload) -> str:
+def _targets_title(workload: Workload) -> str:
     """The first line: model, card and length."""
-    cards = f"{wish.num_gpus} x " if wish.num_gpus > 1 else ""
-    return f"Targets for {clean(wish.model.model_id)} on {cards}{clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
+    cards = f"{workload.num_gpus} x " if workload.num_gpus > 1 else ""
+    model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
+    return f"Targets for {model} on {cards}{gpu} · {workload.seq_len_tokens:,} tokens"
 
 
-def _target_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
+def _target_json(row: TargetChoice, workload: Workload) -> dict[str, Any]:
     """One target as data; `candidate` as in plan.json."""
     one = row.candidate
     return {
@@ -159,7 +161,7 @@ def _target_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s(row),
         "time_band_fraction": one.formula.time_band_fraction if one else None,
         "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
-        "candidate": candidate_to_dict(one, wish.model.model_id, wish.gpu.key) if one else None,
+        "candidate": candidate_to_dict(one, workload.model.model_id, workload.gpu.key) if one else None,
     }
 
 

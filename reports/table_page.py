@@ -108,7 +108,7 @@ def _words(row: Mapping[str, Any]) -> str:
     if row["problem"]:
         return clean(row["problem"])
     usual = TrainSetup()
-    setup = usual.trusted_with(**{name: one for name, one in row.items() if name in vars(usual) and one is not None})
+    setup = usual.replace_trusted(**{name: one for name, one in row.items() if name in vars(usual) and one is not None})
     more = (
         setup.quantization if setup.quantized else "",
         setup.precision,

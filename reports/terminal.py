@@ -128,7 +128,7 @@ def render_estimate(
     page.line(f"{setup_words(candidate.setup)}.")
     page.line()
     page.line(text.memory_sentence(candidate), style=text.verdict_style(candidate))
-    for words in (text.speed_sentence(candidate), text.spread_sentence(candidate)):
+    for words in (text.speed_sentence(candidate), text.layout_sentence(candidate)):
         if words:
             page.line(words)
     if over is not None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from planner.notes import Place, place_of
 from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung, Verdict, speed_rung
-from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.redaction import without_secrets
 from planner.samples.useful import cost_usd, job_s, useful_tokens_per_s
 from planner.units import count, gib, percent, seconds
 from planner.workload import PRICE_GIVEN, Workload
 from reports.plain import clean, joined, plural
-from reports.setup_text import setup_words, spread_words
+from reports.setup_text import layout_words, setup_words
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
@@ -290,12 +290,12 @@ def data_sentence(workload: Workload) -> str:
     return f"{name}: the loss is on {words}{held_out}."
 
 
-def spread_sentence(candidate: Candidate) -> str:
+def layout_sentence(candidate: Candidate) -> str:
     """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything."""
     setup, formula = candidate.setup, candidate.formula
     if setup.alone:
         return ""
-    words = f"{setup.num_gpus} GPUs: {spread_words(setup)}" if setup.num_gpus > 1 else spread_words(setup)
+    words = f"{setup.num_gpus} GPUs: {layout_words(setup)}" if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
     parts = [
@@ -357,7 +357,7 @@ def plan_sentences(plan: Plan) -> list[str]:
     found = (
         memory_sentence(chosen),
         speed_sentence(chosen),
-        spread_sentence(chosen),
+        layout_sentence(chosen),
         epoch_sentence(plan.workload, chosen),
         data_sentence(plan.workload),
         rank_floor_sentence(plan),
@@ -373,12 +373,12 @@ def remedy_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
     return [(clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in no_plan.remedies]
 
 
-def cut_words(cut: Cut, answer: Answer) -> str:
+def cut_words(cut: PrunedBranch, answer: Answer) -> str:
     """A branch given up, without repeating what its question already says."""
     return f"{clean(cut.branch)}{behind_the_branch(cut, answer)}"
 
 
-def behind_the_branch(cut: Cut, answer: Answer) -> str:
+def behind_the_branch(cut: PrunedBranch, answer: Answer) -> str:
     """What `cut_words` says behind the branch's name."""
     words = f", {cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
     if cut.reason != answer.reason:

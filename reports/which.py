@@ -118,25 +118,25 @@ def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
 
 def _words(one: GpuChoice) -> str:
     assert isinstance(one.answer, Plan)
-    chosen, wish, duration_s = one.answer.chosen, one.answer.workload, one.duration_s
+    chosen, workload, duration_s = one.answer.chosen, one.answer.workload, one.duration_s
     speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
-    words = [f"{clean(one.gpu.name)} ({gib(wish.memory_bytes)})", speed]
+    words = [f"{clean(one.gpu.name)} ({gib(workload.memory_bytes)})", speed]
     if duration_s is None:
         words += [] if one.cost_usd is None else [f"${one.cost_usd:,.3f} per million tokens"]
         return joined(words)
     words.append(seconds(duration_s))
-    if one.cost_usd is None or wish.price_per_hour is None:
+    if one.cost_usd is None or workload.price_per_hour is None:
         return joined((*words, "no price known"))
-    per_hour = f"{dollars(wish.price_per_hour)} per GPU hour, {clean(wish.price_source)}"
+    per_hour = f"{dollars(workload.price_per_hour)} per GPU hour, {clean(workload.price_source)}"
     return joined((*words, f"{dollars(one.cost_usd)} ({per_hour})"))
 
 
-def which_gpu_title(wish: Workload) -> str:
+def which_gpu_title(workload: Workload) -> str:
     """The first line: the model, what a step must look like, and how much is trained on."""
-    several = f"{wish.num_gpus} of each" if wish.num_gpus > 1 else ""
-    model = f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters)"
-    step = (f"{wish.seq_len_tokens:,} tokens", f"{wish.global_batch_seqs:,} sequences per step")
-    return joined((model, several, *step, job_words(wish)), " · ")
+    several = f"{workload.num_gpus} of each" if workload.num_gpus > 1 else ""
+    model = f"Which GPU for {clean(workload.model.model_id)} ({count(workload.model.num_params)} parameters)"
+    step = (f"{workload.seq_len_tokens:,} tokens", f"{workload.global_batch_seqs:,} sequences per step")
+    return joined((model, several, *step, job_words(workload)), " · ")
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,14 @@ class GpusSheet(Sheet):
         return document(title, bullets(which_gpu_sentences(self.choices)), table)
 
     def document(self) -> dict[str, Any]:
-        wish = self.choices[0].answer.workload
+        workload = self.choices[0].answer.workload
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": "which_gpu",
-            "model": wish.model.model_id,
-            "num_gpus": wish.num_gpus,
-            "seq_len_tokens": wish.seq_len_tokens,
-            "global_batch_seqs": wish.global_batch_seqs,
+            "model": workload.model.model_id,
+            "num_gpus": workload.num_gpus,
+            "seq_len_tokens": workload.seq_len_tokens,
+            "global_batch_seqs": workload.global_batch_seqs,
             "answer": " ".join(which_gpu_sentences(self.choices)),
             "cards": list(map(_gpu_json, self.choices)),
         }
@@ -240,11 +240,11 @@ def _gpus_table(
 
 def _gpu_cells(one: GpuChoice) -> dict[str, str]:
     """What stands of a card in every column that it has a figure for."""
-    wish = one.answer.workload
-    found = {"--gpu": one.gpu.key, "memory": gib(wish.memory_bytes), "GiB": f"{wish.memory_bytes / GIB:.2f}"}
-    if wish.price_per_hour is not None:
-        found["$/hour"] = dollars(wish.price_per_hour)
-    found["priced on"] = "not known" if wish.price_per_hour is None else price_date(wish)
+    workload = one.answer.workload
+    found = {"--gpu": one.gpu.key, "memory": gib(workload.memory_bytes), "GiB": f"{workload.memory_bytes / GIB:.2f}"}
+    if workload.price_per_hour is not None:
+        found["$/hour"] = dollars(workload.price_per_hour)
+    found["priced on"] = "not known" if workload.price_per_hour is None else price_date(workload)
     if isinstance(one.answer, NoPlan):
         missing = gib(one.answer.missing_bytes)
         return found | {"fits": "no", "setup": f"{missing} missing", "method": f"+{missing}", "method ": f"+{missing}"}
@@ -295,7 +295,7 @@ class ModelsSheet(Sheet):
     every: bool = False
 
     def render(self, console: Console) -> None:
-        page, wish = Page(console), self.workload
+        page, workload = Page(console), self.workload
         page.line(self._title(), style="bold")
         for sentence in self._sentences():
             page.line(sentence)
@@ -304,7 +304,7 @@ class ModelsSheet(Sheet):
         page.whole(header, cells, right=right, fixed=("plan",))
         page.line(
             "full, LoRA, QLoRA: longest sequence that fits alone, every layer checkpointed (formula). plan, tokens/s: "
-            f"what plan MODEL --gpu {wish.gpu.key} takes at {wish.seq_len_tokens:,} tokens{self._marks()}.",
+            f"what plan MODEL --gpu {workload.gpu.key} takes at {workload.seq_len_tokens:,} tokens{self._marks()}.",
             style="dim",
         )
 
@@ -316,10 +316,10 @@ class ModelsSheet(Sheet):
 
     def _title(self) -> str:
         """The first line: the card and what a step must look like."""
-        wish = self.workload
+        workload = self.workload
         return (
-            f"What {clean(wish.gpu.name)} can fine-tune · {wish.seq_len_tokens:,} tokens · "
-            f"{wish.global_batch_seqs:,} sequences per step"
+            f"What {clean(workload.gpu.name)} can fine-tune · {workload.seq_len_tokens:,} tokens · "
+            f"{workload.global_batch_seqs:,} sequences per step"
         )
 
     def _sentences(self) -> list[str]:
@@ -328,7 +328,7 @@ class ModelsSheet(Sheet):
         sentences = [f"{sum(one.fits for one in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
         for method in METHOD_SHORT:
             planned = [(one, one.answer.workload) for one in rows if isinstance(one.answer, Plan)]
-            reach = [one for one, wish in planned if one.longest_tokens.get(method, 0) >= wish.seq_len_tokens]
+            reach = [one for one, workload in planned if one.longest_tokens.get(method, 0) >= workload.seq_len_tokens]
             if reach:
                 largest = max(reach, key=lambda one: one.model.num_params)
                 size = count(largest.model.num_params)

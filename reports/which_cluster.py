@@ -17,7 +17,7 @@ from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
-from reports.setup_text import spread_words
+from reports.setup_text import layout_words
 from reports.text import dollars, price_dates, speed_marks
 
 MAX_ROWS = 20
@@ -156,7 +156,7 @@ def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
 
 def _option_words(one: ClusterOption) -> str:
     cost = "price unknown" if one.cost_usd is None else dollars(one.cost_usd)
-    how = f" ({spread_words(one.candidate.setup)})" if one.cluster.num_gpus > 1 else ""
+    how = f" ({layout_words(one.candidate.setup)})" if one.cluster.num_gpus > 1 else ""
     return f"{cluster_words(one)}{how}, {seconds(one.duration_s)}, {cost}"
 
 
@@ -177,7 +177,7 @@ def _table(
         rows.append(
             (
                 f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
-                spread_words(one.candidate.setup),
+                layout_words(one.candidate.setup),
                 f"{one.candidate.tokens_per_s:,.0f}",
                 seconds(one.duration_s),
                 "-" if one.cost_usd is None else dollars(one.cost_usd),

@@ -27,8 +27,8 @@ from planner.outputs import write_whole
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.dimensions import key_of
-from search.problem import Elsewhere, Problem
-from search.sampler import Belief
+from search.problem import Problem, TransferObservation
+from search.sampler import Posterior
 
 SCHEMA_VERSION = 2
 MAX_BYTES = 64 * 1024 * 1024
@@ -180,12 +180,14 @@ class CorrectionStore:
             yield
 
 
-def as_elsewhere(observations: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[Elsewhere, ...]:
+def as_transfer_observations(
+    observations: Sequence[Observation], model: str, gpu: str | None = None
+) -> tuple[TransferObservation, ...]:
     """The observations as a search of `model` on `gpu` (a place) uses them: its own in group 0, every other model and
     place in a group of its own. `gpu` None: all are of one place."""
     groups: dict[tuple[str | None, str], int] = {(gpu, model): 0}
     return tuple(
-        Elsewhere(
+        TransferObservation(
             setup=item.setup,
             formula=item.formula,
             group=groups.setdefault((gpu and item.gpu, item.model), len(groups)),
@@ -201,7 +203,7 @@ def corrections(
 ) -> tuple[Correction, ...]:
     """What the observations say about each candidate's prediction, before any probe of its own."""
     problem = Problem(candidates=tuple(candidates))
-    belief = Belief(problem, as_elsewhere(observations, model, gpu))
+    posterior = Posterior(problem, as_transfer_observations(observations, model, gpu))
     num = len(problem.candidates)
     return tuple(
         Correction(
@@ -211,10 +213,10 @@ def corrections(
             memory_sd=sqrt(float(memory_variance)),
         )
         for speed, memory, speed_variance, memory_variance in zip(
-            belief.speed.mean[:num],
-            belief.memory.mean[:num],
-            belief.speed.variance[:num],
-            belief.memory.variance[:num],
+            posterior.speed.mean[:num],
+            posterior.memory.mean[:num],
+            posterior.speed.variance[:num],
+            posterior.memory.variance[:num],
             strict=True,
         )
     )

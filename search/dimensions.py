@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from planner.records import dataclass
-from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.setup import LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]
 
@@ -24,7 +24,8 @@ class Dimension:
             another, beyond what misjudged parts explain. Judgement, dated November 2026: a kernel misjudged by 40 %
             that takes a seventh of the step is 6 %; a rank, 1 %. For memory the formula's ratio to recorded runs (fms,
             A100) stays within 1 % over precision, quantization and micro-batch. The overall scale is learned.
-        blame: how likely this field is what makes a setup fail to run (a missing kernel, a crash), relative to others.
+        attribution: how likely this field is what makes a setup fail to run (a missing kernel, a crash), relative to
+        others.
         length: for "log2": over how many doublings an effect stays correlated.
         alike: for "category": correlation left, in the interaction part, between setups that differ in this field.
     """
@@ -35,38 +36,38 @@ class Dimension:
     memory_sd: float
     length: float = 3.0
     alike: float = 0.5
-    blame: float = 1.0
+    attribution: float = 1.0
 
 
 DIMENSIONS: tuple[Dimension, ...] = (
-    Dimension(name="method", kind="category", speed_sd=0.03, memory_sd=0.006, blame=1),
-    Dimension(name="precision", kind="category", speed_sd=0.03, memory_sd=0.005, blame=2),
-    Dimension(name="quantization", kind="category", speed_sd=0.03, memory_sd=0.006, blame=5),
-    Dimension(name="kbit_fp32_cast", kind="category", speed_sd=0.03, memory_sd=0.008, blame=1),
-    Dimension(name="lora_rank", kind="log2", speed_sd=0.01, memory_sd=0.002, length=4.0, blame=0.1),
-    Dimension(name="lora_targets", kind="category", speed_sd=0.02, memory_sd=0.004, blame=0.5),
-    Dimension(name="lora_dropout", kind="category", speed_sd=0.015, memory_sd=0.004, blame=0.1),
-    Dimension(name="adapter_dtype", kind="category", speed_sd=0.015, memory_sd=0.003, blame=1),
-    Dimension(name="optimizer", kind="category", speed_sd=0.015, memory_sd=0.006, alike=0.7, blame=3),
-    Dimension(name="attention", kind="category", speed_sd=0.05, memory_sd=0.012, blame=10),
-    Dimension(name="checkpointing", kind="category", speed_sd=0.03, memory_sd=0.008, blame=0.5),
-    Dimension(name="loss", kind="category", speed_sd=0.02, memory_sd=0.006, blame=5),
-    Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.04, memory_sd=0.006, length=2.0, blame=0.1),
-    Dimension(name="packing", kind="category", speed_sd=0.04, memory_sd=0.005, blame=1),
-    Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, blame=10),
-    Dimension(name="kernels", kind="category", speed_sd=0.05, memory_sd=0.008, blame=10),
-    Dimension(name="activation_offload", kind="category", speed_sd=0.05, memory_sd=0.008, blame=2),
-    Dimension(name="selective_checkpointing", kind="category", speed_sd=0.04, memory_sd=0.008, blame=3),
-    Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, blame=2),
-    Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, blame=5),
-    Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
-    Dimension(name="context_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
-    Dimension(name="expert_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
-    Dimension(name="pipeline_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
-    Dimension(name="pipeline_schedule", kind="category", speed_sd=0.03, memory_sd=0.01, blame=1),
-    Dimension(name="shard_degree", kind="log2", speed_sd=0.04, memory_sd=0.01, blame=1),
-    Dimension(name="reshard_after_forward", kind="category", speed_sd=0.03, memory_sd=0.01, blame=0.5),
-    Dimension(name="offload", kind="category", speed_sd=0.06, memory_sd=0.02, blame=3),
+    Dimension(name="method", kind="category", speed_sd=0.03, memory_sd=0.006, attribution=1),
+    Dimension(name="precision", kind="category", speed_sd=0.03, memory_sd=0.005, attribution=2),
+    Dimension(name="quantization", kind="category", speed_sd=0.03, memory_sd=0.006, attribution=5),
+    Dimension(name="kbit_fp32_cast", kind="category", speed_sd=0.03, memory_sd=0.008, attribution=1),
+    Dimension(name="lora_rank", kind="log2", speed_sd=0.01, memory_sd=0.002, length=4.0, attribution=0.1),
+    Dimension(name="lora_targets", kind="category", speed_sd=0.02, memory_sd=0.004, attribution=0.5),
+    Dimension(name="lora_dropout", kind="category", speed_sd=0.015, memory_sd=0.004, attribution=0.1),
+    Dimension(name="adapter_dtype", kind="category", speed_sd=0.015, memory_sd=0.003, attribution=1),
+    Dimension(name="optimizer", kind="category", speed_sd=0.015, memory_sd=0.006, alike=0.7, attribution=3),
+    Dimension(name="attention", kind="category", speed_sd=0.05, memory_sd=0.012, attribution=10),
+    Dimension(name="checkpointing", kind="category", speed_sd=0.03, memory_sd=0.008, attribution=0.5),
+    Dimension(name="loss", kind="category", speed_sd=0.02, memory_sd=0.006, attribution=5),
+    Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.04, memory_sd=0.006, length=2.0, attribution=0.1),
+    Dimension(name="packing", kind="category", speed_sd=0.04, memory_sd=0.005, attribution=1),
+    Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, attribution=10),
+    Dimension(name="kernels", kind="category", speed_sd=0.05, memory_sd=0.008, attribution=10),
+    Dimension(name="activation_offload", kind="category", speed_sd=0.05, memory_sd=0.008, attribution=2),
+    Dimension(name="selective_checkpointing", kind="category", speed_sd=0.04, memory_sd=0.008, attribution=3),
+    Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, attribution=2),
+    Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, attribution=5),
+    Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, attribution=5),
+    Dimension(name="context_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, attribution=5),
+    Dimension(name="expert_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, attribution=5),
+    Dimension(name="pipeline_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, attribution=5),
+    Dimension(name="pipeline_schedule", kind="category", speed_sd=0.03, memory_sd=0.01, attribution=1),
+    Dimension(name="shard_degree", kind="log2", speed_sd=0.04, memory_sd=0.01, attribution=1),
+    Dimension(name="reshard_after_forward", kind="category", speed_sd=0.03, memory_sd=0.01, attribution=0.5),
+    Dimension(name="offload", kind="category", speed_sd=0.06, memory_sd=0.02, attribution=3),
 )
 
 FIXED: dict[str, str] = {
@@ -97,7 +98,7 @@ NAMES = tuple(dimension.name for dimension in DIMENSIONS)
 PAIR = ("attention", "precision")
 PAIR_SPEED_SD, PAIR_MEMORY_SD = 0.03, 0.02
 """Which kernel runs depends on both: SDPA falls back to its math kernel for some data types (FINDINGS, torch 2.13).
-Small, because a fallback is no smooth error but a surprise, which `blame` explains."""
+Small, because a fallback is no smooth error but a surprise, which `attribution` explains."""
 
 RECIPE = ("method", "quantization", "checkpointing")
 """Fields that decide which kernels run at all: the effect of another field may differ between two recipes. How a job is
@@ -116,6 +117,6 @@ def key_of(setup: TrainSetup) -> str:
 
     Fields that only several GPUs have, and later ones, are left out at their defaults: old studies keep their keys.
     """
-    seldom = (*SPREAD_FIELDS, *LATER_FIELDS)
+    seldom = (*LAYOUT_FIELDS, *LATER_FIELDS)
     names = (*(name for name in (*NAMES, *FIXED) if name not in seldom), *setup.seldom)
     return "|".join(f"{name}={value_of(setup, name)}" for name in names)

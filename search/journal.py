@@ -15,7 +15,7 @@ from optuna.storages.journal._storage import JournalOperation
 
 from planner.errors import EnvironmentProblem
 from planner.locks import lock, open_lock
-from search.liveness import Liveness, LockLiveness
+from search.heartbeat import Heartbeat, LockHeartbeat
 
 JOURNAL_NAME = "study.journal"
 MAX_JOURNAL_BYTES = 1 << 28
@@ -127,7 +127,7 @@ _OPERATION = b'{"op_code":'
 _OPERATIONS = frozenset(int(code) for code in JournalOperation)
 
 
-def open_journal(directory: Path) -> tuple[BaseStorage, Liveness]:
+def open_journal(directory: Path) -> tuple[BaseStorage, Heartbeat]:
     """The study in a directory.
 
     Raises:
@@ -144,7 +144,7 @@ def open_journal(directory: Path) -> tuple[BaseStorage, Liveness]:
             f"{path} has more than the {MAX_JOURNAL_BYTES:,} bytes that are read of a study", hint="move the file away"
         )
     held = FlockLock(directory / f"{JOURNAL_NAME}.lock")
-    liveness = LockLiveness(directory / "workers")
+    heartbeat = LockHeartbeat(directory / "workers")
     held.acquire()
     try:
         repair_journal(path)
@@ -152,9 +152,9 @@ def open_journal(directory: Path) -> tuple[BaseStorage, Liveness]:
         held.release()
     backend = Journal(path, held)
     try:
-        return optuna.storages.JournalStorage(backend), liveness
+        return optuna.storages.JournalStorage(backend), heartbeat
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
-        liveness.close()
+        heartbeat.close()
         raise EnvironmentProblem(
             f"the study in {path} cannot be read: {type(error).__name__}: {error}",
             hint="move the file away: what was measured is in the store of measurements and is not measured again",

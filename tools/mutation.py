@@ -96,7 +96,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "search/residual.py",
             "search/kernel.py",
             "search/stopping.py",
-            "search/blame.py",
+            "search/attribution.py",
             "search/study.py",
             "search/corrections.py",
         ),

@@ -16,10 +16,10 @@ from planner.models.adapters import spec_from_config
 from planner.models.config_file import CONFIG_NAME, read_config
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.records import dataclass
-from planner.wish import Wish
 
 Row = dict[str, Any]
 
@@ -156,7 +156,7 @@ def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
         spec = config.load()
     except PlannerError as error:
         spec, reason = None, error.message
-    known = Known()  # walks of one model share their layers, and of cards with the same kernels all of their memory
+    known = WalkCache()  # walks of one model share their layers, and of cards with the same kernels all of their memory
     for card in grid.cards:
         for seq_len in grid.seq_lens:
             for method in grid.methods:
@@ -166,9 +166,9 @@ def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
                 if spec is None:
                     yield row | {"fits": False, "problem": reason}
                     continue
-                wish = Wish(fixed={"method": (method,)}, seq_len=seq_len, global_batch=grid.global_batch)
+                request = PlanRequest(fixed={"method": (method,)}, seq_len=seq_len, global_batch=grid.global_batch)
                 try:
-                    asked = wish.workload(spec, card)
+                    asked = request.workload(spec, card)
                     answer = plan_workload(asked, known=known, num_ranked=1, helped=False, explained=False)
                 except UsageError as error:
                     yield row | {"num_params": spec.num_params, "fits": False, "problem": error.message}

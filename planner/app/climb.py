@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from planner.planning.runs import Known
+    from planner.planning.runs import WalkCache
     from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
     from search.corrections import Observation
@@ -161,18 +161,20 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     and which engine is faster than the planned one. Where the usual length does not fit and nobody asked for it, the
     plan is for the longest of `SHORTER` that does (by more than its band, where one does so), and says so."""
     from planner.app.targets import with_engine_note
-    from planner.planning.runs import Known
+    from planner.planning.runs import WalkCache
 
     usual, workload = workload.usual_length, replace(workload, usual_length=False)
     workload = with_known_context(workload) if history else workload
-    known, walked = history_of(workload) if history else (), Known()
+    known, walked = history_of(workload) if history else (), WalkCache()
     found = _answered(workload, known, walked, dry_run=dry_run)
     if isinstance(found, NoPlan) and usual:
         found = _of_a_shorter_length(workload, known, walked, dry_run=dry_run) or found
     return with_engine_note(found, walked) if isinstance(found, Plan) else found
 
 
-def _answered(workload: Workload, known: "Sequence[Observation]", walked: "Known", *, dry_run: bool) -> Plan | NoPlan:
+def _answered(
+    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
+) -> Plan | NoPlan:
     from planner.planning.answer import plan_workload
 
     if dry_run:
@@ -181,7 +183,7 @@ def _answered(workload: Workload, known: "Sequence[Observation]", walked: "Known
 
 
 def _of_a_shorter_length(
-    workload: Workload, known: "Sequence[Observation]", walked: "Known", *, dry_run: bool
+    workload: Workload, known: "Sequence[Observation]", walked: "WalkCache", *, dry_run: bool
 ) -> Plan | None:
     from planner.planning.answer import plan_workload
 
@@ -212,7 +214,7 @@ def _of_a_shorter_length(
     return tight
 
 
-def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "Known") -> Plan | NoPlan:
+def climb_dry_run(workload: Workload, known: "Sequence[Observation]", walked: "WalkCache") -> Plan | NoPlan:
     """The plan on which formula and dry run agree (`planner.planning.refine`); `known`: what was measured here."""
     from planner.planning.answer import plan_workload
     from planner.planning.refine import refine

@@ -35,7 +35,7 @@ QUESTION = "What do earlier probes of this GPU say?"
 
 def history_of(workload: Workload, store: Path | None = None) -> tuple["Observation", ...]:
     """The store's measurements of this GPU, oldest first, each beside today's formula. Only of models whose
-    configuration is at hand (the wish's own, the catalogue's), and of jobs on one GPU.
+    configuration is at hand (the request's own, the catalogue's), and of jobs on one GPU.
 
     Args:
         store: default: the user's.
@@ -58,7 +58,7 @@ CONTEXT_BYTES = (64 * MIB, 4 * GIB)
 
 
 def with_known_context(workload: Workload, store: Path | None = None) -> Workload:
-    """The wish on its card with the CUDA context that was last measured there: by a launch file's own run, else by a
+    """The request on its card with the CUDA context that was last measured there: by a launch file's own run, else by a
     probe. Of one GPU."""
     path = store if store is not None else machine.default_store_path()
     if workload.num_gpus > 1 or not path.exists():

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from planner.decision.candidates import candidate
 from planner.decision.choosing import spaces
 from planner.decision.facts import PREFERENCE_FRACTION
+from planner.decision.layouts import STAGES, Layout, layout_key, layout_name, layouts, layouts_of_one
 from planner.decision.node import Node, node_of_setup
 from planner.decision.policy import fewer_matrices, full_quality, worst_quality
-from planner.decision.simplicity import lossiness, simplicity
-from planner.decision.spreads import STAGES, Spread, spread_key, spread_name, spreads, spreads_of_one
+from planner.decision.tie_break import lossiness, tie_break
 from planner.decision.tree import preferred_nodes
 from planner.interchange import setup_to_dict
 from planner.notes import found
@@ -41,8 +41,8 @@ SLOWEST_FRACTION = 0.5
 """What is predicted at less than this share of the best speed cannot become the best by any error seen so far."""
 
 
-MIN_PER_SPREAD = 60
-"""With several GPUs so many of every spread are searched, even where another spread's fastest fill the list: how well
+MIN_PER_LAYOUT = 60
+"""With several GPUs so many of every layout are searched, even where another layout's fastest fill the list: how well
 links are used is what the formula knows least."""
 
 
@@ -55,30 +55,30 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     spreading the job keeps its best, however fast the others are; of a way that no probe can run only the fastest that
     fits stays, told with its prediction.
     """
-    wish = plan.workload
+    workload = plan.workload
     nodes = _nodes(plan)
-    limit_bytes = wish.budget_bytes * (1 + NEAR_MISS_FRACTION)
+    limit_bytes = workload.budget_bytes * (1 + NEAR_MISS_FRACTION)
     points = [
         point
         for point in _walked(plan)
         if node_of_setup(point.family) in nodes and point.peak_device_bytes <= limit_bytes
     ]
-    if wish.objective == "memory":
+    if workload.objective == "memory":
         points.sort(key=lambda point: point.peak_device_bytes)
     else:
         points.sort(key=lambda point: -point.tokens_per_s)
     told: list[Point] = []
-    if wish.num_gpus > 1:
-        points, told = _probed_and_told(points, unprobed, wish.budget_bytes)
-    if wish.objective != "memory":
-        fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= wish.budget_bytes]
+    if workload.num_gpus > 1:
+        points, told = _probed_and_told(points, unprobed, workload.budget_bytes)
+    if workload.objective != "memory":
+        fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= workload.budget_bytes]
         floor = SLOWEST_FRACTION * max(fitting, default=0.0)
         points = [point for point in points if point.tokens_per_s >= floor]
     kept = points[:MAX_CANDIDATES]
-    if wish.num_gpus > 1:
-        kept += _best_of_each(points, MIN_PER_SPREAD)
+    if workload.num_gpus > 1:
+        kept += _best_of_each(points, MIN_PER_LAYOUT)
     setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*kept, *told))])
-    return tuple(candidate(wish, setup) for setup in setups)
+    return tuple(candidate(workload, setup) for setup in setups)
 
 
 def _nodes(plan: Plan) -> frozenset[Node]:
@@ -91,30 +91,30 @@ def _nodes(plan: Plan) -> frozenset[Node]:
 
 
 def _walked(plan: Plan) -> Iterator[Point]:
-    """The spaces that the plan was chosen from, of one GPU or of every spread; states on the host only where the plan
+    """The spaces that the plan was chosen from, of one GPU or of every layout; states on the host only where the plan
     or the user wants them."""
-    wish, values, taken = plan.workload, dimension_values(plan.workload), plan.chosen.setup
-    fewer = fewer_matrices(wish, values, ()) if taken.lora_targets == "attention" or taken.quantized else {}
-    if wish.num_gpus == 1:
-        chosen: tuple[Spread, ...] = spreads_of_one(wish)
+    workload, values, taken = plan.workload, dimension_values(plan.workload), plan.chosen.setup
+    fewer = fewer_matrices(workload, values, ()) if taken.lora_targets == "attention" or taken.quantized else {}
+    if workload.num_gpus == 1:
+        chosen: tuple[Layout, ...] = layouts_of_one(workload)
     else:
-        hosted = taken.offload != "none" or "offload" in wish.fixed
-        chosen = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
+        hosted = taken.offload != "none" or "offload" in workload.fixed
+        chosen = layouts(workload, [stage for stage in STAGES if hosted or stage != "offload"])
     for given in (values, fewer) if chosen else ():
-        for space, own in spaces(wish, given):
-            if space.targets == wish.targets:  # a probe runs no other program than the one that was named
+        for space, own in spaces(workload, given):
+            if space.targets == workload.targets:  # a probe runs no other program than the one that was named
                 yield from walk(space, own, chosen)
 
 
 def _probed_and_told(
     points: Sequence[Point], unprobed: "Unprobed", budget_bytes: int
 ) -> tuple[list[Point], list[Point]]:
-    """(what a probe can run, of every spread that none can the first that fits)."""
+    """(what a probe can run, of every layout that none can the first that fits)."""
     probed: list[Point] = []
     told: dict[Any, Point] = {}
     reasons: dict[Any, str] = {}
     for point in points:
-        key = spread_key(point.shared)
+        key = layout_key(point.shared)
         if key not in reasons:
             reasons[key] = unprobed(point.shared)
         if not reasons[key]:
@@ -125,10 +125,10 @@ def _probed_and_told(
 
 
 def _best_of_each(points: Sequence[Point], num: int) -> Iterator[Point]:
-    """The first points of every spread."""
+    """The first points of every layout."""
     counts: Counter[Any] = Counter()
     for point in points:
-        key = spread_key(point.shared)
+        key = layout_key(point.shared)
         counts[key] += 1
         if counts[key] <= num:
             yield point
@@ -195,12 +195,12 @@ def _beside(failed: str) -> str:
 
 
 def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
-    """Of every spread that no probe here can run: its setup in the study, why, and what the formula says of it."""
+    """Of every layout that no probe here can run: its setup in the study, why, and what the formula says of it."""
     rows = []
     for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
         formula = candidate(plan.workload, setup).formula
         row = {
-            "spread": spread_name(setup),
+            "spread": layout_name(setup),
             "setup": setup_to_dict(setup),
             "reason": unprobed(setup),
             "predicted_tokens_per_s": formula.tokens_per_s,
@@ -220,14 +220,14 @@ def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()]
 
 
-def _preferred(wish: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
     """The search's answer by the rules of a plan: the least approximate class that was measured to fit, in it the
     simplest of what is as fast; the fastest where speed is preferred."""
     timed = [one for one in candidates if one.fits and isinstance(one.probe, Measurement) and one.probe.tokens_per_s]
-    if wish.objective != "tokens" or wish.prefer == "speed" or not timed:
+    if workload.objective != "tokens" or workload.prefer == "speed" or not timed:
         return best
     found = {node_of_setup(one.setup) for one in timed}
-    node = next((node for node in preferred_nodes(wish) if node in found), None)
+    node = next((node for node in preferred_nodes(workload) if node in found), None)
     own = [one for one in timed if node_of_setup(one.setup) is node]
     allowed = worst_quality((one.setup, one.tokens_per_s) for one in own)
     own = [one for one in own if full_quality(one.setup) <= allowed]
@@ -235,7 +235,7 @@ def _preferred(wish: Workload, best: Candidate, candidates: Sequence[Candidate])
     floor = (1 - PREFERENCE_FRACTION) * max(one.tokens_per_s for one in own)
     return min(
         (one for one in own if one.tokens_per_s >= floor),
-        key=lambda one: (lossiness(one.setup), simplicity(one.setup), -one.tokens_per_s),
+        key=lambda one: (lossiness(one.setup), tie_break(one.setup), -one.tokens_per_s),
     )
 
 

@@ -1,4 +1,4 @@
-"""The launch targets side by side: for each, what `plan --target` would plan for one wish, and whether one that
+"""The launch targets side by side: for each, what `plan --target` would plan for one request, and whether one that
 no plan takes unasked is faster."""
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from planner.choices.kernels import KERNELS
 from planner.choices.stacks import TARGET_ROWS
 from planner.decision.candidates import candidate
 from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, Facts
+from planner.decision.facts import PREFERENCE_FRACTION, WalkResults
 from planner.decision.policy import left_out
 from planner.errors import NotExpressed, SetupError, UsageError
 from planner.hardware.kernels import missing_kernels
@@ -17,7 +17,7 @@ from planner.notes import risk
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -93,34 +93,40 @@ def _alike(setup: TrainSetup, *, but: str = "") -> dict[str, tuple[Any, ...]]:
 def own_choice(workload: Workload, setup: TrainSetup, target: str) -> Candidate | None:
     """What a target would best run of the same training, where it cannot run a plan's own setup; None where nothing."""
     fixed = {**_alike(setup, but="attention"), **workload.fixed}
-    return _quick(replace(workload, targets=(target,), fixed=fixed), Known())
+    return _quick(replace(workload, targets=(target,), fixed=fixed), WalkCache())
 
 
-def left_out_engines(plan: Plan, known: Known) -> list[TargetChoice]:
+def left_out_engines(plan: Plan, known: WalkCache) -> list[TargetChoice]:
     """Programs with kernels of their own that the policy leaves out (`planner.decision.policy.left_out`) and that are
     predicted to train the chosen class faster, fastest first.
 
     Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
     `known`: what walks of the model computed.
     """
-    wish, chosen = plan.workload, plan.chosen
+    request, chosen = plan.workload, plan.chosen
     mine = chosen.formula.tokens_per_s
-    if wish.targets or "kernels" in wish.fixed or wish.num_gpus > 1 or chosen.setup.method == "full" or not mine:
+    if (
+        request.targets
+        or "kernels" in request.fixed
+        or request.num_gpus > 1
+        or chosen.setup.method == "full"
+        or not mine
+    ):
         return []
     found = []
     for family in KERNELS.values():
         for target in family.only:
-            if target not in wish.aim.targets or not (
-                reason := left_out(wish, chosen.setup.trusted_with(stack=target))
+            if target not in request.aim.targets or not (
+                reason := left_out(request, chosen.setup.replace_trusted(stack=target))
             ):
                 continue
             try:
-                if missing_kernels(wish.model, wish.gpu, chosen.setup.with_(kernels=family.name)):
+                if missing_kernels(request.model, request.gpu, chosen.setup.replace(kernels=family.name)):
                     continue
             except SetupError:  # it does not take the plan's quantization or adapter
                 continue
             theirs = replace(
-                wish, targets=(target,), fixed={**_alike(chosen.setup), **wish.fixed, "kernels": (family.name,)}
+                request, targets=(target,), fixed={**_alike(chosen.setup), **request.fixed, "kernels": (family.name,)}
             )
             title = TARGET_ROWS[target].title
             found.append(TargetChoice(target=target, title=title, candidate=_quick(theirs, known), refused=reason))
@@ -128,16 +134,16 @@ def left_out_engines(plan: Plan, known: Known) -> list[TargetChoice]:
     return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
-def _quick(workload: Workload, known: Known) -> Candidate | None:
+def _quick(workload: Workload, known: WalkCache) -> Candidate | None:
     """What is planned, without the rest of a plan; None where nothing is."""
     try:
-        best = choose(workload, dimension_values(workload), Facts(known=known))[1]
+        best = choose(workload, dimension_values(workload), WalkResults(known=known))[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None
 
 
-def with_engine_note(plan: Plan, known: Known) -> Plan:
+def with_engine_note(plan: Plan, known: WalkCache) -> Plan:
     """The plan with one sentence on the fastest program that was left out, where one is faster."""
     for row in left_out_engines(plan, known)[:1]:
         assert row.candidate is not None

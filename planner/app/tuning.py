@@ -25,7 +25,7 @@ from planner.workload import Workload
 from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
-    from search.problem import Elsewhere, Evaluate, Unprobed
+    from search.problem import Evaluate, TransferObservation, Unprobed
     from search.stopping import Budget
     from search.trials import TrialRecord
 
@@ -33,15 +33,15 @@ DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0
 
 
-def on_this_machine(wish: Workload) -> None:
+def on_this_machine(workload: Workload) -> None:
     """Refuses what no probe of one machine can measure.
 
     Raises:
         UsageError: a job over several nodes.
     """
-    if wish.cluster is not None and wish.cluster.num_nodes > 1:
+    if workload.cluster is not None and workload.cluster.num_nodes > 1:
         raise UsageError(
-            f"a search measures on one machine, got {wish.num_gpus} GPUs in {wish.cluster.num_nodes} nodes",
+            f"a search measures on one machine, got {workload.num_gpus} GPUs in {workload.cluster.num_nodes} nodes",
             hint="tune on the GPUs of one node (--nodes 1); without a search, plan MODEL --gpu GPU plans for all",
         )
 
@@ -124,57 +124,57 @@ def tune_plan(
     from search.problem import Problem
     from search.run import Strategy, search
 
-    wish, how = plan.workload, how or Tuning()
-    on_this_machine(wish)
-    learned = _Learned(wish, how.store, how.corrections)
-    unprobed = unprobed or _unprobed(wish)
-    problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
+    workload, how = plan.workload, how or Tuning()
+    on_this_machine(workload)
+    learned = _Learned(workload, how.store, how.corrections)
+    unprobed = unprobed or _unprobed(workload)
+    problem = Problem.of(workload, search_candidates(plan, unprobed), unprobed=unprobed)
     budget = how.limits()
     line = ProgressLine(budget_s=budget.seconds, started_s=how.started_s)
     line.say(f"searching among {len(problem.candidates):,} setups")
-    least_s = _least_s(wish, how, line, plan.chosen.setup) if evaluate is None else lambda setup: 0.0
-    with _prober(wish, how, line, least_s) if evaluate is None else nullcontext(evaluate) as evaluator:
+    least_s = _least_s(workload, how, line, plan.chosen.setup) if evaluate is None else lambda setup: 0.0
+    with _prober(workload, how, line, least_s) if evaluate is None else nullcontext(evaluate) as evaluator:
         result = search(
             problem,
             evaluator,
             storage=how.storage,
-            study_name=how.study or study_name(wish),
+            study_name=how.study or study_name(workload),
             strategy=Strategy(sampler=how.sampler),
             budget=budget,
             plan=plan.chosen.setup,
-            check=partial(_dry_run, wish, line, how.ends_at, least_s) if how.dry_runs() else None,
-            elsewhere=learned.elsewhere(),
-            on_trial=lambda record, belief: line.advance(trial_line(record)),
+            check=partial(_dry_run, workload, line, how.ends_at, least_s) if how.dry_runs() else None,
+            transfer=learned.transfer(),
+            on_trial=lambda record, posterior: line.advance(trial_line(record)),
         )
     line.close()
     learned.keep(result.candidates, line)
     return tuned(plan, result, unprobed, rehearsed=how.rehearses and evaluate is None)
 
 
-def _least_s(wish: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
+def _least_s(workload: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
     """The seconds that a setup's probe takes at least on the device; of a CPU it is told before anything runs."""
-    rate = cpu_flops_per_s() if how.rehearses else wish.gpu.bf16_flops_per_s or math.inf
-    least_s = partial(least_probe_s, wish.model, wish.gpu, flops_per_s=rate)
+    rate = cpu_flops_per_s() if how.rehearses else workload.gpu.bf16_flops_per_s or math.inf
+    least_s = partial(least_probe_s, workload.model, workload.gpu, flops_per_s=rate)
     if how.rehearses:
         line.note(
-            f"probes run on this CPU, which is slow, not on a {wish.gpu.name}: one of the planned setup takes "
+            f"probes run on this CPU, which is slow, not on a {workload.gpu.name}: one of the planned setup takes "
             f"{seconds(least_s(first))} at least"
         )
     return least_s
 
 
 def _prober(
-    wish: Workload, how: Tuning, line: ProgressLine, least_s: Callable[[TrainSetup], float]
+    workload: Workload, how: Tuning, line: ProgressLine, least_s: Callable[[TrainSetup], float]
 ) -> "AbstractContextManager[Evaluate]":
     from probes.gpu.request import Limits
 
-    devices = machine.job_devices(how.device, wish.num_gpus)
-    gpu = None if how.rehearses else wish.gpu
+    devices = machine.job_devices(how.device, workload.num_gpus)
+    gpu = None if how.rehearses else workload.gpu
     usual, left_s = Limits(), how.ends_at - how.started_s
     slow = {"limits": replace(usual, time_s=max(usual.time_s, left_s))} if how.rehearses else {}
     return machine.prober_on(
         devices,
-        wish.model,
+        workload.model,
         gpu,
         store=how.store,
         executor={"on_progress": line.event},
@@ -190,44 +190,44 @@ class _Learned:
     The store does not say how GPUs were linked: what was learned on several has a file of its own.
     """
 
-    def __init__(self, wish: Workload, store: Path | None, corrections: Path | None) -> None:
+    def __init__(self, workload: Workload, store: Path | None, corrections: Path | None) -> None:
         from search.corrections import CorrectionStore, place_of
 
-        self._wish, self._store = wish, store
-        self._place = place_of(wish.gpu.key, wish.cluster)
+        self._request, self._store = workload, store
+        self._place = place_of(workload.gpu.key, workload.cluster)
         beside = machine.default_store_path().with_name("corrections.json")
         self._kept = CorrectionStore(corrections if corrections is not None else beside)
 
-    def elsewhere(self) -> "Sequence[Elsewhere]":
+    def transfer(self) -> "Sequence[TransferObservation]":
         """What is known before the first probe."""
-        from search.corrections import as_elsewhere
+        from search.corrections import as_transfer_observations
 
-        known = history_of(self._wish, self._store)
-        if self._wish.num_gpus > 1:
+        known = history_of(self._request, self._store)
+        if self._request.num_gpus > 1:
             several = self._kept.load(self._place, formula_version=__version__)
             known = (*known, *(one for one in several if one.setup.num_gpus > 1))
-        return as_elsewhere(known, self._wish.model.model_id, self._place)
+        return as_transfer_observations(known, self._request.model.model_id, self._place)
 
     def keep(self, candidates: Sequence[Candidate], line: ProgressLine) -> None:
         """Adds what was measured on several GPUs, or says what kept it from being kept."""
         from search.corrections import observations_of
 
-        if self._wish.num_gpus == 1:
+        if self._request.num_gpus == 1:
             return
-        model = self._wish.model.model_id
+        model = self._request.model.model_id
         try:
             self._kept.add(observations_of(candidates, gpu=self._place, model=model, formula_version=__version__))
         except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
             line.note(f"what was learned for later plans could not be kept: {error}")
 
 
-def study_name(wish: Workload) -> str:
+def study_name(workload: Workload) -> str:
     """One GPU's study and that of several may share a directory: their probes are counted apart."""
-    return "plan" if wish.num_gpus == 1 else f"plan-{wish.num_gpus}-gpus"
+    return "plan" if workload.num_gpus == 1 else f"plan-{workload.num_gpus}-gpus"
 
 
-def _unprobed(wish: Workload) -> "Unprobed":
-    if wish.num_gpus == 1:
+def _unprobed(workload: Workload) -> "Unprobed":
+    if workload.num_gpus == 1:
         return lambda setup: ""
     from probes.gpu.ranks import why_not_probed
 
@@ -235,9 +235,9 @@ def _unprobed(wish: Workload) -> "Unprobed":
 
 
 def _dry_run(
-    wish: Workload, line: ProgressLine, ends_at: float, least_s: Callable[[TrainSetup], float], setup: TrainSetup
+    workload: Workload, line: ProgressLine, ends_at: float, least_s: Callable[[TrainSetup], float], setup: TrainSetup
 ) -> Prediction | ProbeFailure | None:
-    """The dry run before a probe; None where it breaks, does not follow the spread, or would leave no time for the
+    """The dry run before a probe; None where it breaks, does not follow the layout, or would leave no time for the
     probe: the probe decides."""
     from planner.app.climb import dry_run_setup
 
@@ -246,7 +246,7 @@ def _dry_run(
     line.say(f"dry run: {trial_words(setup)}")
     try:
         with until(ends_at):
-            found = dry_run_setup(wish.model, wish.gpu, setup)
+            found = dry_run_setup(workload.model, workload.gpu, setup)
     except TimeIsUp:
         return None
     except Exception as error:  # a prediction that breaks is no reason to end a search

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Self, final
 
-from planner.choices.spreads import SPLIT_DEGREES
+from planner.choices.layouts import SPLIT_DEGREES
 from planner.errors import SetupError
 from planner.records import dataclass
 
@@ -24,8 +24,8 @@ WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
     "activation_offload": (False,),
     "selective_checkpointing": (False,),
 }
-"""What goes with pictures, by the fields of a setup. No trainer packs them; eager attention would keep a tower's
-patches times patches; how FSDP2 and ZeRO gather a tower's layers is not modelled."""
+"""What goes with pictures, by the fields of a setup. No trainer packs them; eager attention would keep an encoder's
+patches times patches; how FSDP2 and ZeRO gather an encoder's layers is not modelled."""
 TEXT_TOKENS = 512
 """Tokens of a sample beside its pictures, where nobody says how long it is."""
 

@@ -21,7 +21,7 @@ class KernelFamily:
         package: what a plain transformers stack installs for it; "" for none. Axolotl and Unsloth bring "fused" along.
         only: launch targets whose files alone can ask for it; (): every tool on transformers can.
         nvidia: whether it is known to run on NVIDIA's cards only.
-        simplicity: breaks ties in speed: fewer packages; smaller is simpler.
+        tie_break: breaks ties in speed: fewer packages; smaller is simpler.
         words: what it is called where a person reads.
     """
 
@@ -29,7 +29,7 @@ class KernelFamily:
     parts: frozenset[str]
     triton: bool
     package: str
-    simplicity: int
+    tie_break: int
     words: str
     only: tuple[str, ...] = ()
     nvidia: bool = False
@@ -38,14 +38,14 @@ class KernelFamily:
 LIGER = "liger-kernel"
 _LAYER = frozenset({"norm", "head-norm", "rotary", "gated"})
 _ROWS = (
-    KernelFamily(name="eager", parts=frozenset(), triton=False, package="", simplicity=0, words="eager kernels"),
-    KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, simplicity=1, words="Liger kernels"),
+    KernelFamily(name="eager", parts=frozenset(), triton=False, package="", tie_break=0, words="eager kernels"),
+    KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, tie_break=1, words="Liger kernels"),
     KernelFamily(
         name="fused",
         parts=_LAYER | {"lora"},
         triton=True,
         package="",
-        simplicity=2,
+        tie_break=2,
         words="fused LoRA kernels",
         only=("axolotl", "unsloth"),
         nvidia=True,

@@ -18,15 +18,15 @@ class LossChain:
 
     `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
     `kept_bytes`: the logits that the loop's variable holds from one forward to the next, beside all of these.
-    `asked_bytes`: kept for the backward while a reference's layers run. `inside_bytes`: what of `loss_bytes` is there
-    while the model's forward still runs, where the loss is made behind it; None: all.
+    `reference_forward_bytes`: kept for the backward while a reference's layers run. `inside_bytes`: what of
+    `loss_bytes` is there while the model's forward still runs, where the loss is made behind it; None: all.
     """
 
     loss_bytes: int
     backward_bytes: int
     logits_bytes: int = 0
     kept_bytes: int = 0
-    asked_bytes: int = 0
+    reference_forward_bytes: int = 0
     inside_bytes: int | None = None
 
     @property
@@ -103,14 +103,14 @@ class Loss(ABC):
     """One loss.
 
     Attributes:
-        simplicity: breaks ties in speed: fewer packages, nothing lost; smaller is simpler.
+        tie_break: breaks ties in speed: fewer packages, nothing lost; smaller is simpler.
         coarse: whether a coarse walk tries it.
         triton: whether its kernels are Triton's.
         whole_logits: whether all logits are there at once; others patch a whole model's forward.
     """
 
     name: ClassVar[str]
-    simplicity: ClassVar[int]
+    tie_break: ClassVar[int]
     coarse: ClassVar[bool]
     triton: ClassVar[bool]
     whole_logits: ClassVar[bool]
@@ -149,7 +149,7 @@ class FullLoss(Loss):
     Source: transformers 5.23 `loss/loss_utils.py`.
     """
 
-    name, simplicity, coarse, triton, whole_logits = "full", 1, False, False, True
+    name, tie_break, coarse, triton, whole_logits = "full", 1, False, False, True
 
     def memory(self, shape: LossShape) -> LossChain:
         elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
@@ -205,7 +205,7 @@ class ChunkedLoss(Loss):
     Source: TRL 1.16 `kernels/chunked_logprob.py`.
     """
 
-    name, simplicity, coarse, triton, whole_logits = "chunked", 0, True, False, False
+    name, tie_break, coarse, triton, whole_logits = "chunked", 0, True, False, False
 
     def memory(self, shape: LossShape) -> LossChain:
         logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
@@ -220,7 +220,9 @@ class ChunkedLoss(Loss):
         rows = shape.hidden_bytes * hidden  # a copy without each sequence's last; in the backward its gradient too
         beside = rows if shape.asked else 0  # the policy's, and the reference's hidden states
         forward = tile + rows + 2 * beside
-        return LossChain(loss_bytes=forward, backward_bytes=again + cast + gradients + 2 * rows, asked_bytes=beside)
+        return LossChain(
+            loss_bytes=forward, backward_bytes=again + cast + gradients + 2 * rows, reference_forward_bytes=beside
+        )
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
         return Tiling(tokens=min(tokens, TRL_TOKEN_CHUNK), forwards=2, head_traffic_bytes=8.0)
@@ -239,7 +241,7 @@ class LigerLoss(Loss):
     `ops/fused_linear_cross_entropy.py`, from compute capability 8.0 on.
     """
 
-    name, simplicity, coarse, triton, whole_logits = "liger", 2, True, True, False
+    name, tie_break, coarse, triton, whole_logits = "liger", 2, True, True, False
 
     def memory(self, shape: LossShape) -> LossChain:
         hidden = shape.hidden_bytes * shape.tokens * shape.hidden_size

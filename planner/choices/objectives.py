@@ -79,7 +79,7 @@ class Objective:
     data: tuple[str, ...]
     source: str
 
-    def spread_refusal(self, parallel: str, *, split: bool) -> str:
+    def layout_refusal(self, parallel: str, *, split: bool) -> str:
         """Why no plan spreads it so over several GPUs, "" where one does.
 
         Args:
@@ -120,7 +120,7 @@ def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0
         loss_bytes=int(forward * wide) + beside * elements + kept,
         backward_bytes=int(backward * wide) + kept,
         logits_bytes=logits,
-        asked_bytes=asked,
+        reference_forward_bytes=asked,
         inside_bytes=asked + logits + kept,
     )
 

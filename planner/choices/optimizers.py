@@ -49,7 +49,7 @@ class Optimizer:
     Attributes:
         name: as `TrainSetup.optimizer` says it.
         planned: whether a plan chooses it by itself; others change what is optimized, or are never better.
-        simplicity: breaks ties in speed: fewer extra packages, nothing lost; smaller is simpler.
+        tie_break: breaks ties in speed: fewer extra packages, nothing lost; smaller is simpler.
         adamw: whether it computes AdamW, so that another AdamW can take its place.
 
         states: what it keeps; temporaries: what a step makes.
@@ -74,7 +74,7 @@ class Optimizer:
 
     name: str
     planned: bool
-    simplicity: int
+    tie_break: int
     adamw: bool
     states: States
     temporaries: Temporaries
@@ -164,7 +164,7 @@ _ROWS = (
         _TORCH,
         name="adamw",
         planned=False,
-        simplicity=1,
+        tie_break=1,
         states=States(own_type=2),
         temporaries=Temporaries(copies=1),
         passes=20.0,
@@ -179,7 +179,7 @@ _ROWS = (
         _TORCH,
         name="adamw-fused",
         planned=True,
-        simplicity=0,
+        tie_break=0,
         states=States(own_type=2),
         temporaries=Temporaries(),
         passes=7.0,
@@ -195,7 +195,7 @@ _ROWS = (
         _BITSANDBYTES,
         name="adamw-8bit",
         planned=True,
-        simplicity=2,
+        tie_break=2,
         states=States(eight_bit=2),
         extra_bytes=4.2,
         transformers="adamw_bnb_8bit",
@@ -215,7 +215,7 @@ _ROWS = (
         _BITSANDBYTES,
         name="paged-adamw-8bit",
         planned=True,
-        simplicity=3,
+        tie_break=3,
         states=States(eight_bit=2),
         paged=True,
         extra_bytes=4.2,
@@ -226,7 +226,7 @@ _ROWS = (
         _BITSANDBYTES,
         name="paged-adamw-32bit",
         planned=False,
-        simplicity=4,
+        tie_break=4,
         states=States(fp32=2),
         paged=True,
         extra_bytes=16.0,
@@ -241,7 +241,7 @@ _ROWS = (
         _USUAL,
         name="adafactor",
         planned=False,
-        simplicity=4,
+        tie_break=4,
         adamw=False,
         states=States(factored=True),
         temporaries=Temporaries(fp32_of_largest=2),
@@ -260,7 +260,7 @@ _ROWS = (
         _BITSANDBYTES,
         name="lion-8bit",
         planned=False,
-        simplicity=4,
+        tie_break=4,
         adamw=False,
         states=States(eight_bit=1),
         extra_bytes=2.1,
@@ -274,7 +274,7 @@ _ROWS = (
         _TORCH,
         name="sgd",
         planned=False,
-        simplicity=4,
+        tie_break=4,
         adamw=False,
         states=States(),
         temporaries=Temporaries(),

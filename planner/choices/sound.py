@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from planner.choices.spreads import SPLIT_DEGREES
+from planner.choices.layouts import SPLIT_DEGREES
 
 TEXT_TOKENS = 225
 """Tokens of a clip's text where nobody says: what the field generates of one (`generation_max_length=225` in

@@ -1,4 +1,4 @@
-"""From names and wishes to a `Workload`, for the command line and for `finetune_planner` alike."""
+"""From names and requests to a `Workload`, for the command line and for `finetune_planner` alike."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,13 +10,13 @@ from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
 from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from planner.cli.options import Lookup
-from planner.cli.wish_options import WishOptions
+from planner.cli.request_options import RequestOptions
 from planner.errors import UsageError
 from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import packs_apart
+from planner.plan_request import PlanRequest
 from planner.redaction import without_secrets
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HERE = Lookup()
 def workload_for(
     model: str,
     gpu: str,
-    wish: WishOptions,
+    request: RequestOptions,
     *,
     data: DataOptions = NO_DATA_OPTIONS,
     targets: Sequence[str] = (),
@@ -44,47 +44,47 @@ def workload_for(
         spec: stands for the model that `model` names, which is then not looked up.
 
     Raises:
-        PlannerError: a name that is not known, or a wish that contradicts itself.
+        PlannerError: a name that is not known, or a request that contradicts itself.
     """
     spec = lookup.model(model) if spec is None else spec
     card = find_gpu(gpu)
-    wish = wish.on_links_of(gpu, card)
-    if data.dataset is not None and wish.packing is None:
-        wish = replace(wish, packing=_packed_by(targets))
+    request = request.on_links_of(gpu, card)
+    if data.dataset is not None and request.packing is None:
+        request = replace(request, packing=_packed_by(targets))
     here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
-    asked = wish_for(spec, wish, data)
+    asked = request_for(spec, request, data)
     asked = replace(asked, targets=tuple(targets))
     asked = asked.probed(absent_packages()) if here else asked
-    return asked.workload(spec, card, wish.cluster(card))
+    return asked.workload(spec, card, request.cluster(card))
 
 
-def wish_for(spec: "ModelSpec", wish: WishOptions, data: DataOptions) -> Wish:
-    """The wish that options and data mean for a model on any card; what the data are is told.
+def request_for(spec: "ModelSpec", request: RequestOptions, data: DataOptions) -> PlanRequest:
+    """The request that options and data mean for a model on any card; what the data are is told.
 
     Raises:
         UsageError: what makes no sense, or contradicts itself.
     """
-    return wish_of(spec, wish, data, read_data(data, spec, aim_of(wish.fixed())), say)
+    return request_of(spec, request, data, read_data(data, spec, aim_of(request.fixed())), say)
 
 
-def wish_of(
+def request_of(
     spec: "ModelSpec",
-    wish: WishOptions,
+    request: RequestOptions,
     data: DataOptions,
     stats: "DatasetStats | None",
     tell: Callable[[str], None] = lambda words: None,
-) -> Wish:
+) -> PlanRequest:
     """The same of data that were read (`read_data`); `tell` gets what is worth knowing of their lengths."""
-    aim = aim_of(wish.fixed())
+    aim = aim_of(request.fixed())
     if stats is None:
-        asked, file = wish.wish(), data.dataset or ""
+        asked, file = request.request(), data.dataset or ""
         return replace(asked, data=replace(asked.data, file=file, names=data.names, loss_on=data.loss_on or ""))
-    lengths = _lengths(stats, data, spec, aim, wish, tell)
-    if wish.packing is None:
-        wish = replace(wish, packing=lengths.packing)
-    asked = wish.wish()
+    lengths = _lengths(stats, data, spec, aim, request, tell)
+    if request.packing is None:
+        request = replace(request, packing=lengths.packing)
+    asked = request.request()
     told = Data(
-        epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
+        epoch_tokens=request.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
         epoch_seqs=lengths.epoch_seqs,
         samples_per_seq=lengths.samples_per_seq,
         real_fractions=lengths.real_fractions,
@@ -93,9 +93,9 @@ def wish_of(
         kind=stats.columns,
         loss_on=_loss_on(data, stats, aim),
         answers_fraction=stats.answers_fraction,
-        held_out=_held_out(stats, aim, spec, wish),
+        held_out=_held_out(stats, aim, spec, request),
     )
-    return replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=told)
+    return replace(asked, seq_len=request.seq_len or lengths.seq_len_tokens, data=told)
 
 
 def _packed_by(targets: Sequence[str]) -> bool | None:
@@ -123,17 +123,17 @@ def _loss_on(data: DataOptions, stats: "DatasetStats", aim: Objective) -> str:
     return (data.loss_on or "answers") if answered else "all"
 
 
-def _held_out(stats: "DatasetStats", aim: Objective, spec: "ModelSpec", wish: WishOptions) -> int:
+def _held_out(stats: "DatasetStats", aim: Objective, spec: "ModelSpec", request: RequestOptions) -> int:
     """Samples to evaluate on, where the launch files do."""
     from planner.samples.rows import num_held_out
 
-    evaluated = aim.supervised and spec.front_end is None and wish.images() is None
+    evaluated = aim.supervised and spec.front_end is None and request.images() is None
     return num_held_out(stats.num_samples) if evaluated else 0
 
 
-def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoice":
+def _with_completions(prompts: "LengthChoice", request: RequestOptions) -> "LengthChoice":
     """Lengths of prompts as those of the samples that are made of them."""
-    rollout = wish.fixed().get("rollout", (Rollout(),))[0]
+    rollout = request.fixed().get("rollout", (Rollout(),))[0]
     more = rollout.num_generations * prompts.epoch_seqs
     return replace(
         prompts,
@@ -182,7 +182,7 @@ def _lengths(
     data: DataOptions,
     spec: "ModelSpec",
     aim: Objective,
-    wish: WishOptions,
+    request: RequestOptions,
     tell: Callable[[str], None],
 ) -> "LengthChoice":
     """The sequence length, packing and tokens per epoch that follow from a data set.
@@ -192,16 +192,16 @@ def _lengths(
     """
     from planner.samples.dataset import choose_length
 
-    if wish.samples is not None:
+    if request.samples is not None:
         raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,
         packs=aim.packs and packs_apart(spec, "sdpa"),
-        seq_len_tokens=None if aim.rolls_out else wish.seq_len,
-        packing=wish.packing,
-        held_out=_held_out(stats, aim, spec, wish),
+        seq_len_tokens=None if aim.rolls_out else request.seq_len,
+        packing=request.packing,
+        held_out=_held_out(stats, aim, spec, request),
     )
     left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
     tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
-    return _with_completions(choice, wish) if aim.rolls_out else choice
+    return _with_completions(choice, request) if aim.rolls_out else choice

@@ -10,7 +10,7 @@ import typer
 from planner.app.progress import say
 from planner.check import CheckResult, Verdict
 from planner.cli import check_folder, options
-from planner.cli.checking import Asked, as_document, by_hand, checked, command_of, dry_run_of, fixed_text
+from planner.cli.checking import CheckRequest, as_document, by_hand, checked, command_of, dry_run_of, fixed_text
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.setup_flags import takes_options
 from planner.errors import ConfigError, UsageError
@@ -47,14 +47,14 @@ class AskedOptions:
     like: Annotated[str | None, typer.Option(help="llama or mixture: of a model_type that nobody knows.")] = None
     strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False
 
-    def asked(self, model: str | None, gpus: int | None) -> Asked:
+    def asked(self, model: str | None, gpus: int | None) -> CheckRequest:
         """With the model and the number of GPUs.
 
         Raises:
             UsageError: one that makes no sense.
         """
         num_gpus = positive("gpus", gpus)
-        return Asked.of(**vars(self), model=model, num_gpus=num_gpus or 1, says_gpus=num_gpus is not None)
+        return CheckRequest.of(**vars(self), model=model, num_gpus=num_gpus or 1, says_gpus=num_gpus is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,25 +107,25 @@ def check(
     Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit) or not
     determined by the file.
     """
-    wish = asked.asked(model, cluster.gpus)
+    request = asked.asked(model, cluster.gpus)
     target = fix.target(file)
     if target is not None and target.resolve() == file.resolve():
         raise UsageError(f"--out names {file} itself", hint="give another name")
     if file.is_dir() or answer.annotations is not None:
         if fix.fix:
             raise UsageError("--fix changes one file at a time", hint="give the file")
-        return _many(file, gpu, wish, limits, answer)
+        return _many(file, gpu, request, limits, answer)
 
     result, spec, predict = checked(
         file,
         gpu,
-        wish,
+        request,
         **vars(limits),
         cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
         dry_run=not answer.no_dry_run,
     )
     verify = _by_dry_run(result, spec, predict, limits) if not answer.no_dry_run else None
-    fixed = _fixed(file, target, result, spec, predict, wish, limits, verify) if target else None
+    fixed = _fixed(file, target, result, spec, predict, request, limits, verify) if target else None
     if answer.as_json:
         print_json(as_document(result, fixed))
     else:
@@ -150,7 +150,7 @@ def _fixed(
     result: CheckResult,
     spec: ModelSpec,
     predict: Predict,
-    asked: Asked,
+    asked: CheckRequest,
     limits: options.Memory,
     verify: Verify | None,
 ) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
     return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
 
 
-def _many(place: Path, gpu: str, asked: Asked, limits: options.Memory, answer: AnswerOptions) -> int:
+def _many(place: Path, gpu: str, asked: CheckRequest, limits: options.Memory, answer: AnswerOptions) -> int:
     """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
     find_gpu(gpu)  # an unknown card is said once
     found = check_folder.findings(place, gpu, asked, limits)
@@ -208,7 +208,7 @@ def compare_configs(
     files: Sequence[Path], gpu: str, *, model: str | None = None, memory_gib: float | None = None, as_json: bool = False
 ) -> int:
     """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
-    results = [checked(file, gpu, Asked(model=model), memory_gib=memory_gib)[0] for file in files]
+    results = [checked(file, gpu, CheckRequest(model=model), memory_gib=memory_gib)[0] for file in files]
     if as_json:
         print_json([as_document(result, None) for result in results])
     else:

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from planner.check import summary
-from planner.cli.checking import Asked, as_document, checked
+from planner.cli.checking import CheckRequest, as_document, checked
 from planner.cli.options import Memory
 from planner.errors import NotATraining, NotPlanned, PlannerError, Undetermined
 from planner.readers.read import MAKEFILES, SUFFIXES
@@ -52,7 +52,7 @@ def candidates(folder: Path) -> Iterator[Path]:
                 yield Path(place) / name
 
 
-def finding(path: Path, gpu: str, asked: Asked, limits: Memory) -> Finding | None:
+def finding(path: Path, gpu: str, asked: CheckRequest, limits: Memory) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
     try:
         result, _, _ = checked(path, gpu, asked, **vars(limits))
@@ -81,7 +81,7 @@ def _line(name: str, place: str) -> int:
     return int(line) if file == name and line.isdigit() else 1
 
 
-def findings(place: Path, gpu: str, asked: Asked, limits: Memory) -> list[Finding]:
+def findings(place: Path, gpu: str, asked: CheckRequest, limits: Memory) -> list[Finding]:
     """The answers for every training in a folder, or in one file, worst first."""
     paths = candidates(place) if place.is_dir() else [place]
     found = [one for path in paths if (one := finding(path, gpu, asked, limits)) is not None]

@@ -23,13 +23,13 @@ from planner.models.spec import ModelSpec
 from planner.option_values import memory_and_headroom
 from planner.outcome import Candidate, Prediction
 from planner.predict import predict
-from planner.readers import ReadConfig, Surroundings, canonical, read_config, read_text
+from planner.readers import FileContext, ReadConfig, canonical, read_config, read_text
 from planner.readers.evaluating import HOW_MANY
 from planner.readers.loading import read_bounded
+from planner.readers.overrides import determined, overrides, parse_sets, parse_versions
 from planner.readers.read import installs, pinned, roots_of
 from planner.readers.rewrite import rewrite
 from planner.readers.sharding import LAUNCHERS
-from planner.readers.supply import determined, parse_sets, parse_versions, supply
 from planner.readers.types import Missing
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -39,7 +39,7 @@ from planner.tools.field import changed_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckRequest:
     """What the command line says about a file.
 
     Attributes:
@@ -69,7 +69,7 @@ class Asked:
         arguments: str | None = None,
         assume: Sequence[str] | None = None,
         **rest: Any,
-    ) -> "Asked":
+    ) -> "CheckRequest":
         """From the options.
 
         Raises:
@@ -85,7 +85,7 @@ class Asked:
 def checked(
     file: Path,
     gpu: str,
-    asked: Asked | None = None,
+    asked: CheckRequest | None = None,
     *,
     memory_gib: float | None = None,
     headroom: float | None = None,
@@ -109,7 +109,7 @@ def checked(
     return check(config, spec, card, memory - reserve, predicted), spec, predicted
 
 
-def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+def load(file: Path, gpu: str, asked: CheckRequest | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
     """A config with its model and GPU resolved.
 
     The file is read twice: once for the model's name, then with the model's modules and data types at hand.
@@ -117,7 +117,7 @@ def load(file: Path, gpu: str, asked: Asked | None = None) -> tuple[ReadConfig, 
     Raises:
         ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
     """
-    asked, card = asked or Asked(), find_gpu(gpu)
+    asked, card = asked or CheckRequest(), find_gpu(gpu)
     try:
         return _loaded(file, card, asked)
     except PlannerError as error:
@@ -136,7 +136,7 @@ def _exact(hint: str, file: Path, card: GpuSpec) -> str:
     return hint.replace("plan trace -- python FILE", f"{traced} {RUNS[file.suffix]} {shlex.quote(str(file))}")
 
 
-def _loaded(file: Path, card: GpuSpec, asked: Asked) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
+def _loaded(file: Path, card: GpuSpec, asked: CheckRequest) -> tuple[ReadConfig, ModelSpec, GpuSpec]:
     """A config with its model resolved."""
     first = determined(_named(_read(file, None, card, asked), asked.model, file.name))
     if asked.strict and first.unknown_keys:
@@ -182,17 +182,17 @@ def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *,
         return setup, ""
     how = "what it installs names it" if named else "it is installed here"
     how = f"{setup.by.title} brings it" if brought else how
-    return setup.with_(linear_attention="fla"), f"linear attention by {DELTA}: {how}"
+    return setup.replace(linear_attention="fla"), f"linear attention by {DELTA}: {how}"
 
 
 _DELTA_NAMES = (DELTA, "fla-core")
 
 
-def _names_delta(file: Path, asked: Asked) -> bool:
+def _names_delta(file: Path, asked: CheckRequest) -> bool:
     return any(name in asked.versions for name in _DELTA_NAMES) or installs(file, _DELTA_NAMES)
 
 
-def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
+def _not_followed(asked: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
     """Where the command line and the file name different models or numbers of GPUs."""
     if asked.model is not None and first.model_id not in (None, asked.model):
         yield f"planned for {asked.model} (--model); the file names {first.model_id}"
@@ -204,7 +204,7 @@ def _not_followed(asked: Asked, first: ReadConfig, config: ReadConfig) -> Iterat
         yield f"the launch config starts {num_gpus} processes: --gpus {asked.num_gpus} is not followed"
 
 
-def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: Asked) -> ReadConfig:
+def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: CheckRequest) -> ReadConfig:
     """The file with what the command line says of it; a model is not asked for where one is named."""
     found = read_config(
         file,
@@ -215,7 +215,7 @@ def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, asked: Asked) -> Re
         arguments=asked.arguments,
         versions=asked.versions,
     )
-    found = supply(found, asked.sets)
+    found = overrides(found, asked.sets)
     settled = {"model"} if asked.model or found.model_id else set()
     settled |= {"num_gpus"} if asked.says_gpus else set()
     settled |= {"parallel"} if asked.says_gpus and asked.num_gpus == 1 else set()
@@ -236,14 +236,14 @@ def fixed_text(
     spec: ModelSpec,
     *,
     card: GpuSpec | None = None,
-    asked: Asked | None = None,
+    asked: CheckRequest | None = None,
 ) -> str:
     """The file's text with the setup's changes written in, proven by reading it back.
 
     Raises:
         ConfigError: the file's form does not allow it.
     """
-    asked, setup = asked or Asked(), found.setup
+    asked, setup = asked or CheckRequest(), found.setup
     edits = edits_of(config, found)
     places = {
         config.keys.get(field.of, field.key): place
@@ -251,7 +251,7 @@ def fixed_text(
         if (place := config.origins.get(field.of))
     }
     text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line, places=places)
-    around = Surroundings(
+    around = FileContext(
         num_gpus=setup.num_gpus,
         roots=roots_of(file),
         gpu=card,
@@ -259,7 +259,7 @@ def fixed_text(
         versions={**pinned(file), **asked.versions},
     )
     launcher = read_bounded(asked.accelerate) if asked.accelerate is not None else None
-    back = supply(read_text(text, file.name, model=spec, base=setup, around=around, launcher=launcher), asked.sets)
+    back = overrides(read_text(text, file.name, model=spec, base=setup, around=around, launcher=launcher), asked.sets)
     if canonical(back.setup) != canonical(setup) or (found.eval_seqs and back.eval_seqs != found.eval_seqs):
         raise ConfigError(
             f"{file.name} is written in a form that --fix cannot change safely",

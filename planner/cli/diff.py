@@ -10,7 +10,7 @@ import typer
 
 from planner.check import CheckResult
 from planner.cli import options
-from planner.cli.checking import Asked, checked
+from planner.cli.checking import CheckRequest, checked
 from planner.cli.output import tell
 from planner.errors import SetupError, UsageError
 from planner.interchange import to_jsonable
@@ -69,8 +69,8 @@ def diff(
         raise UsageError(
             "one file is compared under two versions", hint="--from trl==0.25 --to 1.16, or name two files"
         )
-    first, _, predicted = checked(file, gpu, Asked.of(assume=old, sets=sets, model=model))
-    second, _, _ = checked(other or file, gpu, Asked.of(assume=new, sets=sets, model=model))
+    first, _, predicted = checked(file, gpu, CheckRequest.of(assume=old, sets=sets, model=model))
+    second, _, _ = checked(other or file, gpu, CheckRequest.of(assume=new, sets=sets, model=model))
     found = sorted(responsible(first, second, predicted), key=lambda one: -abs(one.added_bytes))
     document = {
         "kind": "diff",
@@ -104,7 +104,7 @@ def _alone(
 ) -> Responsible:
     after = {name: getattr(two, name) for name in names}
     try:
-        changed = one.with_(**after)
+        changed = one.replace(**after)
     except SetupError:
         if len(names) == 1:
             raise

@@ -13,8 +13,8 @@ from planner.choices.sound import HALVES_STACK, TEXT_TOKENS
 from planner.cli import options
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.output import console, json_text, print_json
+from planner.cli.request_options import AnySetupOptions
 from planner.cli.setup_flags import takes_options
-from planner.cli.wish_options import AnySetupOptions
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
@@ -119,7 +119,7 @@ def _one(
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
     setup = asked_setup({**usual, **one.values()})
     if one.attention is None:
-        setup = setup.with_(attention=default_attention(spec))
+        setup = setup.replace(attention=default_attention(spec))
     cluster = options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
     result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
     over: OverLengths | None = None

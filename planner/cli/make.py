@@ -13,8 +13,8 @@ from planner.cli import options
 from planner.cli.answer import workload_for
 from planner.cli.data_options import DataOptions
 from planner.cli.output import console, print_json
+from planner.cli.request_options import RequestOptions
 from planner.cli.setup_flags import takes_options
-from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.exporters import Launch
 from planner.interchange import to_jsonable
@@ -135,7 +135,7 @@ def make(
     model: options.Model,
     gpu: options.Gpu,
     *,
-    wish: WishOptions,
+    request: RequestOptions,
     data: DataOptions,
     files: FileOptions,
     rungs: RungOptions,
@@ -144,11 +144,11 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    names = files.targets(wish.gpus)
-    asked_for = partial(workload_for, model, wish=wish, data=data.checked(), targets=names)
+    request.fixed()  # what the flags alone contradict is said before anything is looked up
+    names = files.targets(request.gpus)
+    asked_for = partial(workload_for, model, request=request, data=data.checked(), targets=names)
     if not rungs.no_dry_run:
-        dry_runs_ahead(wish.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
+        dry_runs_ahead(request.gpus or 1, first=None if data.dataset else lambda config: _first(config, asked_for, gpu))
     try:
         asked = asked_for(gpu=gpu, lookup=lookup)
     except UnknownGpuError as error:

@@ -119,13 +119,13 @@ def _beside(log: Path) -> Path | None:
 
 def _checked(config: Path, card: str | None, found: Diagnosis) -> tuple[dict[str, Any] | None, str]:
     """What `plan check` says of the run's config, or why it cannot."""
-    from planner.cli.checking import Asked, as_document, checked
+    from planner.cli.checking import CheckRequest, as_document, checked
 
     if card is None:
         named = ", ".join(found.cards[:8])
         return None, f"the card is not known: --gpu NAME{f' (with this memory: {named})' if named else ''}"
     try:
-        result, _, _ = checked(config, card, Asked.of(sets=(), model=None), dry_run=False)
+        result, _, _ = checked(config, card, CheckRequest.of(sets=(), model=None), dry_run=False)
     except PlannerError as error:
         return None, f"{error.message} ({error.hint})" if error.hint else error.message
     return as_document(result, None), ""

@@ -10,18 +10,18 @@ from planner import setup_fields as fields
 from planner.app.machine import STORE_VARIABLE
 from planner.app.progress import say
 from planner.choices.images import Images
+from planner.choices.layouts import SPLIT_DEGREES, ZERO
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
 from planner.choices.rollouts import GENERATORS, Rollout, open_rollouts
-from planner.choices.spreads import SPLIT_DEGREES, ZERO
 from planner.cli.completion import complete_gpu, complete_model
-from planner.cli.setup_flags import MAX_GPUS, ROLLOUT, SPREAD, given, takes_flags
+from planner.cli.setup_flags import LAYOUT, MAX_GPUS, ROLLOUT, given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import choices, memory_and_headroom, positive
+from planner.plan_request import DEFAULT_SEQ_LEN
 from planner.records import dataclass
-from planner.wish import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -279,14 +279,14 @@ def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
         raise UsageError(f"no engine spreads a job over several {gpu.name}", hint="leave --gpus out")
 
 
-def spread_fields(num_gpus: int, *, one_setup: bool = False, **asked: Any) -> dict[str, tuple[Any, ...]]:
-    """Setup fields of the spread that the user decided, each with its allowed values; `asked` by option. One setup may
+def layout_fields(num_gpus: int, *, one_setup: bool = False, **asked: Any) -> dict[str, tuple[Any, ...]]:
+    """Setup fields of the layout that the user decided, each with its allowed values; `asked` by option. One setup may
     be DeepSpeed's on a single GPU, which a plan never chooses: it shards nothing there.
 
     Raises:
         UsageError: an unknown value, or a flag that needs more than one GPU.
     """
-    rows = [row for row in SPREAD if asked.get(row.key) not in (None, [])]
+    rows = [row for row in LAYOUT if asked.get(row.key) not in (None, [])]
     offloads = asked.get("offload") not in (None, [], "none", ["none"])
     zero = one_setup and set(asked.get("parallel") or ()) <= {*ZERO}
     alone = ("offload", "parallel") if offloads else ("parallel",) if zero else ()
@@ -302,15 +302,15 @@ def spread_fields(num_gpus: int, *, one_setup: bool = False, **asked: Any) -> di
     return found
 
 
-def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def one_setup(num_gpus: int, layout: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """The spread's fields of one setup: what was not said is plain DDP over the copies that are left.
 
     FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
     know no other.
     """
-    if num_gpus == 1 and not {"offload", "parallel"} & set(spread):
+    if num_gpus == 1 and not {"offload", "parallel"} & set(layout):
         return {}
-    values = {name: allowed[0] for name, allowed in spread.items()}
+    values = {name: allowed[0] for name, allowed in layout.items()}
     if "parallel" not in values:
         split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
         within = values.get("context_degree", 1) * values.get("expert_degree", 1)

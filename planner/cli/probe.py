@@ -8,8 +8,8 @@ from planner.app import machine
 from planner.app.progress import ProgressLine
 from planner.cli import options
 from planner.cli.output import tell
+from planner.cli.request_options import SetupOptions
 from planner.cli.setup_flags import takes_options
-from planner.cli.wish_options import SetupOptions
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.outcome import FailureKind, Measurement, ProbeFailure
@@ -115,7 +115,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     if isinstance(outcome, ProbeFailure):
         lines = [f"{outcome.kind.value.replace('_', ' ')}: {outcome.message}"]
         return [*lines, f"log: {outcome.log_path}"] if outcome.log_path else lines
-    spread, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
+    layout, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
     where = outcome.environment.gpu_name
     lines = [
         f"measured on {where}" + (" (from the store)" if from_store else ""),
@@ -124,7 +124,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
         *_rank_line(outcome),
         *(["  phases " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items())] if phases else []),
         f"  {_speed(outcome)}, step {seconds(outcome.step_time_s)} "
-        f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
+        f"(median of {len(outcome.step_times_s)}, spread {seconds(layout)})"
         + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
     ]
     if outcome.program:

@@ -30,11 +30,11 @@ from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
+from planner.plan_request import DEFAULT_SEQ_LEN, PlanRequest
 from planner.readers import ReadConfig
 from planner.readers.published import published
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.wish import DEFAULT_SEQ_LEN, Wish
 from planner.workload import Workload
 from reports.html import comparison_html
 from reports.plan_json import read_plan_json
@@ -217,7 +217,7 @@ def _heat(
     """Files that do the same work, and the plan for it."""
     first, setup, plain = entries[0], entries[0].config.setup, TrainSetup()
     decided = {"method", "packing", *(ADAPTER if setup.method != "full" else ())}
-    wish = Wish(
+    request = PlanRequest(
         fixed={
             name: (getattr(setup, name),)
             for name in same
@@ -230,7 +230,7 @@ def _heat(
         targets=() if target is None else (target,),
         absent_packages=absent_packages() if how is not None else (),
     )
-    workload = wish.workload(first.model, card)
+    workload = request.workload(first.model, card)
     lanes = [_lane(one, workload, dry_run=dry_run) for one in entries]
     # what was measured here before corrects the plan alone: both sides are predicted alike
     plan = answered(workload, dry_run=dry_run, history=False)

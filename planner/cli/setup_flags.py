@@ -1,7 +1,7 @@
 """Options declared once. A command names one parameter and gets all of a class's (`takes_options`); a class names rows
 and gets one option each (`takes_flags`). The rows here are the flags that name fields of a setup.
 
-A wish may name several values of a field, a setup one. To put a further field on the command line, add its row.
+A request may name several values of a field, a setup one. To put a further field on the command line, add its row.
 """
 
 import inspect
@@ -77,7 +77,7 @@ class Flag:
         values: the words that it may have; (): any.
         kind: of one value, where it is not the field's own; a bool has two options, --name and --no-name, unless
             `single`.
-        many: whether a wish may name several.
+        many: whether a request may name several.
         read: (option, one value) -> what the field is.
     """
 
@@ -111,7 +111,7 @@ class Flag:
         return Annotated[kind | None, typer.Option(f"--{self.word}{pair}", help=f"{text}.")]
 
     def wished(self, value: Any) -> tuple[Any, ...]:
-        """The values of the field that a wish allows.
+        """The values of the field that a request allows.
 
         Raises:
             UsageError: one that the field cannot have.
@@ -220,7 +220,7 @@ SPLIT = (
     Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="Pipeline schedule"),
 )
 """Over how many of them the model, its sequences and its experts are cut."""
-SPREAD = (*SHARED, *SPLIT)
+LAYOUT = (*SHARED, *SPLIT)
 AIM = (
     Flag(
         of="precomputed_reference",

@@ -15,13 +15,13 @@ from planner.app.cores import on_cores
 from planner.app.targets import compare_targets as choices_of_targets
 from planner.choices.kernels import PLANNED_KERNELS
 from planner.cli import options
-from planner.cli.answer import wish_for, workload_for
+from planner.cli.answer import request_for, workload_for
 from planner.cli.data_options import DataOptions
 from planner.cli.output import console, show_table
 from planner.cli.report import Out as OutOf
 from planner.cli.report import write_html
+from planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
 from planner.cli.setup_flags import MAX_GPUS, takes_options
-from planner.cli.wish_options import JobOptions, SpaceOptions, WishOptions
 from planner.decision.kinds import compare_kinds
 from planner.decision.reach import longest_tokens
 from planner.errors import EXIT_NOTHING_FITS, UsageError
@@ -32,11 +32,11 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import NUM_RANKED, plan_workload
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Workload
 from reports.html import Entry
 from reports.page import steps
@@ -95,7 +95,7 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    said = WishOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
+    said = RequestOptions(**vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom)
     sheet = gpus_sheet(model, said, data, table, gathering, lookup, charts=out is not None)
     show_table(out, as_json, sheet)
     if out is not None:
@@ -106,7 +106,7 @@ def which_gpu(
 
 def gpus_sheet(
     model: str,
-    said: WishOptions,
+    said: RequestOptions,
     data: DataOptions,
     table: TableOptions,
     gathering: options.Gathering,
@@ -116,19 +116,19 @@ def gpus_sheet(
 ) -> GpusSheet:
     """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
     cards, spec = table.cards(), options.said(lookup.model(model))
-    wish = wish_for(spec, said, data.checked())
+    request = request_for(spec, said, data.checked())
     if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        wish = replace(wish, fixed={**_coarse(), **wish.fixed})
-    answers = _plans(spec, cards, wish, gathering.of, charts=charts)
+        request = replace(request, fixed={**_coarse(), **request.fixed})
+    answers = _plans(spec, cards, request, gathering.of, charts=charts)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
 
 
 def _coarse() -> dict[str, tuple[Any, ...]]:
     """What is tried of several GPUs where nothing is said."""
-    from planner.decision.clusters import COARSE, COARSE_SPREADS
+    from planner.decision.clusters import COARSE, COARSE_LAYOUTS
 
     coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
-    return {**coarse, "parallel": COARSE_SPREADS}
+    return {**coarse, "parallel": COARSE_LAYOUTS}
 
 
 def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
@@ -140,7 +140,12 @@ def _groups(cards: Sequence[GpuSpec]) -> list[list[GpuSpec]]:
 
 
 def _plans(
-    spec: ModelSpec, cards: list[GpuSpec], wish: Wish, cluster: Callable[[GpuSpec], Cluster | None], *, charts: bool
+    spec: ModelSpec,
+    cards: list[GpuSpec],
+    request: PlanRequest,
+    cluster: Callable[[GpuSpec], Cluster | None],
+    *,
+    charts: bool,
 ) -> list[Plan | NoPlan]:
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
@@ -150,11 +155,11 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-    memory, num_ranked = Known(), NUM_RANKED if charts else 1
+    memory, num_ranked = WalkCache(), NUM_RANKED if charts else 1
 
     def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
-            asked = wish.workload(spec, card, cluster(card))
+            asked = request.workload(spec, card, cluster(card))
             return card, plan_workload(asked, known=memory, num_ranked=num_ranked, helped=charts)
         except UsageError as error:
             return card, error
@@ -189,21 +194,21 @@ def which_model(
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one model.
     """
-    asked = Wish(
+    asked = PlanRequest(
         fixed=space.fixed(),
         seq_len=seq_len,
         global_batch=global_batch,
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    rows, wish = models_rows(asked, gpu, match)
-    show_table(out, as_json, ModelsSheet(rows, wish, every))
+    rows, request = models_rows(asked, gpu, match)
+    show_table(out, as_json, ModelsSheet(rows, request, every))
     if not any(one.fits for one in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def models_rows(asked: Wish, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
-    """A row for each model whose name contains `match`, largest first; and the wish for the longest context of them,
+def models_rows(asked: PlanRequest, gpu: str, match: str) -> tuple[list[ModelChoice], Workload]:
+    """A row for each model whose name contains `match`, largest first; and the request for the longest context of them,
     which is what was asked for: models of a shorter one differ.
 
     Raises:
@@ -216,19 +221,19 @@ def models_rows(asked: Wish, gpu: str, match: str) -> tuple[list[ModelChoice], W
     found = [one for one in steps(answers, "planning", console(stderr=True), num=len(names)) if one is not None]
     rows = [row for row, _ in found]
     rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
-    return rows, max((wish for _, wish in found), key=lambda one: (one.seq_len_tokens, one.model.model_id))
+    return rows, max((request for _, request in found), key=lambda one: (one.seq_len_tokens, one.model.model_id))
 
 
-def _row(asked: Wish, card: GpuSpec, name: str, *, front_ends: bool) -> tuple[ModelChoice, Workload] | None:
-    """A model's row and wish; None for one that hears or sees, whose length is another thing: asked for by name."""
+def _row(asked: PlanRequest, card: GpuSpec, name: str, *, front_ends: bool) -> tuple[ModelChoice, Workload] | None:
+    """A model's row and request; None for one that hears or sees, whose length is another thing: asked for by name."""
     spec = catalogue.load(name)
     assert spec is not None
     if spec.front_end is not None and not front_ends:
         return None
-    wish = asked.workload(spec, card)
-    longest = longest_tokens(wish)
-    within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
-    return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None), wish
+    request = asked.workload(spec, card)
+    longest = longest_tokens(request)
+    within = any(tokens >= request.seq_len_tokens for tokens in longest.values())
+    return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(request) if within else None), request
 
 
 @takes_options
@@ -250,24 +255,24 @@ def compare_adapters(
     """
     card, fixed = options.said(find_gpu(gpu)), space.fixed()
     _check_compared(fixed)
-    asked = Wish(
+    asked = PlanRequest(
         fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
         seq_len=seq_len,
         global_batch=global_batch,
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
-    wish = asked.workload(options.said(lookup.model(model)), card)
-    lora = _lora(wish, f"plan {model} --gpu {gpu}")
-    rows = compare_kinds(wish, lora)
-    show_table(out, as_json, AdaptersSheet(rows, wish, lora))
+    request = asked.workload(options.said(lookup.model(model)), card)
+    lora = _lora(request, f"plan {model} --gpu {gpu}")
+    rows = compare_kinds(request, lora)
+    show_table(out, as_json, AdaptersSheet(rows, request, lora))
 
 
-def _lora(wish: Workload, command: str) -> TrainSetup:
+def _lora(request: Workload, command: str) -> TrainSetup:
     """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
-    plan = plan_workload(wish)
+    plan = plan_workload(request)
     if isinstance(plan, NoPlan):
-        typer.echo(f"no LoRA of {wish.model.model_id} fits on {wish.gpu.name}: {command} says why", err=True)
+        typer.echo(f"no LoRA of {request.model.model_id} fits on {request.gpu.name}: {command} says why", err=True)
         raise typer.Exit(EXIT_NOTHING_FITS)
     return plan.chosen.setup
 
@@ -284,7 +289,7 @@ def compare_targets(
     model: options.Model,
     gpu: options.Gpu,
     *,
-    wish: WishOptions,
+    request: RequestOptions,
     lookup: options.Lookup,
     out: Out = None,
     as_json: options.Json = False,
@@ -293,15 +298,15 @@ def compare_targets(
 
     Formula rung: plan MODEL --gpu GPU --target NAME --out DIR then plans one of them, dry-runs it, writes its files.
     """
-    sheet = targets_sheet(model, gpu, wish, lookup)
+    sheet = targets_sheet(model, gpu, request, lookup)
     show_table(out, as_json, sheet)
     if sheet.rows[0].candidate is None:
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def targets_sheet(model: str, gpu: str, wish: WishOptions, lookup: options.Lookup) -> TargetsSheet:
-    """The launch targets beside each other for one wish."""
-    asked = workload_for(model, gpu, wish, lookup=lookup)
+def targets_sheet(model: str, gpu: str, request: RequestOptions, lookup: options.Lookup) -> TargetsSheet:
+    """The launch targets beside each other for one request."""
+    asked = workload_for(model, gpu, request, lookup=lookup)
     options.said(asked.model)
     options.said(asked.gpu)
     return TargetsSheet(choices_of_targets(asked), asked)

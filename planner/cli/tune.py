@@ -14,8 +14,8 @@ from planner.choices.packages import absent_packages
 from planner.cli import options
 from planner.cli.confirm import confirmed_plan
 from planner.cli.output import console, print_json
+from planner.cli.request_options import RequestOptions
 from planner.cli.setup_flags import takes_options
-from planner.cli.wish_options import WishOptions
 from planner.cli.writing import launch_sentences, next_command, write_out
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.exporters import Launch
@@ -26,7 +26,7 @@ from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.records import dataclass
 from planner.workload import Workload
-from reports.command import wish_words
+from reports.command import request_words
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
@@ -71,7 +71,7 @@ class SearchOptions:
 def tune(
     model: options.Model,
     *,
-    wish: WishOptions,
+    request: RequestOptions,
     gpu: Annotated[str, typer.Option(help="Table row of this machine's GPU, or 'local'.")] = "local",
     how: SearchOptions,
     out: Annotated[Path | None, typer.Option(help="Directory for the study and the plan's files.")] = None,
@@ -90,7 +90,7 @@ def tune(
     """
     needs_search()
 
-    wish.fixed()  # what the flags alone contradict is said before anything is looked up
+    request.fixed()  # what the flags alone contradict is said before anything is looked up
     if confirm_run and out is None:
         raise UsageError("--confirm-run runs a launch file", hint="add --out DIR")
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)
@@ -100,7 +100,7 @@ def tune(
         tuning = replace(tuning, budget=replace(tuning.budget, seconds=search_s))
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    asked = with_known_context(_workload(options.said(lookup.model(model)), gpu, wish, how.goal), store)
+    asked = with_known_context(_workload(options.said(lookup.model(model)), gpu, request, how.goal), store)
     plan = plan_workload(asked)
     line.close()
     if isinstance(plan, Plan):
@@ -121,22 +121,22 @@ def tune(
 
 def _written(plan: Plan | NoPlan, folder: Path, goal: str) -> tuple[tuple[Launch, ...], EnvironmentProblem | None]:
     """The plan's files, or why there are none: a full disk must not cost what was measured."""
-    command = ["tune", *wish_words(plan.workload), *(["--goal", goal] if goal != "tokens" else [])]
+    command = ["tune", *request_words(plan.workload), *(["--goal", goal] if goal != "tokens" else [])]
     try:
         return write_out(plan, folder, targets=None, command=command), None
     except EnvironmentProblem as problem:
         return (), problem
 
 
-def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Workload:
+def _workload(spec: ModelSpec, gpu: str, request: RequestOptions, goal: str) -> Workload:
     """What is asked of this machine, with the packages that it has.
 
     Raises:
         EnvironmentProblem: it has fewer GPUs.
     """
     card = options.said(find_gpu(gpu))
-    wish = wish.on_links_of(gpu, card)
-    wanted = replace(wish.wish(), goal=goal).probed(absent_packages())
-    asked = wanted.workload(spec, card, wish.cluster(card))
+    request = request.on_links_of(gpu, card)
+    wanted = replace(request.request(), goal=goal).probed(absent_packages())
+    asked = wanted.workload(spec, card, request.cluster(card))
     on_this_machine(asked)
     return asked

@@ -26,11 +26,11 @@ from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.stacks import DEFAULT, TARGET_ROWS
 from planner.cli import options
-from planner.cli.answer import read_data, wish_of
+from planner.cli.answer import read_data, request_of
 from planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from planner.cli.output import write_text
+from planner.cli.request_options import RequestOptions
 from planner.cli.setup_flags import takes_options
-from planner.cli.wish_options import WishOptions
 from planner.cli.writing import write_out
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.hardware import gpus as table
@@ -92,8 +92,8 @@ def ui(
             raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
         _write_table(table_folder, static)
         return
-    wish = WishOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
-    shelf = Shelf(model, gpu, wish=wish, data=data.checked(), all_gpus=static is None)
+    plan_request = RequestOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
+    shelf = Shelf(model, gpu, plan_request=plan_request, data=data.checked(), all_gpus=static is None)
     if static is not None:
         _write(shelf, static)
         return
@@ -113,7 +113,7 @@ def ui(
         server.serve_forever()
 
 
-NO_WISH = WishOptions()
+NO_REQUEST = RequestOptions()
 
 
 class Shelf:
@@ -128,7 +128,7 @@ class Shelf:
         models: Sequence[str] | None,
         gpus: Sequence[str] | None,
         *,
-        wish: WishOptions = NO_WISH,
+        plan_request: RequestOptions = NO_REQUEST,
         data: DataOptions = NO_DATA_OPTIONS,
         all_gpus: bool = True,
     ) -> None:
@@ -139,17 +139,17 @@ class Shelf:
         named = gpus or ([] if all_gpus else STATIC_GPUS)
         self.gpus = [find_gpu(name) for name in named] or list(table.all_gpus())
         self.data = data
-        self._wish = wish
+        self._request = plan_request
         self._stats: dict[str, DatasetStats | None] = {}
         self._grids: dict[tuple[str, str, int | None], Grid] = {}
         first = next(one for one in self.models if one.model_id == self.first()[0])
         self.sized = self._read(first) is not None  # says at once what is wrong with it
 
     def stamp(self) -> str:
-        """What the figures are of: this code and this wish."""
+        """What the figures are of: this code and this request."""
         root = Path(__file__).parents[1]
         newest = max(file.stat().st_mtime_ns for pattern in ("*.py", "*.json*") for file in root.rglob(pattern))
-        return f"{__version__} {newest} {self._wish}\n"
+        return f"{__version__} {newest} {self._request}\n"
 
     def first(self) -> tuple[str, str]:
         """What is shown at first."""
@@ -178,10 +178,10 @@ class Shelf:
         return self._grids[key]
 
     def _grid(self, model: ModelSpec, gpu: GpuSpec, tokens: int | None) -> Grid:
-        wish, stats = replace(self._wish, dataset_tokens=tokens), self._read(model)
+        plan_request, stats = replace(self._request, dataset_tokens=tokens), self._read(model)
 
         def of_length(length: int | None) -> Workload:
-            return wish_of(model, replace(wish, seq_len=length), self.data, stats).workload(model, gpu)
+            return request_of(model, replace(plan_request, seq_len=length), self.data, stats).workload(model, gpu)
 
         usual = of_length(None)
         most = model.max_position_embeddings
@@ -216,31 +216,31 @@ def launch_zip(grid: Grid, at: int) -> bytes:
     cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
     if cell is None or not cell.fits:
         raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
-    setup, wish = cell.setup, grid.workload_of(at)
-    if Path(wish.data.file).exists():  # its place as seen from where the files are unpacked nobody knows
-        wish = replace(wish, data=replace(wish.data, file=""))
-    plan = plan_workload(_exactly(setup, wish))
+    setup, plan_request = cell.setup, grid.workload_of(at)
+    if Path(plan_request.data.file).exists():  # its place as seen from where the files are unpacked nobody knows
+        plan_request = replace(plan_request, data=replace(plan_request.data, file=""))
+    plan = plan_workload(_exactly(setup, plan_request))
     if not isinstance(plan, Plan) or plan.chosen.setup != setup:
         raise UsageError("this setup cannot be planned alone", hint="use the command below it")
     with TemporaryDirectory() as folder:
-        command = [wish.model.model_id, "--gpu", wish.gpu.key]
+        command = [plan_request.model.model_id, "--gpu", plan_request.gpu.key]
         write_out(plan, Path(folder), targets=None, command=command)
         return _zipped(Path(folder))
 
 
-def _exactly(setup: TrainSetup, wish: Workload) -> Workload:
-    """The wish that only this setup fulfils."""
+def _exactly(setup: TrainSetup, plan_request: Workload) -> Workload:
+    """The request that only this setup fulfils."""
     if setup.stack != DEFAULT and setup.stack in TARGET_ROWS:
-        wish = replace(wish, targets=(setup.stack,))
-    names = ("micro_batch_seqs", "compile", *dimension_values(wish))
+        plan_request = replace(plan_request, targets=(setup.stack,))
+    names = ("micro_batch_seqs", "compile", *dimension_values(plan_request))
     of_lora = ("lora_rank", "lora_targets") if setup.method == "full" else ()
     fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in names if name not in of_lora}
     return replace(
-        wish,
+        plan_request,
         fixed=fixed,
         seq_len_tokens=setup.seq_len_tokens,
         global_batch_seqs=setup.global_batch_seqs,
-        min_rank=setup.lora_rank or wish.min_rank,
+        min_rank=setup.lora_rank or plan_request.min_rank,
     )
 
 
@@ -377,8 +377,8 @@ def _tokens(digits: str | None) -> int | None:
 
 
 def _write(shelf: Shelf, folder: Path) -> None:
-    """The page and every grid as files that need no server, on all cores; what a call of the same wish wrote before it
-    was stopped is kept."""
+    """The page and every grid as files that need no server, on all cores; what a call of the same request wrote before
+    it was stopped is kept."""
     wanted, num = _to_write(shelf, folder), len(shelf.models) * len(shelf.gpus)
     left = sum(len(gpus) for _, gpus in wanted)
     kept = f", {num - left} of them written before" if left < num else ""
@@ -400,7 +400,8 @@ Wanted = tuple[ModelSpec, tuple[GpuSpec, ...]]
 
 
 def _to_write(shelf: Shelf, folder: Path) -> list[Wanted]:
-    """What is not there yet of this wish, by this code; with a data set, whose content may have changed, everything."""
+    """What is not there yet of this request, by this code; with a data set, whose content may have changed,
+    everything."""
     stamp, made_by = folder / "grid" / STAMP, shelf.stamp()
     if shelf.sized or not stamp.is_file() or stamp.read_text("utf-8", "replace") != made_by:
         write_text(stamp, "", inside=folder)  # what is there is of something else until all of it is written over

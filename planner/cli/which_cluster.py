@@ -10,12 +10,12 @@ import typer
 
 from planner.app.progress import say
 from planner.cli import options
-from planner.cli.answer import wish_for
+from planner.cli.answer import request_for
 from planner.cli.completion import complete_gpu
 from planner.cli.data_options import DataOptions
 from planner.cli.output import console, show_table
+from planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
 from planner.cli.setup_flags import MAX_GPUS, takes_options
-from planner.cli.wish_options import JobOptions, SpaceOptions, WishOptions
 from planner.decision.clusters import ClusterOption, counts, options_of
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
@@ -24,9 +24,9 @@ from planner.hardware.gpus import all_gpus, find_gpu
 from planner.hardware.prices import keys_on_demand
 from planner.models.spec import ModelSpec
 from planner.option_values import duration_s, positive
+from planner.plan_request import PlanRequest
 from planner.records import dataclass
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
-from planner.wish import Wish
 from reports.page import steps
 from reports.text import job_words
 from reports.which_cluster import ClustersSheet
@@ -113,7 +113,7 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
-    said = WishOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch)
+    said = RequestOptions(**vars(space), **vars(job), **vars(card), seq_len=seq_len, global_batch=global_batch)
     sheet = clusters_sheet(model, said, data, limits, clusters, lookup)
     show_table(out, as_json, sheet)
     if not any(one.meets for one in sheet.options):
@@ -122,7 +122,7 @@ def which_cluster(
 
 def clusters_sheet(
     model: str,
-    said: WishOptions,
+    said: RequestOptions,
     data: DataOptions,
     limits: LimitOptions,
     clusters: ClustersOptions,
@@ -133,12 +133,12 @@ def clusters_sheet(
     cards, spec = _cards(clusters.gpu), options.said(lookup.model(model))
     batch = positive("global-batch", said.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
     said = replace(said, global_batch=batch)
-    wish = wish_for(spec, said, data.checked())
-    if not wish.data.epoch_tokens and not wish.data.num_samples:
+    request = request_for(spec, said, data.checked())
+    if not request.data.epoch_tokens and not request.data.num_samples:
         hint = "give --dataset FILE, --samples 50k or --dataset-tokens 100M"
         raise UsageError("how much work is it?", hint=hint)
-    found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
-    asked_for = wish.workload(spec, cards[0])
+    found = _options(spec, cards, [one for one in numbers if batch % one == 0], request, clusters.interconnect, **asked)
+    asked_for = request.workload(spec, cards[0])
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
     told = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
     return ClustersSheet(spec, found, {**asked, **told})
@@ -155,7 +155,7 @@ def _options(
     spec: ModelSpec,
     cards: Sequence[GpuSpec],
     numbers: Sequence[int],
-    wish: Wish,
+    request: PlanRequest,
     interconnect: str | None,
     **limits: Any,
 ) -> list[ClusterOption]:
@@ -174,7 +174,7 @@ def _options(
                 options.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
-                job = wish.workload(spec, card, cluster if number > 1 else None)
+                job = request.workload(spec, card, cluster if number > 1 else None)
                 found += options_of(job, cluster, **limits)
         except UsageError as error:
             problem = error

@@ -204,7 +204,7 @@ def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> Tra
     runs = as_run(target, setup, workload)
     if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
         return setup
-    return setup.with_(loss="full") if "full" in setup.aim.losses else setup
+    return setup.replace(loss="full") if "full" in setup.aim.losses else setup
 
 
 def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:
@@ -254,7 +254,7 @@ def _launch(
         evidence = really.memory_evidence
         launch = EXPORTERS[name](replace(request, about=about))
         differences = launch.differences
-        if request.setup == chosen.setup.with_(loss=request.setup.loss) != chosen.setup:
+        if request.setup == chosen.setup.replace(loss=request.setup.loss) != chosen.setup:
             reason = "it has no other loss without a package, which --no-extra-packages rules out"
             differences += (Difference(field="loss", planned=chosen.setup.loss, runs_as="full", reason=reason),)
         return replace(

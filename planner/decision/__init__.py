@@ -1,8 +1,8 @@
-"""How a plan decides: the spreads that are walked, what the walk learned, the questions, and what else there was.
+"""How a plan decides: the layouts that are walked, what the walk learned, the questions, and what else there was.
 
 | module | what it answers |
 |---|---|
-| `spreads` | the ways of putting the job on its GPUs, in the order in which they are tried; one GPU is one of them |
+| `layouts` | the ways of putting the job on its GPUs, in the order in which they are tried; one GPU is one of them |
 | `facts` | what the walk learned, by spread and by node of the tree; which point is best |
 | `candidates` | a setup with its prediction, against the budget |
 | `tree` | which method, then (several GPUs: `spread_tree`) which spread, then attention, checkpointing, micro-batch |

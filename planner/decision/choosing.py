@@ -1,7 +1,7 @@
 """The walk of a workload's whole space, in stages, and the node of the tree that is taken: what every plan, remedy,
 table and search chooses from.
 
-One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
+One GPU is a layout of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
 parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
 offloading to the host only where nothing else surely fits, because its speed hangs on a slow link and its room on
 memory that the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits so.
@@ -13,10 +13,10 @@ from typing import Any
 
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import Facts, add_spreads, best_spread
+from planner.decision.facts import WalkResults, add_layouts, best_layout
+from planner.decision.layouts import layouts, layouts_of_one
 from planner.decision.node import Node
 from planner.decision.policy import fewer_matrices, further
-from planner.decision.spreads import spreads, spreads_of_one
 from planner.decision.tree import choose_node, preferred_nodes
 from planner.errors import UsageError
 from planner.planning.refine import CorrectionKey
@@ -31,38 +31,38 @@ Values = Mapping[str, tuple[Any, ...]]
 
 
 def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Values]]:
-    """The plain space of a workload, and those that the policy opens beside it, each with the wish that it is of;
+    """The plain space of a workload, and those that the policy opens beside it, each with the request that it is of;
     nothing where there are no values."""
     if values:
         yield workload, values
-        for wish in further(workload, values):
+        for request in further(workload, values):
             with suppress(UsageError):  # nothing of it has kernels here
-                yield wish, dimension_values(wish)
+                yield request, dimension_values(request)
 
 
 def choose(
     workload: Workload,
     values: Values,
-    facts: Facts,
+    facts: WalkResults,
     corrections: Mapping[CorrectionKey, float] | None = None,
 ) -> tuple[Node | None, Point | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
     node = _walk(workload, values, facts, corrections)
-    return node, best_spread(facts.of_node(node)) if node is not None else None
+    return node, best_layout(facts.of_node(node)) if node is not None else None
 
 
 def _walk(
     workload: Workload,
     values: Values,
-    facts: Facts,
+    facts: WalkResults,
     corrections: Mapping[CorrectionKey, float] | None,
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
 
     def walk(given: Values, stages: tuple[str, ...]) -> None:
-        for wish, own in spaces(workload, given):
-            chosen = spreads_of_one(wish) if wish.num_gpus == 1 else spreads(wish, stages)
-            add_spreads(wish, own, facts, chosen, corrections)
+        for request, own in spaces(workload, given):
+            chosen = layouts_of_one(request) if request.num_gpus == 1 else layouts(request, stages)
+            add_layouts(request, own, facts, chosen, corrections)
 
     walk(values, _FIRST)
     walk(fewer_matrices(workload, values, facts.nodes()[Node.LORA].sure), _FIRST)
@@ -93,7 +93,7 @@ def _only(workload: Workload, values: Values, methods: tuple[str, ...]) -> dict[
     return narrowed
 
 
-def _better_left_out(workload: Workload, facts: Facts, node: Node | None) -> tuple[str, ...]:
+def _better_left_out(workload: Workload, facts: WalkResults, node: Node | None) -> tuple[str, ...]:
     """Methods that the tree prefers to `node` and that do not fit so far."""
     if node is None:
         return ()
@@ -104,6 +104,6 @@ def _better_left_out(workload: Workload, facts: Facts, node: Node | None) -> tup
     return tuple(dict.fromkeys(one.method for one in missing))
 
 
-def _communication_share(workload: Workload, facts: Facts, node: Node) -> float:
+def _communication_share(workload: Workload, facts: WalkResults, node: Node) -> float:
     best = facts.nodes()[node].best()
     return communication_share(candidate(workload, best.setup)) if best is not None else 0.0

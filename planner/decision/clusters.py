@@ -11,9 +11,9 @@ from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS
 from planner.decision.candidates import candidate
 from planner.decision.choosing import choose, spaces
-from planner.decision.facts import Facts, add_spreads, best_spread
+from planner.decision.facts import WalkResults, add_layouts, best_layout
+from planner.decision.layouts import FIRST_STAGES, ONE_GPU, layouts
 from planner.decision.node import Node
-from planner.decision.spreads import FIRST_STAGES, ONE_GPU, spreads
 from planner.hardware.cluster import Cluster
 from planner.outcome import Candidate
 from planner.planning.space import dimension_values
@@ -31,7 +31,7 @@ COARSE: Mapping[str, tuple[Any, ...]] = {
     "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
 }
 """What the coarse walk keeps of each dimension that the user left open."""
-COARSE_SPREADS = ("ddp", "fsdp2")
+COARSE_LAYOUTS = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +75,12 @@ def best_of(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node over the coarse walk."""
     chosen = [
         one
-        for one in spreads(workload, FIRST_STAGES)
-        if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
+        for one in layouts(workload, FIRST_STAGES)
+        if one.fields["parallel"] in COARSE_LAYOUTS and one.fields.get("reshard_after_forward", True)
     ]
-    facts = Facts()
-    for wish, _ in spaces(workload, dimension_values(workload)):
-        add_spreads(wish, coarse_values(wish), facts, chosen if workload.num_gpus > 1 else [ONE_GPU])
+    facts = WalkResults()
+    for request, _ in spaces(workload, dimension_values(workload)):
+        add_layouts(request, coarse_values(request), facts, chosen if workload.num_gpus > 1 else [ONE_GPU])
     return _best(facts)
 
 
@@ -88,14 +88,14 @@ def best_points(workload: Workload) -> dict[Node, Point | None]:
     """The best point of every node: as a plan walks it on one GPU, of the coarse walk on several."""
     if workload.num_gpus > 1:
         return best_of(workload)
-    facts = Facts()
+    facts = WalkResults()
     choose(workload, dimension_values(workload), facts)
     return _best(facts)
 
 
-def _best(facts: Facts) -> dict[Node, Point | None]:
-    facts.nodes()  # settles what quality is taken over all spreads
-    return {node: best_spread(facts.of_node(node)) for node in Node}
+def _best(facts: WalkResults) -> dict[Node, Point | None]:
+    facts.nodes()  # settles what quality is taken over all layouts
+    return {node: best_layout(facts.of_node(node)) for node in Node}
 
 
 def options_of(

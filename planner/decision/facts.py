@@ -5,10 +5,10 @@ from dataclasses import field
 from typing import Any
 
 from planner.choices.packages import PACKAGE_PRICES
+from planner.decision.layouts import Layout, LayoutKey, layout_key, layout_order
 from planner.decision.node import Node, node_of_setup
 from planner.decision.policy import equals, full_quality, worst_quality
-from planner.decision.simplicity import point_simplicity
-from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order
+from planner.decision.tie_break import point_tie_break
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import dry_run_band, memory_band, profile_band
@@ -21,10 +21,10 @@ from planner.planning.refine import (
     CorrectionKey,
     correction_key,
     exact_bytes,
-    spread_correction_key,
+    layout_correction_key,
     stopped,
 )
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches, planned_values
 from planner.planning.walk import Point, walk
@@ -38,7 +38,7 @@ TIE_FRACTION = 0.01
 
 
 @dataclass(slots=True)
-class NodeFacts:
+class NodeResults:
     """What the walk learned about one node.
 
     Attributes:
@@ -100,20 +100,20 @@ class NodeFacts:
         limits, sure = self.limits, dict[tuple[int, str], float]()  # points of a run share one object
 
         def preference(point: Point) -> tuple[bool, int, int, int, float]:
-            lossy, simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
+            lossy, simple = point_tie_break(point.shared, point.attention, point.loss, point.optimizer)
             key = id(point.shared), point.attention
             if key not in sure:
-                sure[key] = limits.surely_bytes(point.shared.trusted_with(attention=point.attention))
+                sure[key] = limits.bytes_with_margin(point.shared.replace_trusted(attention=point.attention))
             tight = point.peak_device_bytes > sure[key]
             return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
 
         priced = PACKAGE_PRICES if limits.given_fraction else {}
         return min(near_fastest(points, limits.given_fraction, priced), key=preference)
 
-    def surely_fits(self, point: Point) -> bool:
+    def fits_with_margin(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than its rung errs."""
-        setup = point.shared.trusted_with(attention=point.attention)
-        return self.limits is not None and point.peak_device_bytes <= self.limits.surely_bytes(setup)
+        setup = point.shared.replace_trusted(attention=point.attention)
+        return self.limits is not None and point.peak_device_bytes <= self.limits.bytes_with_margin(setup)
 
     def ranked(self) -> list[Point]:
         """The points that fit, fastest first."""
@@ -151,14 +151,14 @@ class Limits:
     gpu: GpuSpec | None = None
 
     def ratio(self, setup: TrainSetup) -> float | None:
-        """By how much dry runs of a setup's family, or of its spread, correct the formula's peak; None: nothing did."""
+        """By how much dry runs of a setup's family, or of its layout, correct the formula's peak; None: nothing did."""
         if not self.corrections:
             return None
         if stopped(self.corrections, setup):
             return CANNOT_RUN
         rest = self.corrections.get(ANY_SETUP)
         if not setup.alone:
-            rest = self.corrections.get(spread_correction_key(setup), rest)
+            rest = self.corrections.get(layout_correction_key(setup), rest)
         return self.corrections.get(correction_key(setup), rest)
 
     def fitting_bytes(self, setup: TrainSetup) -> int:
@@ -172,7 +172,7 @@ class Limits:
             found -= 1
         return exact + found
 
-    def surely_bytes(self, setup: TrainSetup) -> float:
+    def bytes_with_margin(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
         ran = self.corrections is not None and correction_key(setup) in self.corrections
         return self.budget_bytes / (1 + (dry_run_band(setup) if ran else self._own_band(setup)))
@@ -187,10 +187,10 @@ class Limits:
         """The largest peak at which this setup is taken before one that only may fit."""
         seen = self.corrections is not None and not setup.compile  # which no dry run follows
         awaited = seen and correction_key(setup) not in (self.corrections or {})
-        return self.budget_bytes if awaited else self.surely_bytes(setup)
+        return self.budget_bytes if awaited else self.bytes_with_margin(setup)
 
 
-def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
+def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[TrainSetup], NodeResults]) -> None:
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = attention = None
     taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
@@ -204,7 +204,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         if point.attention != attention:
             attention = point.attention
             if attention not in known:
-                setup = shared.trusted_with(attention=attention)
+                setup = shared.replace_trusted(attention=attention)
                 known[attention] = limits.taken_bytes(setup)
             taken_bytes = known[attention]
         node.walked += 1 + point.beyond
@@ -227,53 +227,53 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
                 node.nearest = peak / taken_bytes, point
 
 
-SPREAD_GAIN_FRACTION = PREFERENCE_FRACTION
+LAYOUT_GAIN_FRACTION = PREFERENCE_FRACTION
 """A less simple spread replaces its equal (precision, optimizer) only where it is predicted so much faster."""
 
 
 @dataclass(slots=True)
-class Facts:
+class WalkResults:
     """Facts of every (spread, node) walked so far.
 
     Attributes:
         known: what walks of the same model computed, for the next plan of it.
-        walked: the spreads, in the order they were walked.
+        walked: the layouts, in the order they were walked.
         refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
         too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
         whole: `nodes` of what was walked, until more is.
     """
 
-    known: Known = field(default_factory=Known)
-    facts: dict[tuple[SpreadKey, Node], NodeFacts] = field(default_factory=dict)
-    walked: list[Spread] = field(default_factory=list)
-    refused: dict[tuple[SpreadKey, Node], str] = field(default_factory=dict)
-    too_large_for_hosts: dict[SpreadKey, int] = field(default_factory=dict)
-    whole: dict[Node, NodeFacts] = field(default_factory=dict)
+    known: WalkCache = field(default_factory=WalkCache)
+    facts: dict[tuple[LayoutKey, Node], NodeResults] = field(default_factory=dict)
+    walked: list[Layout] = field(default_factory=list)
+    refused: dict[tuple[LayoutKey, Node], str] = field(default_factory=dict)
+    too_large_for_hosts: dict[LayoutKey, int] = field(default_factory=dict)
+    whole: dict[Node, NodeResults] = field(default_factory=dict)
 
-    def of(self, shared: TrainSetup) -> NodeFacts:
+    def of(self, shared: TrainSetup) -> NodeResults:
         """The facts that a point with this shared setup adds to."""
-        key = (spread_key(shared), node_of_setup(shared))
-        return self.facts.get(key) or self.facts.setdefault(key, NodeFacts())
+        key = (layout_key(shared), node_of_setup(shared))
+        return self.facts.get(key) or self.facts.setdefault(key, NodeResults())
 
-    def of_node(self, node: Node) -> dict[SpreadKey, NodeFacts]:
+    def of_node(self, node: Node) -> dict[LayoutKey, NodeResults]:
         """The facts of one node by spread."""
         return {key: known for (key, name), known in self.facts.items() if name == node}
 
-    def nodes(self) -> dict[Node, NodeFacts]:
-        """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
+    def nodes(self) -> dict[Node, NodeResults]:
+        """Facts of every node over all layouts; of the points that fit those of its best spread (`best_spread`)."""
         if self.whole:
             return self.whole
         self._settle_quality()
         for node in Node:
             known = self.of_node(node)
             whole = self.whole[node] = merged(known.values())
-            best = best_spread(known)
-            taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
+            best = best_layout(known)
+            taken = known[layout_key(best.shared)] if best is not None else NodeResults()
             whole.fitting, whole.sure, whole.nearest = taken.fitting, taken.sure, taken.nearest
         return self.whole
 
     def _settle_quality(self) -> None:
-        """Of full fine-tuning, whether what has no fp32 master weights may be taken under any spread: where nothing
+        """Of full fine-tuning, whether what has no fp32 master weights may be taken under any layout: where nothing
         else surely fits, or all else is slower by more than they are worth."""
         known = self.of_node(Node.FULL).values()
         worst = worst_quality((point.shared, point.tokens_per_s) for facts in known for point in facts.sure)
@@ -282,9 +282,9 @@ class Facts:
             facts.preferred = {}
 
 
-def merged(parts: Collection[NodeFacts]) -> NodeFacts:
+def merged(parts: Collection[NodeResults]) -> NodeResults:
     """The facts of several spreads as those of one node."""
-    whole = NodeFacts()
+    whole = NodeResults()
     for part in parts:
         whole.limits = part.limits or whole.limits
         whole.walked += part.walked
@@ -298,8 +298,8 @@ def merged(parts: Collection[NodeFacts]) -> NodeFacts:
     return whole
 
 
-def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
-    """The best point over all spreads, None where nothing fits.
+def best_layout(known: Mapping[LayoutKey, NodeResults]) -> Point | None:
+    """The best point over all layouts, None where nothing fits.
 
     DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
     way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
@@ -314,7 +314,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     taken: Point | None = None
     for number in sorted(families):
         best = _fastest(families[number])
-        worth = SPREAD_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
+        worth = LAYOUT_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
         if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + worth):
             taken = best
     return taken
@@ -323,7 +323,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
 def _fastest(points: list[Point]) -> Point:
     """The simplest spread of those within one percent of the fastest."""
     close = near_fastest(points, TIE_FRACTION)
-    return min(close, key=lambda point: (spread_order(point.shared), -point.tokens_per_s))
+    return min(close, key=lambda point: (layout_order(point.shared), -point.tokens_per_s))
 
 
 def _family(setup: TrainSetup) -> int:
@@ -333,14 +333,14 @@ def _family(setup: TrainSetup) -> int:
     return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
 
 
-def add_spreads(
+def add_layouts(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
-    facts: Facts,
-    chosen: Sequence[Spread],
+    facts: WalkResults,
+    chosen: Sequence[Layout],
     corrections: Mapping[CorrectionKey, float] | None = None,
 ) -> None:
-    """Adds the points of these spreads to the facts; `corrections` as in `Limits`."""
+    """Adds the points of these layouts to the facts; `corrections` as in `Limits`."""
     if not chosen:
         return
     values = planned_values(workload, values)
@@ -355,7 +355,7 @@ def add_spreads(
     _note_refusals(workload, values, facts, chosen)
 
 
-def _that_hosts_hold(workload: Workload, facts: Facts, points: Iterable[Point]) -> Iterator[Point]:
+def _that_hosts_hold(workload: Workload, facts: WalkResults, points: Iterable[Point]) -> Iterator[Point]:
     """The points whose offloaded states a usual host can hold; the others are refused with their bytes.
 
     Who asks for offloading (--offload) knows the machine: nothing is left out then.
@@ -365,35 +365,35 @@ def _that_hosts_hold(workload: Workload, facts: Facts, points: Iterable[Point]) 
     limit = assumed_host_bytes(workload)
     num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
     for point in points:
-        plain = point.shared.trusted_with(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
+        plain = point.shared.replace_trusted(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
         need = host_bytes_per_node(workload.model, plain, num_nodes)
         if need <= limit:
             yield point
             continue
-        facts.too_large_for_hosts.setdefault(spread_key(point.shared), need)
+        facts.too_large_for_hosts.setdefault(layout_key(point.shared), need)
         reason = (
             f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
             "(--offload says that yours holds more)"
         )
-        facts.refused.setdefault((spread_key(point.shared), node_of_setup(point.shared)), reason)
+        facts.refused.setdefault((layout_key(point.shared), node_of_setup(point.shared)), reason)
 
 
 def _note_refusals(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts, chosen: Iterable[Spread]
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: WalkResults, chosen: Iterable[Layout]
 ) -> None:
-    """Why a spread has no point of a node: the engines' reason for the first of its branches."""
+    """Why a layout has no point of a node: the engines' reason for the first of its branches."""
     if workload.num_gpus == 1:
         return
     one_per_node: dict[Node, TrainSetup] = {}
     for branch in branches(workload, values):
         one_per_node.setdefault(node_of_setup(branch), branch)
-    for spread in chosen:
+    for layout in chosen:
         for node, branch in one_per_node.items():
             try:
-                setup = branch.with_(**spread.fields, optimizer=values["optimizer"][0])
+                setup = branch.replace(**layout.fields, optimizer=values["optimizer"][0])
             except SetupError:
                 continue
-            key = (spread_key(setup), node)
+            key = (layout_key(setup), node)
             if key in facts.facts or key in facts.refused:
                 continue
             reason = why_not(workload.model, setup)

@@ -42,7 +42,7 @@ def compare_kinds(workload: Workload, lora: TrainSetup) -> list[KindChoice]:
 def _choice(workload: Workload, lora: TrainSetup, row: Adapter) -> KindChoice:
     changes, changed = _changes(workload.model, lora, row)
     try:
-        setup = lora.with_(**changes)
+        setup = lora.replace(**changes)
         num = trained_parameters(workload.model, setup).num
     except SetupError as error:
         return KindChoice(kind=row, refused=error.message)

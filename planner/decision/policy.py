@@ -131,9 +131,9 @@ def compile_gain(workload: Workload, setup: TrainSetup) -> float:
         checkpointing=0,
     )
     kernels = next(
-        (one for one in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.with_(kernels=one))), "eager"
+        (one for one in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=one))), "eager"
     )
-    both = plain.with_(compile=True), plain.with_(kernels=kernels)
+    both = plain.replace(compile=True), plain.replace(kernels=kernels)
     compiled, eager = (speed_profile(model, gpu, one).at(1, workload.global_batch_seqs)[1] for one in both)
     return compiled / eager - 1
 
@@ -159,13 +159,13 @@ def further(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterat
     if "compile" not in fixed and open_kernels and dense:
         compiled = {"compile": (True,), "kernels": ("eager",), "activation_offload": (False,)}
         compiled["lora_targets"] = values["lora_targets"]
-        usual = TrainSetup().trusted_with(
+        usual = TrainSetup().replace_trusted(
             objective=workload.aim.name, num_gpus=workload.num_gpus, images=workload.images,
             adapter=fixed.get("adapter", ("lora",))[0], lora_targets=values["lora_targets"][0],
         )  # fmt: skip
         open_to = [
             method for method in dense
-            if not compile_left_out(workload, usual.trusted_with(method=method))
+            if not compile_left_out(workload, usual.replace_trusted(method=method))
         ]  # fmt: skip
         if open_to:
             yield replace(workload, fixed={**fixed, "method": tuple(open_to), **compiled})

@@ -31,7 +31,7 @@ def longest_tokens(workload: Workload) -> dict[str, int]:
         if "method" in workload.fixed and method not in workload.fixed["method"]:
             continue
         steps = 0
-        for setup in _leanest(workload, method):
+        for setup in _min_memory_setups(workload, method):
             steps = _reached(workload, setup, steps, most)
         found[method] = steps * STEP_TOKENS
     return found
@@ -57,7 +57,7 @@ def _reached(workload: Workload, setup: TrainSetup, reached: int, most: int) -> 
     return first + bisect_left(range(first + 1, most + 1), True, key=too_long)
 
 
-def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
+def _min_memory_setups(workload: Workload, method: str) -> Iterator[TrainSetup]:
     """Setups of a method, the smallest among them: every layer checkpointed, one attention of those that run the same
     kernels (those that keep no tokens x tokens where there are such), any optimizer and loss."""
     fixed = {"kbit_fp32_cast": (False,), **workload.fixed, "method": (method,)}
@@ -67,13 +67,13 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
         return
     fewer = fewer_matrices(workload, values, ())
     for given in (values, {**values, **fewer}) if fewer else (values,):
-        yield from _leanest_of(workload, given, method, fixed)
-        for wish in further(replace(workload, fixed=fixed), given):
+        yield from _min_memory_setups_of(workload, given, method, fixed)
+        for request in further(replace(workload, fixed=fixed), given):
             with suppress(UsageError):  # nothing of it has kernels here
-                yield from _leanest_of(wish, dimension_values(wish), method, fixed)
+                yield from _min_memory_setups_of(request, dimension_values(request), method, fixed)
 
 
-def _leanest_of(
+def _min_memory_setups_of(
     workload: Workload, given: Mapping[str, tuple[Any, ...]], method: str, fixed: Mapping[str, tuple[Any, ...]]
 ) -> Iterator[TrainSetup]:
     """Those of one program."""
@@ -94,7 +94,7 @@ def _leanest_of(
         attentions = fused or [names[0] for names in by_kernels.values()]
         for own, attention, optimizer, loss in product(layers, attentions, values["optimizer"], values["loss"]):
             try:
-                setup = branch.with_(**own, attention=attention, optimizer=optimizer, loss=loss)
+                setup = branch.replace(**own, attention=attention, optimizer=optimizer, loss=loss)
             except SetupError:
                 continue
             if setup.compile and not setup.compiled:
@@ -105,7 +105,7 @@ def _leanest_of(
 
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
     group = setup.rolls.num_generations if setup.aim.rolls_out else 1  # generated at once, trained one by one
-    lone = setup.of_length(tokens).with_(
+    lone = setup.of_length(tokens).replace(
         micro_batch_seqs=setup.aim.least(workload.global_batch_seqs), accumulation_steps=group
     )
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from planner.decision.candidates import candidate
 from planner.decision.clusters import best_points
-from planner.decision.facts import Facts
+from planner.decision.facts import WalkResults
+from planner.decision.layouts import FIELDS
 from planner.decision.policy import taken_when_asked
-from planner.decision.spreads import FIELDS
 from planner.errors import PlannerError, UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import all_gpus
@@ -17,14 +17,14 @@ from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Answer, NoPlan, Remedy, SpaceCount
 from planner.predict import device_peak_bytes
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.units import gib
 from planner.workload import Workload
 
 
 def refusal(
     workload: Workload,
-    facts: Facts,
+    facts: WalkResults,
     answers: tuple[Answer, ...],
     space: SpaceCount,
     notes: tuple[str, ...],
@@ -51,7 +51,7 @@ def refusal(
     )
 
 
-def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[Remedy]:
+def _remedies(workload: Workload, facts: WalkResults, nearest: Candidate) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
@@ -70,16 +70,16 @@ def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[
 def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     wishes = [("target", replace(workload, targets=()))] if workload.targets else []
-    spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
+    layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
     wanted = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
-    for name in (*spread, *wanted, "activation_offload", "selective_checkpointing"):
+    for name in (*layout, *wanted, "activation_offload", "selective_checkpointing"):
         if name in workload.fixed:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
             flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
             wishes.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
-    for flag, wish in wishes:
-        for node, point in best_points(wish).items():
+    for flag, request in wishes:
+        for node, point in best_points(request).items():
             if point is not None:
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 yield Remedy(action=f"leave --{flag} out: {node.words} fits", saves_bytes=saved, fits=True)
@@ -109,8 +109,8 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
     found = []
     for offload in ("optimizer", "parameters"):
-        wish = replace(workload, fixed={**workload.fixed, "offload": (offload,)})
-        for node, point in best_points(wish).items():
+        request = replace(workload, fixed={**workload.fixed, "offload": (offload,)})
+        for node, point in best_points(request).items():
             if point is not None:
                 found.append((host_bytes_per_node(workload.model, point.setup, 1), offload, node, point))
     if found:
@@ -156,7 +156,7 @@ def _smaller_batch(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     if nearest.setup.aim.whole_batch:
         most = workload.global_batch_seqs
         yield from _less(
-            workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.with_(micro_batch_seqs=size)
+            workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)
         )
 
 
@@ -179,8 +179,8 @@ def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     for factor in (2, 4, 8, 16):
         num = workload.num_gpus * factor
         batch = num * -(-workload.global_batch_seqs // num)
-        wish = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
-        points = [point for point in best_points(wish).values() if point is not None]
+        request = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
+        points = [point for point in best_points(request).values() if point is not None]
         if points:
             saved = nearest.formula.peak_device_bytes - min(point.peak_device_bytes for point in points)
             action = f"--gpus {num}" + (f" --global-batch {batch}" if batch != workload.global_batch_seqs else "")
@@ -188,7 +188,7 @@ def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
             return
 
 
-def _larger_host(facts: Facts) -> Iterator[Remedy]:
+def _larger_host(facts: WalkResults) -> Iterator[Remedy]:
     """Offloading that only the assumed size of the host's memory rules out."""
     for key, need in facts.too_large_for_hosts.items():
         where = f"{gib(need)} would lie in every node's host memory"

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from planner.choices.kernels import COMPILES_NOTHING, KERNELS, planned_kernels
 from planner.choices.packages import CHUNKED_TYPES, DELTA, PACKAGED
 from planner.choices.stacks import DEFAULT
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, NodeFacts
+from planner.decision.facts import PREFERENCE_FRACTION, NodeResults, WalkResults
+from planner.decision.layouts import layout_key
 from planner.decision.node import Node
 from planner.decision.policy import COMPILE_WORTH, compile_left_out
-from planner.decision.spreads import spread_key
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.evidence.bands import ON_THE_TRAINER
@@ -23,7 +23,7 @@ from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
 from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
-from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.expressed import variants_as_run
 from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.planning.refine import never_runs
@@ -47,7 +47,7 @@ OneGpu = Plan | NoPlan | None
 
 def answers(
     workload: Workload,
-    facts: Facts,
+    facts: WalkResults,
     node: Node | None,
     best: Point | None,
     chosen: Candidate | None,
@@ -60,12 +60,12 @@ def answers(
     if workload.num_gpus == 1:
         yield from methods
     else:
-        from planner.decision.spread_tree import spread_answers  # one GPU never needs it
+        from planner.decision.layout_tree import layout_answers  # one GPU never needs it
 
-        yield from spread_answers(workload, facts, node, chosen, alone, methods)
+        yield from layout_answers(workload, facts, node, chosen, alone, methods)
     if node is not None and best is not None:
         yield class_answer(nodes, node, workload)
-        mine = facts.of_node(node)[spread_key(best.shared)]
+        mine = facts.of_node(node)[layout_key(best.shared)]
         yield from activation_answers(mine, best, workload, mine.ranked())
 
 
@@ -99,7 +99,7 @@ def data_too_small_for_full(workload: Workload) -> bool:
     return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
 
 
-def choose_node(facts: Mapping[Node, NodeFacts], workload: Workload, *, from_host: bool = False) -> Node | None:
+def choose_node(facts: Mapping[Node, NodeResults], workload: Workload, *, from_host: bool = False) -> Node | None:
     """The node taken: the first of `preferred_nodes` with a setup that surely fits, else the first with one that may.
 
     Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
@@ -123,7 +123,7 @@ def choose_node(facts: Mapping[Node, NodeFacts], workload: Workload, *, from_hos
     return taken
 
 
-def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: Workload) -> list[Answer]:
+def method_answers(facts: dict[Node, NodeResults], chosen: Node | None, workload: Workload) -> list[Answer]:
     """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
     budget = workload.budget_bytes
     answers = []
@@ -133,14 +133,18 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
             continue
         need = known.smallest.peak_device_bytes
         name = node.words
-        cuts: tuple[Cut, ...] = ()
+        cuts: tuple[PrunedBranch, ...] = ()
         if known.best() is None:
             choice = "no"
             stops = never_runs(need, budget)
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
             reason = f"its step stops in every {name} setup that could fit" if stops else reason
             shown = None if stops else need
-            cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=shown, budget_bytes=budget),)
+            cuts = (
+                PrunedBranch(
+                    branch=name, reason=reason, num_setups=known.walked, needed_bytes=shown, budget_bytes=budget
+                ),
+            )
         elif node == chosen:
             choice = "yes, taken" if known.sure else "it may, taken"
             reason = _taken(node, facts, need, workload)
@@ -160,7 +164,7 @@ def method_answers(facts: dict[Node, NodeFacts], chosen: Node | None, workload: 
     return answers
 
 
-def _taken(node: Node, facts: Mapping[Node, NodeFacts], need: int, workload: Workload) -> str:
+def _taken(node: Node, facts: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
     """Why this node is taken, whose smallest setup needs so many bytes."""
     known, rival, mine = facts[node], facts[Node.LORA].best(), facts[node].best()
     reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
@@ -176,7 +180,7 @@ def _taken(node: Node, facts: Mapping[Node, NodeFacts], need: int, workload: Wor
     return reason
 
 
-def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Workload) -> Answer:
+def class_answer(facts: Mapping[Node, NodeResults], chosen: Node, workload: Workload) -> Answer:
     """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
     why = []
     order = (Node.FULL, Node.LORA, Node.FOUR_BIT)
@@ -212,7 +216,7 @@ def class_answer(facts: Mapping[Node, NodeFacts], chosen: Node, workload: Worklo
     return Answer(question="Which class?", choice=chosen.words, reason=reason)
 
 
-def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
+def _full_passed_over(full: NodeResults, mine: Point, workload: Workload) -> str:
     """Why full fine-tuning, which fits, is not taken instead of LoRA."""
     best, sure = full.best(), full.best_sure()
     assert best is not None
@@ -224,7 +228,7 @@ def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
     return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
-def _not_taken(node: Node, facts: Mapping[Node, NodeFacts], chosen: Node | None, workload: Workload) -> str:
+def _not_taken(node: Node, facts: Mapping[Node, NodeResults], chosen: Node | None, workload: Workload) -> str:
     """Why a node that fits was passed over, and what it would buy."""
     best, taken = facts[node].best(), facts[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
@@ -251,13 +255,13 @@ def _not_taken(node: Node, facts: Mapping[Node, NodeFacts], chosen: Node | None,
     return f"{chosen.words} fits and is preferred; {speed}"
 
 
-def _cast_note(workload: Workload, known: NodeFacts) -> str:
+def _cast_note(workload: Workload, known: NodeResults) -> str:
     """What peft's cast would add to the smallest setup of a quantized node, where it can be had and was left out."""
     plain = known.smallest.setup if known.smallest is not None else None
     if plain is None or not plain.quantized or plain.kbit_fp32_cast or "kbit_fp32_cast" in workload.fixed:
         return ""
     try:
-        cast = plain.with_(kbit_fp32_cast=True)
+        cast = plain.replace(kbit_fp32_cast=True)
     except SetupError:
         return ""
     if why_not(workload.model, cast) or (workload.targets and variants_as_run(cast, workload) is None):
@@ -280,7 +284,7 @@ def kernels_words(workload: Workload, setup: TrainSetup) -> str:
     needs liger-kernel and Triton"."""
     row = KERNELS[setup.kernels]
     needs = f"needs {row.package} and Triton" if row.package else "in Axolotl or Unsloth"
-    return f"{_gain_words(workload, setup, setup.with_(kernels='eager'))}, {needs}"
+    return f"{_gain_words(workload, setup, setup.replace(kernels='eager'))}, {needs}"
 
 
 def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str:
@@ -294,8 +298,8 @@ def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str
 
 def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
     """What torch.compile would buy here, and why it is taken or left (`policy`)."""
-    plain = setup.with_(compile=False, kernels="eager") if setup.compile else setup
-    compiled = setup.trusted_with(compile=True, kernels="eager")
+    plain = setup.replace(compile=False, kernels="eager") if setup.compile else setup
+    compiled = setup.replace_trusted(compile=True, kernels="eager")
     choice = "yes" if setup.compile else "no"
     if missing := missing_kernels(workload.model, workload.gpu, compiled):
         reason = missing
@@ -314,7 +318,7 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
     return Answer(question="torch.compile?", choice=choice, reason=reason)
 
 
-def _program_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer:
+def _program_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
     """Whose code trains, and what TRL, which every other part of this project knows best, would do."""
     setup, title = best.setup, best.shared.by.title
     if workload.targets:
@@ -327,7 +331,7 @@ def _program_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer
     return Answer(question="Which program?", choice=title, reason=f"{others} (--target trl)")
 
 
-def _generator_answer(workload: Workload, best: Point, facts: NodeFacts) -> Answer:
+def _generator_answer(workload: Workload, best: Point, facts: NodeResults) -> Answer:
     """Who generates the completions, and what of the card a vLLM takes for it."""
     roll = best.shared.rolls
     others = facts.best_of(lambda one: one.rolls.by_vllm != roll.by_vllm)
@@ -364,13 +368,13 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
         reason = f"{kernels_words(workload, setup)} (against eager kernels)"
     elif first == "eager":
         reason = f"{setup.by.title} runs no others"
-    elif missing := missing_kernels(workload.model, workload.gpu, setup.trusted_with(kernels=first)):
+    elif missing := missing_kernels(workload.model, workload.gpu, setup.replace_trusted(kernels=first)):
         reason = missing
     elif (package := PACKAGED["kernels"].get(first, "")) in workload.absent_packages:
         reason = f"{package} is not installed here"
     else:
         try:
-            words = kernels_words(workload, setup.with_(kernels=first))
+            words = kernels_words(workload, setup.replace(kernels=first))
             reason = f"{KERNELS[first].words} would be {words}: too little for another package"
         except SetupError as error:
             reason = str(error.message)
@@ -380,8 +384,8 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
 
 def _linear_attention_answer(workload: Workload, setup: TrainSetup) -> Answer:
     """What computes the gated delta rule: what the package buys, or why transformers' own loop stays."""
-    package = setup.trusted_with(linear_attention="fla")
-    words = _gain_words(workload, package, setup.trusted_with(linear_attention="torch"))
+    package = setup.replace_trusted(linear_attention="fla")
+    words = _gain_words(workload, package, setup.replace_trusted(linear_attention="torch"))
     if setup.linear_attention == "fla":
         reason = f"{words}, against transformers' own loop; needs {DELTA} and Triton"
     elif not (reason := linear_attention_refusal(workload.model, workload.gpu)):
@@ -391,7 +395,7 @@ def _linear_attention_answer(workload: Workload, setup: TrainSetup) -> Answer:
     return Answer(question="What computes linear attention?", choice=choice, reason=reason)
 
 
-def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
+def activation_answers(facts: NodeResults, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     family = best.family
     attention = _attention_reason(workload, family)

@@ -43,7 +43,7 @@ def engine_named(parallel: str) -> Engine:
 
 
 def why_not(model: ModelSpec, setup: TrainSetup) -> str:
-    """One sentence why no engine runs this setup under its spread, with the source; "" where one does.
+    """One sentence why no engine runs this setup under its layout, with the source; "" where one does.
 
     Read in the installed sources (accelerate 1.15, transformers 5.23, peft 0.21, bitsandbytes 0.50, PyTorch 2.13,
     DeepSpeed 0.19) and issue trackers; nothing here is a guess about speed or memory.

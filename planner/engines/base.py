@@ -27,7 +27,7 @@ class Engine(ABC):
 
     Attributes:
         name: for people ("FSDP2").
-        simplicity: breaks ties in speed, smaller is simpler: what needs no gathering, then what needs no package beside
+        tie_break: breaks ties in speed, smaller is simpler: what needs no gathering, then what needs no package beside
             PyTorch, then DeepSpeed's stages.
         shares: what of the states each GPU keeps only a part of, "" where nothing is cut.
         sends: what crosses the links, for people.
@@ -36,7 +36,7 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
-    simplicity: ClassVar[int]
+    tie_break: ClassVar[int]
     shares: ClassVar[str] = ""
     sends: ClassVar[str] = ""
     reference: ClassVar[str] = "whole on every GPU"
@@ -74,14 +74,14 @@ class Engine(ABC):
         """
         alone = _alone(setup)
         if not self.casts_to_half(setup):
-            return setup.trusted_with(**alone)
+            return setup.replace_trusted(**alone)
         half = setup.compute_dtype
         if (
             setup.sharded_at_loading
         ):  # transformers' FSDP2: weights gathered in 16 bit, and the Trainer's autocast on top
-            return setup.trusted_with(**alone, precision=precision_of(half, half))
+            return setup.replace_trusted(**alone, precision=precision_of(half, half))
         adapter = {} if setup.method == "full" else {"adapter_dtype": half}
-        return setup.trusted_with(**alone, **adapter, precision=precision_of(half, None), kbit_fp32_cast=False)
+        return setup.replace_trusted(**alone, **adapter, precision=precision_of(half, None), kbit_fp32_cast=False)
 
 
 def _alone(setup: TrainSetup) -> dict[str, Any]:

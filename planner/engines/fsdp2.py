@@ -40,12 +40,12 @@ class Fsdp2(Engine):
     Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
     Not counted: the separate pools of the communication streams (in the allocator's gap). Accumulation is taken with
     `sync_each_batch`: without it the gradients of the whole model stay unsharded between micro-batches.
-    Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/spread_formula_vs_dryrun.py, seed 7,
+    Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/layout_formula_vs_dryrun.py, seed 7,
     21 November 2026): median error 0.1 %, worst 2.4 %.
     """
 
     name = "FSDP2"
-    simplicity = 2
+    tie_break = 2
     shares = "weights, gradients and optimizer states"
     sends = "weights are gathered before every forward and every backward"
     reference = "cut over the GPUs, and all of it gathered at once for its forward: TRL makes one FSDP group of it"
@@ -68,7 +68,7 @@ class Fsdp2(Engine):
         else:
             held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
-            if setup.asks_beside:
+            if setup.asks_reference:
                 asked, arriving = beside_reference(setup, groups, local, accumulated=accumulated)
         return rank_state(
             part,
@@ -79,7 +79,7 @@ class Fsdp2(Engine):
             optimizer_on_device=not on_host,
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
-            asked_bytes=asked,
+            reference_forward_bytes=asked,
             arriving_bytes=arriving,
             host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
         )
@@ -174,7 +174,9 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     forward = groups.layer if model.tied or own_gather else groups.tail
     if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
         forward = 2 * groups.whole
-    elif setup.asks_beside and setup.method != "full":  # the tail is there already; TRL's own gather makes a second one
+    elif (
+        setup.asks_reference and setup.method != "full"
+    ):  # the tail is there already; TRL's own gather makes a second one
         forward = groups.layer if setup.reshard_after_forward else 0
         forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
     backward = groups.layer if not LOSSES[setup.loss].whole_logits and setup.reshard_after_forward else 0

@@ -56,7 +56,7 @@ def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     tied), [final norm, head] never resharded after the forward, the root for what is left; PyTorch 2.13
     `_fsdp_param.py` padded_sharded_param_size.
     """
-    return _groups(model, inner.trusted_with(attention="", loss="", checkpointing=0, micro_batch_seqs=1), shards)
+    return _groups(model, inner.replace_trusted(attention="", loss="", checkpointing=0, micro_batch_seqs=1), shards)
 
 
 @dataclass(frozen=True, slots=True)

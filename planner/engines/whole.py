@@ -51,7 +51,7 @@ class SingleGpu(_Whole):
     """One copy of the model: on one GPU, or cut by tensor and pipeline parallelism alone."""
 
     name = ""
-    simplicity = 0
+    tie_break = 0
 
     def computes(self, setup: TrainSetup) -> TrainSetup:
         return setup if setup.num_gpus == 1 else super().computes(setup)
@@ -69,7 +69,7 @@ class Ddp(_Whole):
     """
 
     name = "DDP"
-    simplicity = 1
+    tie_break = 1
     sends = "only gradients are sent, once per step"
 
     def _beside(self, trained: Trained) -> tuple[Held, ...]:
@@ -81,7 +81,7 @@ class DeviceMap(_Whole):
     """One copy spread over the GPUs by layers, one GPU at work at a time."""
 
     name = "device map"
-    simplicity = 6
+    tie_break = 6
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
         if setup.num_gpus > model.num_layers:
@@ -98,7 +98,7 @@ class OneProcess(Engine):
     """
 
     name = "DP"
-    simplicity = 7
+    tie_break = 7
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)

@@ -87,7 +87,7 @@ class Zero1(_Zero):
     """Optimizer states cut."""
 
     name = "ZeRO-1"
-    simplicity = 3
+    tie_break = 3
 
 
 @final
@@ -95,7 +95,7 @@ class Zero2(_Zero):
     """Gradients cut too."""
 
     name = "ZeRO-2"
-    simplicity = 4
+    tie_break = 4
     shares = "optimizer states and gradients"
     sends = "gradients are sent to the GPU that keeps them, and the updated weights come back"
 
@@ -105,7 +105,7 @@ class Zero3(_Zero):
     """Weights cut too."""
 
     name = "ZeRO-3"
-    simplicity = 5
+    tie_break = 5
     shares = "weights, gradients and optimizer states"
     sends = "weights are gathered before every forward and every backward"
     reference = "cut over the GPUs and gathered module by module, by a DeepSpeed engine of its own"
@@ -226,7 +226,7 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     held, host = _cut(part, setup, inner, trained, local, stepped)
     held += _reduced(model, inner, trained)
     layer = gathered_groups(model, inner, 1).layer
-    loss_forward, asked = _beside_reference(model, inner) if setup.asks_beside else (0, 0)
+    loss_forward, asked = _beside_reference(model, inner) if setup.asks_reference else (0, 0)
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
     return rank_state(
@@ -239,7 +239,7 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
         stepped=stepped,
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
         loss_forward_bytes=loss_forward,
-        asked_bytes=asked,
+        reference_forward_bytes=asked,
         host_bytes=host,
     )
 

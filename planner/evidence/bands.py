@@ -58,11 +58,11 @@ ENCODER_BAND = 0.06
 """Encoders of BERT's layer and ModernBERT, read off their trees too: the worst of 38 setups of four models was 4.8 %
 (XLM-R with checkpointing), the others were within 2.2 % (docs/objectives.md)."""
 SMALL_PARAMS = 1_000_000_000
-SPREAD_BAND = 0.10
+LAYOUT_BAND = 0.10
 """Added with several GPUs where no dry run followed the engine often: ZeRO (253 setups in a model of its engine: worst
 11 %; -7 % of two published ZeRO-2 runs), tensor and pipeline parallelism, offloading, one process for all GPUs. With
 one GPU's band it makes 14 %, the 90th percentile against 106 published configurations, nearly all of them FSDP 1."""
-SPREAD_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
+LAYOUT_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
 """The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 1.1 % (DDP), 1.2 % (FSDP2,
 kept gathered), 4.4 % (FSDP2), 5.8 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
 over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back before it runs out of memory. The published
@@ -83,7 +83,7 @@ def memory_band(model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None)
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
-    own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _spread_band(setup))
+    own = _one_gpu_band(model, setup) + (0.0 if setup.alone else _layout_band(setup))
     apple = gpu is not None and gpu.vendor == "Apple"
     return max(own, ENGINE_BANDS.get(setup.stack, 0.0), APPLE_BAND if apple else 0.0)
 
@@ -110,10 +110,10 @@ def profile_band(setup: TrainSetup) -> float:
     return max(PROFILE_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
 
 
-def _spread_band(setup: TrainSetup) -> float:
+def _layout_band(setup: TrainSetup) -> float:
     if setup.is_split or setup.offload != "none":
-        return SPREAD_BAND
-    return SPREAD_BANDS.get(setup.parallel, SPREAD_BAND)
+        return LAYOUT_BAND
+    return LAYOUT_BANDS.get(setup.parallel, LAYOUT_BAND)
 
 
 def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:

@@ -113,7 +113,7 @@ class MeasuredRow:
         if self.setup is None:
             return None
         told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
-        return self.setup.with_(**{name: value for name, value in told.items() if value})
+        return self.setup.replace(**{name: value for name, value in told.items() if value})
 
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""

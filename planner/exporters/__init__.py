@@ -78,7 +78,7 @@ class Target:
         found = self.differences(setup, gpu)
         if not found:
             return setup.run_by(self.name)
-        runs = setup.with_(**{one.field: one.runs_as for one in found}).run_by(self.name)
+        runs = setup.replace(**{one.field: one.runs_as for one in found}).run_by(self.name)
         return self.refusal(runs, model, gpu) or runs
 
     def expresses(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> bool:

@@ -66,7 +66,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 
 def distributed_type(setup: TrainSetup) -> str:
-    """Accelerate's name for the way a setup spreads."""
+    """Accelerate's name for the way a setup layouts."""
     if not launched(setup):
         return "NO"
     if setup.sharded_at_loading:

@@ -77,7 +77,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
     return (
-        common.towered_refusal(model, "Axolotl")
+        common.multimodal_refusal(model, "Axolotl")
         or common.model_refusal(setup, model, "axolotl")
         or common.liger_loss_refusal(setup, model, ("liger",))
         or several_gpus.sharding_refusal(setup, model)
@@ -131,7 +131,7 @@ def _wide_routers(model: ModelSpec | None) -> int:
 
 def _sections(request: ExportRequest) -> list[Section]:
     setup = request.setup
-    runs = setup.with_(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
+    runs = setup.replace(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
     asked_once = Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")
     beta, precomputed = Line("rl_beta", 0.1, "TRL's default"), asked_once if setup.precomputed_reference else None
     return [

@@ -38,9 +38,9 @@ def attention_line(request: ExportRequest) -> Line | None:
     return Line("attn_implementation", ATTENTIONS[request.setup.attention])
 
 
-def towered_refusal(model: ModelSpec | None, tool: str) -> str:
-    """Why a tool that loads the class of the published checkpoint cannot run this plan: that class has towers which the
-    planned one has not; "" where it is the planned one."""
+def multimodal_refusal(model: ModelSpec | None, tool: str) -> str:
+    """Why a tool that loads the class of the published checkpoint cannot run this plan: that class has encoders which
+    the planned one has not; "" where it is the planned one."""
     published = str((model.config.get("architectures") or [""])[0]) if model is not None else ""
     if model is None or published == model.built_class or not published.endswith("ForConditionalGeneration"):
         return ""
@@ -282,7 +282,7 @@ def differing(setup: TrainSetup, runs: Mapping[str, tuple[object, str]]) -> tupl
         if field == "adapter_dtype":
             if setup.method == "full":
                 continue
-            planned = setup.trusted_with(kbit_fp32_cast=False).resolved_adapter_dtype
+            planned = setup.replace_trusted(kbit_fp32_cast=False).resolved_adapter_dtype
         if planned != runs_as:
             found.append(Difference(field=field, planned=planned, runs_as=runs_as, reason=why))
     return tuple(found)

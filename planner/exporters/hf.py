@@ -68,7 +68,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
         files.append(slurm.job_file(request, TARGET, _node_command(request), versions(VALIDATED_WITH, setup)))
-    notes = _spread_notes(request)
+    notes = _layout_notes(request)
     notes += ["gradient_checkpointing is activation_checkpointing from transformers 5.23 on."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
@@ -91,7 +91,7 @@ def _node_command(request: ExportRequest) -> str:
     return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
 
 
-def _spread_notes(request: ExportRequest) -> list[str]:
+def _layout_notes(request: ExportRequest) -> list[str]:
     setup = request.setup
     notes = []
     if request.num_nodes > 1:
@@ -110,7 +110,7 @@ def opening(request: ExportRequest) -> list[str]:
     parts = ["\nimport json\nimport os\n\n"]
     for name, value in common.environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
-    audio = "Audio, " * hears(request.model)
+    audio = "Audio, " * has_audio(request.model)
     return [*parts, f"\nimport torch\nfrom datasets import {audio}load_dataset\n"]
 
 
@@ -124,13 +124,13 @@ def imported(request: ExportRequest, *names: str) -> str:
 
 def _script(request: ExportRequest, found: tuple[Difference, ...]) -> str:
     setup = request.setup
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
     parts = opening(request)
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
-    if hears(request.model):
+    if has_audio(request.model):
         return "".join([*parts, *_on_sound(request, runs)])
     parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
     if _ulysses(setup):
@@ -182,7 +182,7 @@ def constants(request: ExportRequest) -> str:
     )
 
 
-def hears(model: ModelSpec | None) -> bool:
+def has_audio(model: ModelSpec | None) -> bool:
     """Whether samples are clips of sound; peft's own forward of any task asks for text then."""
     return model is not None and model.front_end is not None
 
@@ -273,7 +273,7 @@ TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACT
 def adapter_lines(request: ExportRequest) -> list[Line | None]:
     """What peft's configuration of the setup's adapter is given."""
     setup, hyper = request.setup, request.hyper
-    row, task = setup.kind, None if hears(request.model) else Line("task_type", TASKS[setup.aim.head])
+    row, task = setup.kind, None if has_audio(request.model) else Line("task_type", TASKS[setup.aim.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":

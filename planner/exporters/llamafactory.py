@@ -105,7 +105,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if reason := common.family_refusal(setup, TARGET):
         return reason
-    if reason := common.towered_refusal(model, "LLaMA-Factory"):
+    if reason := common.multimodal_refusal(model, "LLaMA-Factory"):
         return reason
     if setup.images is not None and model is not None and model.model_type not in _TEMPLATES:
         return f"LLaMA-Factory has no template for the pictures of {model.model_type}"
@@ -162,7 +162,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     job = common.after(env | meeting, COMMAND)
     command = job if request.num_nodes > 1 else common.after(env, COMMAND)
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
     notes = []
     if _template(request) is None:
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")

@@ -81,7 +81,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"{model.model_type} was not read in MLX-LM: plan with --target trl"
     if setup.method != "full" and adapts_expert_stacks(model, setup.lora_targets):
         return "MLX-LM's adapters of stacked experts were not read"
-    return common.model_refusal(setup.with_(attention="sdpa", trained_layers=0, adapter="lora"), model, TARGET)
+    return common.model_refusal(setup.replace(attention="sdpa", trained_layers=0, adapter="lora"), model, TARGET)
 
 
 def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:

@@ -37,7 +37,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
     setup, command = request.setup, f"python launch/{FILE}"
     notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
     main = LaunchFile(path=FILE, text=_script(request, runs))
     return Draft(title=f"sentence-transformers: {setup.aim.title}", main=main, command=command, notes=notes)
 

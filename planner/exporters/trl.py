@@ -95,7 +95,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if reason := common.family_refusal(setup, TARGET):
         return reason
-    if reason := common.towered_refusal(model, "trl sft"):
+    if reason := common.multimodal_refusal(model, "trl sft"):
         return reason
     if setup.images is not None and model is not None and model.model_type == "paligemma":
         return (
@@ -140,7 +140,7 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
         # the training process's: 0.5 GiB on an H200 (26 November 2026)
         env = common.environment(request.gpu)
         command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    runs = setup.replace(**{one.field: one.runs_as for one in found})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}"
@@ -240,7 +240,7 @@ def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
         Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
         *_checkpointing(setup),
         Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
-        *common.kernels_lines(setup.trusted_with(loss="chunked"), request.model),
+        *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
         said(TRL, setup, "compile") if setup.compile else None,
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         *several_gpus.sync_lines(setup),

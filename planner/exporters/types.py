@@ -173,7 +173,7 @@ class Launch(Draft):
 
     def runs_as(self, setup: TrainSetup) -> TrainSetup:
         """The setup that really runs: the planned one with the declared differences, by the target's own code."""
-        return setup.with_(**{one.field: one.runs_as for one in self.differences}).run_by(self.target)
+        return setup.replace(**{one.field: one.runs_as for one in self.differences}).run_by(self.target)
 
 
 def _plain(value: object) -> str:

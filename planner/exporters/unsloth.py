@@ -52,10 +52,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
     if reason := common.model_refusal(
-        setup.with_(attention="eager"), model, "unsloth"
+        setup.replace(attention="eager"), model, "unsloth"
     ):  # it picks its attention itself
         return reason
-    if reason := common.towered_refusal(model, "Unsloth"):
+    if reason := common.multimodal_refusal(model, "Unsloth"):
         return reason
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"

@@ -104,7 +104,7 @@ def hub_refusal(model: ModelSpec, attention: str) -> str:
 
 
 def _attentions(model: ModelSpec) -> tuple[AttentionSpec, ...]:
-    """Attention of every kind of layer, those of idle towers too (they are built with the same implementation)."""
+    """Attention of every kind of layer, those of idle encoders too (they are built with the same implementation)."""
     layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
     return tuple(one for layer in layers for one in (layer.attention, layer.cross_attention) if one is not None)
 

@@ -1,14 +1,14 @@
 """Activations: what autograd keeps of one layer for its backward, term by term, as the real modules do it.
 
 Every function returns bytes for `tokens` tokens of one layer (a micro-batch of sequences of `seq_len` tokens). They
-follow the data types of `Flow`; one walk over a layer's modules, no closed-form averages.
+follow the data types of `DtypePolicy`; one walk over a layer's modules, no closed-form averages.
 """
 
 from collections.abc import Mapping, Sequence
 
 from planner.hardware.kernels import masked
 from planner.memory.context_parallel import dealt_heads
-from planner.memory.dtypes import SIZE_BYTES, Flow, promote
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.linear_attention import linear_attention_saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
@@ -48,7 +48,7 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
         return kept
     if style == "layer-composed":
         return 8 * elements + 4 * rows + (4 * elements if trained else 0)
-    dtype = "fp32" if context.flow.autocast or style == "layer-cast-back" else input_dtype
+    dtype = "fp32" if context.dtypes.autocast or style == "layer-cast-back" else input_dtype
     return SIZE_BYTES[dtype] * elements + 8 * rows
 
 
@@ -77,9 +77,9 @@ def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -
     if norm_fused(norm, context):
         return input_dtype
     if norm.kind == "rms":
-        table = context.flow.adapter if context.tunes_norms and of_tokens(norm) else context.flow.table
+        table = context.dtypes.adapter if context.tunes_norms and of_tokens(norm) else context.dtypes.table
         return input_dtype if style == "rms-fp32" else promote(table, input_dtype)
-    return "fp32" if context.flow.autocast and style == "layer" else input_dtype
+    return "fp32" if context.dtypes.autocast and style == "layer" else input_dtype
 
 
 def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> tuple[int, int]:
@@ -99,17 +99,17 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
-    size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
+    size = SIZE_BYTES[context.dtypes.autocast or qkv_dtype]
     if context.kernel == "linear":
         package = context.setup.linear_attention == "fla"
-        return linear_attention_saved(attention, context.flow, tokens, package=package), 0
+        return linear_attention_saved(attention, context.dtypes, tokens, package=package), 0
     scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
         width = query_width + value_width
         kept = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         own = context.kernel == "efficient" and not context.traits.position_bias
         handed = own and masked(context.setup, attention, masks_packed=context.traits.masks_packed)
-        if handed and attention.adds_mask and SIZE_BYTES[context.flow.table] == size:
+        if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
         return size * kept + 4 * tokens * attention.num_heads, mask
@@ -143,14 +143,14 @@ def attention_held(layer: LayerSpec, context: LayerContext) -> int:
     found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
     if context.kernel not in ("flash", "efficient"):
         return 0
-    size = SIZE_BYTES[context.flow.attention_input]
+    size = SIZE_BYTES[context.dtypes.attention_input]
     return sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
 
 
 def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
     """Bytes per score of the layer's kernel; none for a kernel that keeps no tokens x tokens matrix."""
     if context.kernel == "eager":
-        return eager_scores(context.flow, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
+        return eager_scores(context.dtypes, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
     if context.kernel == "math":
         return math_scores(context.traits)
     return ScoreBytes()
@@ -158,7 +158,7 @@ def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str)
 
 def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     """Everything one layer keeps for its backward, by part."""
-    flow, saved = context.flow, Saved()
+    dtypes, saved = context.dtypes, Saved()
     by_role: dict[str, list[LinearSpec]] = {}
     for linear in layer.linears:
         by_role.setdefault(linear.role, []).append(linear)
@@ -168,44 +168,44 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     _add_attention(saved, layer, by_role, context, normed)
     before = saved.total
     late_norms = block_norms[1:] if not layer.parallel_residual else []
-    saved.late = sum(norm_saved(norm, context, flow.residual) for norm in late_norms)
+    saved.late = sum(norm_saved(norm, context, dtypes.residual) for norm in late_norms)
     add_mlp(saved, layer, by_role, context, normed)
     saved.fed = saved.total - before
     saved.late += saved.fed
     if last := norm_behind(layer):
-        saved.behind = norm_saved(last, context, context.flow.residual)
+        saved.behind = norm_saved(last, context, context.dtypes.residual)
     return saved
 
 
 def _normed_dtype(layer: LayerSpec, context: LayerContext) -> str:
     """Type of what the layer's first matrices take."""
     first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
-    residual = context.flow.residual
+    residual = context.dtypes.residual
     return residual if first is None else norm_output_dtype(first, context, residual)
 
 
 def qkv_dtype(layer: LayerSpec, context: LayerContext) -> str:
     """Type of queries, keys and values as their matrices give them."""
-    return context.flow.linear_out(_normed_dtype(layer, context))
+    return context.dtypes.linear_out(_normed_dtype(layer, context))
 
 
 def input_dtype(linear: LinearSpec, layer: LayerSpec, context: LayerContext) -> str:
     """Type of what one of the layer's matrices takes."""
-    flow, made = context.flow, qkv_dtype(layer, context)
+    dtypes, made = context.dtypes, qkv_dtype(layer, context)
     if linear.role == "down" and layer.mlp is not None:
-        return activation_dtype(layer.mlp.activation, flow, made)
-    return flow.autocast or made if linear.role == "o" else _normed_dtype(layer, context)
+        return activation_dtype(layer.mlp.activation, dtypes, made)
+    return dtypes.autocast or made if linear.role == "o" else _normed_dtype(layer, context)
 
 
 def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec], context: LayerContext) -> None:
     """Adds what stands on the residual stream itself: norms of whole tokens, clamps, dropouts."""
-    flow, traits = context.flow, context.traits
+    dtypes, traits = context.dtypes, context.traits
     width = context.tokens * context.hidden
     sums = 2 + int(layer.cross_attention is not None)
-    saved.norm += sum(norm_saved(norm, context, flow.residual) for norm in block_norms)
-    if layer.parallel_residual and len(block_norms) > 1 and not (flow.autocast and flow.residual != "fp32"):
+    saved.norm += sum(norm_saved(norm, context, dtypes.residual) for norm in block_norms)
+    if layer.parallel_residual and len(block_norms) > 1 and not (dtypes.autocast and dtypes.residual != "fp32"):
         # both norms of a parallel block keep the same residual
-        saved.norm -= SIZE_BYTES[flow.residual] * width
+        saved.norm -= SIZE_BYTES[dtypes.residual] * width
     if traits.residual_dropout:
         # masks of one byte after attention(s) and after the MLP
         saved.norm += sums * width
@@ -219,9 +219,9 @@ def _add_attention(
     normed: str,
 ) -> None:
     """Adds what the attention keeps, its matrices and the norms of its heads, given the type of its input. Features of
-    pictures, which a layer that looks at them is handed, are the tower's."""
-    flow = context.flow
-    qkv = flow.linear_out(normed)
+    pictures, which a layer that looks at them is handed, are the encoder's."""
+    dtypes = context.dtypes
+    qkv = dtypes.linear_out(normed)
     of_keys = context.of_keys
     for norm in layer.norms:
         if norm.rows_per_token > 1:
@@ -234,7 +234,7 @@ def _add_attention(
         rows = context.of_length(cross.key_tokens) if cross is not None and there else context
         saved.add("attention", inputs_saved(group, rows, normed, kept_elsewhere=there, pinned_elsewhere=there))
     seen = [one for one in projections if one.role in looks]
-    saved.add("attention", inputs_saved(seen, of_keys, looked_at_dtype(flow), kept_elsewhere=True))
+    saved.add("attention", inputs_saved(seen, of_keys, looked_at_dtype(dtypes), kept_elsewhere=True))
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
             kept, scores = attention_saved(attention, context, qkv)
@@ -247,13 +247,13 @@ def _add_attention(
     exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
     fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):
-        saved.add("attention", inputs_saved([output], context, context.flow.autocast or qkv, kept_elsewhere=fused))
+        saved.add("attention", inputs_saved([output], context, context.dtypes.autocast or qkv, kept_elsewhere=fused))
 
 
-def looked_at_dtype(flow: Flow) -> str:
-    """Data type of the pictures' features that layers of the text look at: of the tower's LayerNorms under autocast,
+def looked_at_dtype(dtypes: DtypePolicy) -> str:
+    """Data type of the pictures' features that layers of the text look at: of the encoder's LayerNorms under autocast,
     which a quantized projector returns as it comes."""
-    return "fp32" if flow.quantized and flow.autocast else flow.linear_out(flow.residual)
+    return "fp32" if dtypes.quantized and dtypes.autocast else dtypes.linear_out(dtypes.residual)
 
 
 def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
@@ -269,7 +269,7 @@ def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
     if spec is None or not fused or context.kernel not in ("flash", "efficient"):
         return 0
     prefixed = context.setup.kind.form == "prefix"
-    cast = context.flow.autocast is not None and SIZE_BYTES[made] == 4
+    cast = context.dtypes.autocast is not None and SIZE_BYTES[made] == 4
     if cast or spec.rotary == prefixed or (repeats_keys(spec, context) and not prefixed):
         return 0
     viewed = spec.num_heads * spec.head_dim if prefixed else spec.num_kv_heads * spec.value_head_dim

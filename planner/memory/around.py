@@ -80,7 +80,7 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
         logits: whether a metric wants them, of this batch alone: whole, whatever the loss.
     """
     every = int(setup.method == "full" or setup.kind.checkpointing)
-    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every, activation_offload=False)
+    forward = setup.replace(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every, activation_offload=False)
     memory = predict_memory(model, gpu, forward)
     inputs = checkpointed_inputs_bytes(model, forward)
     others = inputs - inputs // model.num_layers

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from planner.memory.dtypes import Flow
+from planner.memory.dtypes import DtypePolicy
 from planner.memory.trained import decoder_alone, frozen_below, trained_parameters
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
@@ -30,14 +30,14 @@ class AdapterCasts(NamedTuple):
 NO_ADAPTER_CASTS = AdapterCasts()
 
 
-def adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> AdapterCasts:
+def adapter_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> AdapterCasts:
     """Those of a setup."""
-    if setup.method == "full" or not flow.autocast or flow.adapter != "fp32":
+    if setup.method == "full" or not dtypes.autocast or dtypes.adapter != "fp32":
         return NO_ADAPTER_CASTS
     network = 2 * 3 * model.hidden_size**2 if setup.adapter == "p-tuning" else 0
     if setup.kind.form != "low-rank":
         return AdapterCasts(network)
-    adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
+    adapters_only = setup.replace_trusted(modules_to_save=()) if setup.modules_to_save else setup
     trained = trained_parameters(model, adapters_only)
     # fused functions cast by themselves, past autocast's cache
     fused = "lora" in setup.fused_parts(model.model_type)
@@ -67,7 +67,7 @@ class WeightCasts(NamedTuple):
         return frozen + (self.size_bytes if self.trained else of_kept), frozen + of_kept
 
 
-def weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> WeightCasts:
+def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> WeightCasts:
     """Those of a setup.
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
@@ -81,7 +81,7 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> WeightCasts
         return WeightCasts(2 * trained_parameters(model, setup).num, trained=True, gone=setup.checkpointing > 0)
     trained = setup.method == "full"
     batched = traits_of(model).dense_experts and trained
-    if flow.autocast is None or setup.quantized or flow.table != "fp32":
+    if dtypes.autocast is None or setup.quantized or dtypes.table != "fp32":
         return WeightCasts()
     copied = decoder_alone(model) if setup.frozen_encoder else model
     each = [

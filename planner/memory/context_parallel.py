@@ -41,7 +41,7 @@ def exchanged_bytes(attention: AttentionSpec, context: LayerContext) -> tuple[in
     setup, tokens = context.setup, context.tokens
     if setup.context_degree == 1:
         return 0, 0
-    size = SIZE_BYTES[context.flow.attention_input]
+    size = SIZE_BYTES[context.dtypes.attention_input]
     queries = attention.num_heads * attention.head_dim
     given = attention.num_heads * attention.value_head_dim
     dealt = dealt_heads(attention, setup)

@@ -12,7 +12,7 @@ def promote(first: str, second: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flow:
+class DtypePolicy:
     """Data types of one setup's forward.
 
     Attributes:
@@ -49,7 +49,7 @@ class Flow:
         return self.autocast or self.compute
 
 
-def flow_of(setup: TrainSetup) -> Flow:
+def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     """The data types of a setup.
 
     With `kbit_fp32_cast`, peft casts embeddings, norms and head to fp32, so the residual stream is fp32. Under
@@ -59,7 +59,7 @@ def flow_of(setup: TrainSetup) -> Flow:
     """
     casts_back = setup.kind.returns_input_type and setup.lora_targets == "all-linear"
     table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
-    return Flow(
+    return DtypePolicy(
         table=table,
         residual=table,
         compute=setup.compute_dtype,

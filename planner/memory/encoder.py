@@ -1,15 +1,15 @@
 """What stands around the layers of an encoder-decoder's encoder: sound, the convolutions over it, and the encoder's
 output, which the decoder's layers look at."""
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.spec import FrontEnd, ModelSpec
 from planner.setup import TrainSetup
 
 
-def encoder_output_bytes(model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
+def encoder_output_bytes(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
     """Bytes of the encoder's output, with its gradient where the backward goes into the encoder."""
     tokens = setup.micro_batch_seqs * (model.encoder_tokens or setup.seq_len_tokens)
-    wide = SIZE_BYTES["fp32" if flow.autocast else flow.residual]
+    wide = SIZE_BYTES["fp32" if dtypes.autocast else dtypes.residual]
     return 2 * wide * tokens * model.hidden_size
 
 
@@ -19,7 +19,7 @@ def sound_bytes(front: FrontEnd, setup: TrainSetup) -> int:
     return setup.micro_batch_seqs * front.input_elements * SIZE_BYTES[setup.weight_dtype if narrow else "fp32"]
 
 
-def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, flow: Flow) -> int:
+def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
     """Bytes that the convolutions keep: the inputs of both GELUs, and of the second convolution.
 
     Beside adapters and checkpointing the first one's output is a leaf (`enable_input_require_grads`; `WhisperEncoder`
@@ -30,5 +30,5 @@ def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, flo
     """
     if setup.method != "full" and not setup.checkpointing:
         return 0
-    wide = setup.micro_batch_seqs * model.hidden_size * front.frames * SIZE_BYTES[flow.autocast or flow.table]
+    wide = setup.micro_batch_seqs * model.hidden_size * front.frames * SIZE_BYTES[dtypes.autocast or dtypes.table]
     return 2 * wide + wide // 2

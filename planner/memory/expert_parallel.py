@@ -36,24 +36,24 @@ def dispatch_saved(layer: LayerSpec, context: LayerContext) -> int:
 
 
 def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
-    """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.transient.constant_transients`:
+    """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.temporary.constant_transients`:
     (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
 
     In order: a recomputed forward's end, with received rows, results and their way back; the experts' gradients beside
     those of the rows, or the largest of them once more (the product of a transposed stack is copied); their reduction.
     """
-    setup, flow = context.setup, context.flow
+    setup, dtypes = context.setup, context.dtypes
     if not dealt(layer, context):
         return ((0, 0),) * 3
     assert layer.mlp is not None
-    size = SIZE_BYTES[flow.table]
+    size = SIZE_BYTES[dtypes.table]
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
-    residual = 2 * context.tokens * SIZE_BYTES[flow.residual] * context.hidden
+    residual = 2 * context.tokens * SIZE_BYTES[dtypes.residual] * context.hidden
     stacks = [one.num_weights + one.num_bias for one in layer.linears if one.is_stack]
     elements, experts, ranks = sum(stacks), max(one.num for one in layer.linears if one.is_stack), replicas(setup)
-    wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if flow.autocast else size)
+    wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if dtypes.autocast else size)
     gradients = size * elements
-    recomputed = ((6 if flow.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
+    recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
     return (
         (recomputed, 0),
         (residual - saved.fed + gradients + max(3 * rows, size * max(stacks)), 0),

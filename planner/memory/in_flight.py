@@ -1,7 +1,7 @@
 """What pipeline stages hold of micro-batches beside the one that they compute."""
 
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.micro_batch import step_flow
+from planner.memory.micro_batch import step_dtype_policy
 from planner.memory.rank_part import RankPart
 from planner.memory.state import RankState
 from planner.setup import TrainSetup
@@ -59,7 +59,11 @@ def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micr
     """
     if setup.pipeline_degree == 1:
         return 0
-    one = SIZE_BYTES[step_flow(part.model, inner).residual] * part.model.hidden_size * inner.tokens_per_micro_batch
+    one = (
+        SIZE_BYTES[step_dtype_policy(part.model, inner).residual]
+        * part.model.hidden_size
+        * inner.tokens_per_micro_batch
+    )
     total = micro_batches * one * (int(not part.first) + int(not part.last))
     total += 0 if part.last else flight * one
     if not part.first and setup.checkpointing:

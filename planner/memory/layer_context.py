@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.hardware.kernels import Kernel
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.traits import Traits
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -19,7 +19,7 @@ class LayerContext:
     """
 
     setup: TrainSetup
-    flow: Flow
+    dtypes: DtypePolicy
     adapted: frozenset[str]
     kernel: Kernel
     tokens: int
@@ -42,7 +42,7 @@ class LayerContext:
         """The same for sequences of so many tokens; 0: of their own length."""
         if not tokens:
             return self
-        setup = self.setup.trusted_with(seq_len_tokens=tokens)
+        setup = self.setup.replace_trusted(seq_len_tokens=tokens)
         return replace(self, setup=setup, tokens=setup.forward_tokens)
 
     @property
@@ -51,7 +51,7 @@ class LayerContext:
 
         Source: bitsandbytes 0.50 `int8_vectorwise_dequant`; Axolotl 0.21 `monkeypatch/moe_quant.py`.
         """
-        return 4 if self.setup.quantization == "int8" else SIZE_BYTES[self.flow.table]
+        return 4 if self.setup.quantization == "int8" else SIZE_BYTES[self.dtypes.table]
 
     @property
     def key_tokens(self) -> int:

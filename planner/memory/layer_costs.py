@@ -11,19 +11,19 @@ from typing import NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import Kernel, attention_kernel, masked
 from planner.memory.activations import attention_held, layer_saved
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
 from planner.memory.streams import kept_by_streams
-from planner.memory.traits import traits_of
-from planner.memory.transient import (
+from planner.memory.temporary import (
     at_last_matrix,
-    backward_transient,
+    backward_temporary,
     constant_transients,
-    forward_transient,
+    forward_temporary,
     magnitude_bytes,
     merged_stacks,
 )
+from planner.memory.traits import traits_of
 from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
@@ -35,13 +35,13 @@ class LayerMoment(NamedTuple):
     """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
 
     recomputed: int
-    transient: int
+    temporary: int
     dequantized: int
 
     @property
     def total(self) -> int:
         """All parts."""
-        return self.recomputed + self.transient + self.dequantized
+        return self.recomputed + self.temporary + self.dequantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +75,11 @@ class LayerCosts:
 def in_common(setup: TrainSetup) -> TrainSetup:
     """The same for all setups that `layer_costs` finds equal."""
     some = min(1, setup.checkpointing)
-    return setup.trusted_with(checkpointing=some, selective_checkpointing=False, activation_offload=False)
+    return setup.replace_trusted(checkpointing=some, selective_checkpointing=False, activation_offload=False)
 
 
 def layer_costs(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow, adapted: Sequence[frozenset[str]]
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy, adapted: Sequence[frozenset[str]]
 ) -> tuple[LayerCosts, ...]:
     """The costs of every kind of layer.
 
@@ -90,14 +90,14 @@ def layer_costs(
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     found = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
-        own = setup.trusted_with(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
+        own = setup.replace_trusted(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
         if layer.frozen:  # as under adapters, of which it has none
-            own = own.trusted_with(method="lora")
+            own = own.replace_trusted(method="lora")
         context = LayerContext(
             setup=own,
-            flow=replace(flow, table="fp32") if setup.widens_trained and not layer.frozen else flow,
+            dtypes=replace(dtypes, table="fp32") if setup.widens_trained and not layer.frozen else dtypes,
             adapted=names,
-            kernel=_kernel(model, layer, gpu, own, flow),
+            kernel=_kernel(model, layer, gpu, own, dtypes),
             tokens=own.forward_tokens,
             hidden=model.hidden_size,
             traits=traits,
@@ -113,33 +113,33 @@ def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
     """Rows of the micro-batch's pictures that a layer attends to instead of its own tokens."""
     if not layer.looks or setup.images is None:
         return 0
-    from planner.models.towers import tower_of  # late: text alone needs none of it
+    from planner.models.encoders import encoder_of  # late: text alone needs none of it
 
-    return setup.micro_batch_seqs * setup.images.num * tower_of(model, setup.images).projectors[0].tokens
+    return setup.micro_batch_seqs * setup.images.num * encoder_of(model, setup.images).projectors[0].tokens
 
 
 def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
-    setup, flow, tokens, traits = context.setup, context.flow, context.tokens, context.traits
+    setup, dtypes, tokens, traits = context.setup, context.dtypes, context.tokens, context.traits
     saved = layer_saved(layer, context)
     saved.norm += kept_by_streams(context)
     mask = beside = dequantized = 0
     if layer.attention is not None:
         handed = masked(setup, layer.attention, masks_packed=traits.masks_packed)
-        each = mask_bytes(context.kernel, flow, masked=handed, adds=layer.attention.adds_mask)
+        each = mask_bytes(context.kernel, dtypes, masked=handed, adds=layer.attention.adds_mask)
         mask = each * tokens * context.row_tokens
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
         beside = magnitude_bytes(layer, context)
     beside = max(beside, tokens * at_last_matrix(layer, context, saved))
     if setup.quantized:
-        dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
+        dequantized = max([dequantized_bytes(one, setup, dtypes.residual) for one in layer.linears], default=0)
     return LayerCosts(
         saved=saved,
-        entry=SIZE_BYTES[flow.residual] * context.hidden * tokens * traits.streams,
+        entry=SIZE_BYTES[dtypes.residual] * context.hidden * tokens * traits.streams,
         held=attention_held(layer, context),
-        forward=forward_transient(layer, context),
+        forward=forward_temporary(layer, context),
         merged=merged_stacks(layer, context),
         beside=beside,
-        moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
+        moments=((backward_temporary(layer, context, saved), 0), *constant_transients(layer, context, saved)),
         dequantized=dequantized,
         mask=mask,
         row_tokens=context.row_tokens,
@@ -147,7 +147,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     )
 
 
-def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
+def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy) -> Kernel:
     if layer.attention is None:
         return "linear"
-    return attention_kernel(model, setup, gpu, layer.attention, flow.attention_input)
+    return attention_kernel(model, setup, gpu, layer.attention, dtypes.attention_input)

@@ -1,6 +1,6 @@
 """Linear attention (gated delta rule): what transformers' own torch code and flash-linear-attention keep."""
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.spec import AttentionSpec
 
 CHUNK = 64
@@ -11,7 +11,7 @@ _DECAY = 22
 """Bytes per token and value head that the operations of the decay and beta keep, in fp32 and 16 bit."""
 
 
-def linear_attention_saved(attention: AttentionSpec, flow: Flow, tokens: int, *, package: bool = False) -> int:
+def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens: int, *, package: bool = False) -> int:
     """Bytes kept by one gated-delta-rule layer between its projections.
 
     Per token and value head of key size k and value size v, with keys repeated to the value heads: the convolution's
@@ -29,7 +29,7 @@ def linear_attention_saved(attention: AttentionSpec, flow: Flow, tokens: int, *,
     """
     heads = attention.num_heads
     keys, values = heads * attention.head_dim, heads * attention.value_head_dim
-    size = SIZE_BYTES[flow.compute]
+    size = SIZE_BYTES[dtypes.compute]
     conv = 2 * size * (2 * attention.num_kv_heads * attention.head_dim + values)
     states = heads * attention.head_dim * attention.value_head_dim // CHUNK
     casts = 8 if size < 4 else 0  # q and k copied up to fp32
@@ -37,6 +37,6 @@ def linear_attention_saved(attention: AttentionSpec, flow: Flow, tokens: int, *,
         normalized = 2 * attention.num_kv_heads * (size * attention.head_dim + 4)
         chunks = heads * (size * CHUNK + _DECAY)
         return tokens * (conv + normalized + size * values + chunks + (8 + size) * values)
-    if flow.autocast:
+    if dtypes.autocast:
         return tokens * (conv + (34 + casts) * keys + 8 * values + 14 * heads * CHUNK + 8 * states + 10 * values)
     return tokens * (conv + (24 + casts) * keys + 12 * values + 20 * heads * CHUNK + 4 * states + (8 + size) * values)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.in_flight import in_flight_losses_bytes
-from planner.memory.micro_batch import cached_bytes, step_flow
+from planner.memory.micro_batch import cached_bytes, step_dtype_policy
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart
-from planner.memory.reference import Asked
+from planner.memory.reference import ReferenceForward
 from planner.memory.state import RankState
 from planner.memory.types import Term, total_bytes
 from planner.models.spec import ModelSpec
@@ -19,25 +19,25 @@ from planner.setup_fields import SAVED_HEADS
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
-    flow, by, aim = step_flow(model, setup), setup.by, setup.aim
+    dtypes, by, aim = step_dtype_policy(model, setup), setup.by, setup.aim
     shape = LossShape(
         tokens=setup.forward_tokens if aim.head == "none" else setup.scored_tokens,
         vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
         hidden_size=model.hidden_size,
-        logit_bytes=SIZE_BYTES[flow.autocast or flow.table],
-        hidden_bytes=SIZE_BYTES[flow.residual],
+        logit_bytes=SIZE_BYTES[dtypes.autocast or dtypes.table],
+        hidden_bytes=SIZE_BYTES[dtypes.residual],
         head_trained=setup.trains_everything or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
         softcap=model.logit_softcap,
-        head_cast=flow.autocast is not None and flow.table == "fp32",
+        head_cast=dtypes.autocast is not None and dtypes.table == "fp32",
         upcast=by.upcasts_logits and not model.is_encoder_decoder,
-        narrow=model.is_encoder_decoder and flow.autocast is not None,
+        narrow=model.is_encoder_decoder and dtypes.autocast is not None,
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
         compiled=setup.compiled and by.compiles_loss,
-        asked=setup.asks_beside,
-        widened=by.widens_outputs and flow.autocast is not None,
+        asked=setup.asks_reference,
+        widened=by.widens_outputs and dtypes.autocast is not None,
         upcast_early=by.transformers_loss and setup.before_transformers(4, 46),
         copies_shifted=by.transformers_loss and setup.before_transformers(4, 49),
     )
@@ -85,11 +85,11 @@ class LossMoment(NamedTuple):
             chain.loss_bytes + outputs_bytes,
             chain.backward_bytes + state.loss_backward_bytes,
             state.trained.head * state.trained.outer_bytes + chain.logits_bytes,
-            chain.asked_bytes + state.asked_bytes,
+            chain.reference_forward_bytes + state.reference_forward_bytes,
             state.arriving_bytes,
         )
 
-    def largest(self, until_loss: int, asked: Asked) -> int:
+    def largest(self, until_loss: int, asked: ReferenceForward) -> int:
         """Bytes of the largest of them beside activations of which this is gone in the loss's own backward, and what a
         reference holds."""
         found = max(self.within + until_loss, self.forward, self.backward, self.head)
@@ -128,8 +128,8 @@ def _asking(state: RankState, chain: LossChain, parts: ActivationParts, loss: st
     if not parts.asked.frames:
         return ()
     return (
-        ("loss", f"what the loss keeps ({loss})", chain.asked_bytes),
+        ("loss", f"what the loss keeps ({loss})", chain.reference_forward_bytes),
         ("activations", "what the reference's forward holds", parts.asked.frames + parts.asked.cached),
         ("activations", "one layer of it, or the next one's weights", max(parts.asked.layer, state.arriving_bytes)),
-        ("weights", "weights and buffers beside it", state.asked_bytes),
+        ("weights", "weights and buffers beside it", state.reference_forward_bytes),
     )

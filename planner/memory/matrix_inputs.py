@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from planner.choices.adapters import block_size
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.layer_context import Inputs, LayerContext
 from planner.models.spec import LinearSpec
 from planner.setup import TrainSetup
@@ -55,13 +55,13 @@ def _compiled(
     Source: PyTorch 2.13 `torch/_functorch/partitioners.py`: what a product of the backward reads is not recomputed.
     Measured: its partitioner on a Llama layer, full and LoRA: equal (benchmarks/compiled_layers.py).
     """
-    flow, tokens = context.flow, context.tokens
+    dtypes, tokens = context.dtypes, context.tokens
     adapted = sum(linear.name in context.adapted for linear in linears)
     copy = 0
     if (context.trained or adapted) and not kept_elsewhere:
         active = max(linear.num_active for linear in linears)
-        copy = SIZE_BYTES[flow.autocast or input_dtype] * linears[0].in_features * tokens * active
-    inner = adapted * context.setup.lora_rank * tokens * SIZE_BYTES[flow.autocast or flow.adapter]
+        copy = SIZE_BYTES[dtypes.autocast or input_dtype] * linears[0].in_features * tokens * active
+    inner = adapted * context.setup.lora_rank * tokens * SIZE_BYTES[dtypes.autocast or dtypes.adapter]
     return Inputs(base=copy, adapters=inner) if context.trained else Inputs(adapters=copy + inner)
 
 
@@ -69,7 +69,7 @@ def _base_keeps(linears: Sequence[LinearSpec], context: LayerContext, input_dtyp
     """Bytes of their input that trained matrices keep; autocast copies it once for each."""
     if not context.trained:
         return 0
-    elements, cast = linears[0].in_features * context.tokens, context.flow.autocast
+    elements, cast = linears[0].in_features * context.tokens, context.dtypes.autocast
     if cast and input_dtype != cast:
         return SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
     return 0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
@@ -77,16 +77,16 @@ def _base_keeps(linears: Sequence[LinearSpec], context: LayerContext, input_dtyp
 
 def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, shared: bool) -> int:
     """Bytes that the adapters of matrices with one input keep; `shared`: something else keeps that input."""
-    flow, setup = context.flow, context.setup
+    dtypes, setup = context.dtypes, context.setup
     elements = adapted[0].in_features * context.tokens
     constant = 0
     if setup.adapter != "lora" and not setup.kind.like_lora:
         constant = sum(_kept_by_kind(one, context, input_dtype) for one in adapted)
         if setup.adapter not in KEEP_INPUTS:
             return constant
-    direct, copy_dtype = adapter_input(flow, input_dtype)
+    direct, copy_dtype = adapter_input(dtypes, input_dtype)
     if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
-        direct = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
+        direct = dtypes.adapter == input_dtype and dtypes.autocast in (None, input_dtype)
     size = SIZE_BYTES[copy_dtype]
     if setup.lora_dropout > 0:
         # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
@@ -95,22 +95,22 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
         extra = 0 if shared else size * elements
     else:
         extra = len(adapted) * size * elements
-    inner = SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
+    inner = SIZE_BYTES[dtypes.autocast or dtypes.adapter] * setup.lora_rank * context.tokens * len(adapted)
     return extra + (constant or inner)
 
 
-def adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
+def adapter_input(dtypes: DtypePolicy, input_dtype: str) -> tuple[bool, str]:
     """Whether adapted matrices share the kept input, and the type it is kept in."""
-    if flow.autocast:
-        direct = input_dtype == flow.autocast and (flow.quantized or flow.adapter == input_dtype)
-        return direct, flow.autocast
-    return flow.adapter == input_dtype, flow.adapter
+    if dtypes.autocast:
+        direct = input_dtype == dtypes.autocast and (dtypes.quantized or dtypes.adapter == input_dtype)
+        return direct, dtypes.autocast
+    return dtypes.adapter == input_dtype, dtypes.adapter
 
 
-def handed_on(flow: Flow, input_dtype: str) -> str:
+def handed_on(dtypes: DtypePolicy, input_dtype: str) -> str:
     """Type in which an adapter is handed its matrix's input: cast to its own, but by bitsandbytes' layers under
     autocast."""
-    return input_dtype if flow.quantized and flow.autocast else flow.adapter
+    return input_dtype if dtypes.quantized and dtypes.autocast else dtypes.adapter
 
 
 def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list[LinearSpec]]:
@@ -136,16 +136,16 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
     Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
     `tuners/oft/layer.py` _cayley_batch.
     """
-    setup, flow = context.setup, context.flow
+    setup, dtypes = context.setup, context.dtypes
     out, inside, rank = linear.out_features, linear.in_features, setup.lora_rank
-    multiplied, returned = SIZE_BYTES[flow.autocast or flow.adapter], SIZE_BYTES[flow.linear_out(input_dtype)]
+    multiplied, returned = SIZE_BYTES[dtypes.autocast or dtypes.adapter], SIZE_BYTES[dtypes.linear_out(input_dtype)]
     if setup.adapter == "oft":
         return 6 * multiplied * inside * block_size(inside, rank)
     per_token = {
         "dora": multiplied * rank + (returned + multiplied) * out,
         "adalora": multiplied * rank,
         "vera": multiplied * (rank + out),
-        "ia3": SIZE_BYTES[flow.adapter] * inside if linear.role == "down" else returned * out,
+        "ia3": SIZE_BYTES[dtypes.adapter] * inside if linear.role == "down" else returned * out,
     }
     return context.tokens * per_token.get(setup.adapter, 0)
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.casts import NO_ADAPTER_CASTS, AdapterCasts, WeightCasts, adapter_casts, weight_casts
-from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.encoder import convolutions_bytes, encoder_output_bytes, sound_bytes
 from planner.memory.layer_costs import LayerCosts, LayerMoment, layer_costs
 from planner.memory.outside_layers import kept_by_outer_norms
 from planner.memory.parts import PARTS, ActivationParts
 from planner.memory.position_bias import position_bias_bytes
-from planner.memory.reference import asked_bytes
+from planner.memory.reference import reference_forward_bytes
 from planner.memory.trained import adapted_names, frozen_below, parted, whole_where_frozen
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
@@ -29,20 +29,21 @@ ON_DEVICE_INPUTS = 2
 """Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""
 
 
-def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
-    """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
+def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
+    """The data types of a setup on one model: `dtype_policy_of`, and the residual stream that autocast's LayerNorm
+    widens.
 
     nn.LayerNorm returns fp32 under autocast, so the stream of a model with LayerNorm is fp32 from its first layer on
-    where matrices return their input's type (`Flow.returns_input`).
+    where matrices return their input's type (`DtypePolicy.returns_input`).
     """
-    flow = flow_of(setup)
+    dtypes = dtype_policy_of(setup)
     traits = traits_of(model)
-    if flow.autocast and (traits.streams > 1 or (flow.returns_input and traits.norm == "layer")):
-        return replace(flow, residual="fp32")
-    return flow
+    if dtypes.autocast and (traits.streams > 1 or (dtypes.returns_input and traits.norm == "layer")):
+        return replace(dtypes, residual="fp32")
+    return dtypes
 
 
-class Groundwork(NamedTuple):
+class SharedLayerCosts(NamedTuple):
     """What of one micro-batch's activations is the same however many layers are checkpointed, as long as some are or
     none is; all in bytes.
 
@@ -52,7 +53,7 @@ class Groundwork(NamedTuple):
         outside: kept outside the layers, by part; final_norm: by the norm behind them.
     """
 
-    flow: Flow
+    dtypes: DtypePolicy
     costs: Sequence[LayerCosts]
     layers: Sequence[int]
     below: int
@@ -62,45 +63,45 @@ class Groundwork(NamedTuple):
     weight_casts: WeightCasts
 
 
-def groundwork(
+def shared_layer_costs(
     model: ModelSpec,
     gpu: GpuSpec,
     setup: TrainSetup,
     costs: Sequence[LayerCosts] | None = None,
     *,
     casts_adapters: bool = True,
-) -> Groundwork:
+) -> SharedLayerCosts:
     """The groundwork of a setup; equal for all that have the same `in_common`.
 
     Args:
         costs: of every kind of layer; None: `costs_of`.
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
-    flow, below = step_flow(model, setup), frozen_below(model, setup)
+    dtypes, below = step_dtype_policy(model, setup), frozen_below(model, setup)
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
-    costs = costs_of(model, gpu, setup, flow) if costs is None else costs
-    before, final_norm = kept_by_outer_norms(model, setup, flow)
-    return Groundwork(
-        flow=flow,
+    costs = costs_of(model, gpu, setup, dtypes) if costs is None else costs
+    before, final_norm = kept_by_outer_norms(model, setup, dtypes)
+    return SharedLayerCosts(
+        dtypes=dtypes,
         costs=costs,
         layers=_counted(model, setup, below)[0],
         below=below,
         outside={"norm": before, "masks": _masks(model, costs)},
         final_norm=final_norm,
-        adapter_casts=adapter_casts(model, setup, flow) if casts_adapters else NO_ADAPTER_CASTS,
-        weight_casts=weight_casts(model, setup, flow),
+        adapter_casts=adapter_casts(model, setup, dtypes) if casts_adapters else NO_ADAPTER_CASTS,
+        weight_casts=weight_casts(model, setup, dtypes),
     )
 
 
 def activation_parts(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ground: Groundwork | None = None
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ground: SharedLayerCosts | None = None
 ) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation.
 
     Args:
-        ground: what `groundwork` says of this setup, where it is known already.
+        ground: what `shared_layer_costs` says of this setup, where it is known already.
     """
-    ground = groundwork(model, gpu, setup) if ground is None else ground
+    ground = shared_layer_costs(model, gpu, setup) if ground is None else ground
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs, counts, forwards = ground.costs, ground.layers, setup.live_forwards
     kept = _counted(model, setup, ground.below)[1]
@@ -115,7 +116,7 @@ def activation_parts(
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()} if forwards > 1 else stored,
         recomputed=largest.recomputed,
-        transient=largest.transient,
+        temporary=largest.temporary,
         layer_moments=layer_moments,
         forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
         dequantized=max([one.dequantized for one in costs]),
@@ -124,16 +125,16 @@ def activation_parts(
         adapter_casts=adapter_cache,
         forwards=forwards,
         sound=sound_bytes(model.front_end, setup) if model.front_end is not None else 0,
-        asked=asked_bytes(model, setup, ground.flow, costs, casts[0]),
+        asked=reference_forward_bytes(model, setup, ground.dtypes, costs, casts[0]),
         hooked=hooked_bytes(model, setup),
         cached=cached_bytes(model, setup, beside_graph=True),
     )
 
 
-def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> tuple[LayerCosts, ...]:
+def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[LayerCosts, ...]:
     """The costs of every kind of layer with the setup's adapters; equal for all that have the same `in_common`."""
     targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
-    return layer_costs(model, gpu, setup, flow, adapted_names(model, targets))
+    return layer_costs(model, gpu, setup, dtypes, adapted_names(model, targets))
 
 
 def _kept_by_layers(
@@ -202,9 +203,9 @@ def _largest_moments(
     return tuple([max(of_all_kinds, key=_TOTAL) for of_all_kinds in zip(*moments, strict=True)])
 
 
-def _moment(recomputed: int, transient: int, constant: int) -> LayerMoment:
+def _moment(recomputed: int, temporary: int, constant: int) -> LayerMoment:
     """One moment, where less than nothing beside what is recomputed is part of that which is not there."""
-    return LayerMoment(max(0, recomputed + min(0, transient)), max(0, transient), constant)
+    return LayerMoment(max(0, recomputed + min(0, temporary)), max(0, temporary), constant)
 
 
 def _forward_temporaries(
@@ -221,26 +222,26 @@ def _forward_temporaries(
     return max(again - behind, whole)
 
 
-def _stored(model: ModelSpec, setup: TrainSetup, ground: Groundwork, kept: Sequence[int]) -> dict[str, int]:
+def _stored(model: ModelSpec, setup: TrainSetup, ground: SharedLayerCosts, kept: Sequence[int]) -> dict[str, int]:
     """What is kept to the backward's end by part, copies apart."""
     stored = _kept_by_layers(setup, ground.costs, ground.layers, kept)
     for part, size in ground.outside.items():
         stored[part] += size
     last = ground.costs[-1]
     stored["bias"] = position_bias_bytes(
-        model, setup, ground.flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept)
+        model, setup, ground.dtypes, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept)
     )
     if model.is_encoder_decoder:
-        stored["output"] = encoder_output_bytes(model, setup, ground.flow)
+        stored["output"] = encoder_output_bytes(model, setup, ground.dtypes)
     if model.front_end is not None and not ground.below:
-        stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.flow)
+        stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.dtypes)
     return stored
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
     counts, kept = _counted(model, setup, frozen_below(model, setup))
-    size = SIZE_BYTES[step_flow(model, setup).residual]
+    size = SIZE_BYTES[step_dtype_policy(model, setup).residual]
     return (
         (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
     )
@@ -260,8 +261,8 @@ def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = Fa
     """
     if not setup.use_cache:
         return 0
-    flow = step_flow(model, setup)
-    size = SIZE_BYTES[flow.autocast or flow.attention_input]
+    dtypes = step_dtype_policy(model, setup)
+    size = SIZE_BYTES[dtypes.autocast or dtypes.attention_input]
     counts, kept = _counted(model, setup, 0)
     total = 0
     for layer, count, num in zip(model.layer_kinds, counts, kept, strict=True):

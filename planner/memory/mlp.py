@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.expert_parallel import dispatch_saved
 from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.matrix_inputs import by_input, inputs_saved
@@ -17,21 +17,21 @@ input (relu: its output).
 Source: transformers 5.23 `activations.py`."""
 
 
-def activation_bytes(activation: str, flow: Flow, dtype: str) -> int:
+def activation_bytes(activation: str, dtypes: DtypePolicy, dtype: str) -> int:
     """Bytes per element that an activation function keeps, given its input's type.
 
     A power is on autocast's fp32 list: the composed GELU then keeps a 16-bit product, an fp32 copy of its input, the
     fp32 tanh and the fp32 sum.
     """
     copies = ACTIVATION_COPIES.get(activation, 1)
-    if copies == 4 and flow.autocast:
+    if copies == 4 and dtypes.autocast:
         return SIZE_BYTES[dtype] + 12
     return copies * SIZE_BYTES[dtype]
 
 
-def activation_dtype(activation: str, flow: Flow, dtype: str) -> str:
+def activation_dtype(activation: str, dtypes: DtypePolicy, dtype: str) -> str:
     """Type of the activated tensor: the composed GELU comes out of autocast in fp32."""
-    return "fp32" if flow.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
+    return "fp32" if dtypes.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
 
 
 def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
@@ -55,14 +55,14 @@ def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerConte
     Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202; liger-kernel 0.8.5
     `ops/swiglu.py`, `ops/geglu.py`.
     """
-    flow = context.flow
-    dtype = flow.linear_out(input_dtype)
+    dtypes = context.dtypes
+    dtype = dtypes.linear_out(input_dtype)
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
     if gated_fused(mlp, context):
         return 2 * SIZE_BYTES[dtype] * elements
-    kept = activation_bytes(mlp.activation, flow, dtype)
+    kept = activation_bytes(mlp.activation, dtypes, dtype)
     if mlp.kind != "plain":
-        kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, flow, dtype)]
+        kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, dtypes, dtype)]
     return kept * elements
 
 
@@ -78,12 +78,12 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     Source: transformers 5.23 `integrations/moe.py` (grouped matrices), `MixtralSparseMoeBlock` and `Llama4TextExperts`;
     peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `autocast_mode.cpp` (`bmm`).
     """
-    flow, traits = context.flow, context.traits
+    dtypes, traits = context.dtypes, context.traits
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    size = SIZE_BYTES[flow.table]
+    size = SIZE_BYTES[dtypes.table]
     routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
     copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
-    multiplied = SIZE_BYTES[flow.autocast] if traits.dense_experts and flow.autocast else size
+    multiplied = SIZE_BYTES[dtypes.autocast] if traits.dense_experts and dtypes.autocast else size
     kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * multiplied
@@ -101,11 +101,15 @@ def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -
     experts = [one for one in layer.linears if one.is_expert and not one.is_stack]
     if not experts:
         return
-    saved.mlp += SIZE_BYTES[context.flow.table] * context.tokens * experts[0].num_active * context.hidden
+    saved.mlp += SIZE_BYTES[context.dtypes.table] * context.tokens * experts[0].num_active * context.hidden
     if context.trained:
         return
     routed = replace(context, tokens=context.tokens * experts[0].num_active)
-    dtype = context.flow.residual if context.flow.autocast is None else context.flow.linear_out(context.flow.residual)
+    dtype = (
+        context.dtypes.residual
+        if context.dtypes.autocast is None
+        else context.dtypes.linear_out(context.dtypes.residual)
+    )
     for group in by_input(experts):
         one_of_each = [replace(one, num=1, num_active=1) for one in group]
         saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
@@ -137,9 +141,9 @@ def _add_last(
     saved: Saved, layer: LayerSpec, mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, normed: str
 ) -> None:
     """Adds what a dense MLP's last matrix keeps of its input."""
-    flow = context.flow
+    dtypes = context.dtypes
     again = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
-    activated = activation_dtype(mlp.activation, flow, flow.linear_out(normed))
+    activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(normed))
     of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
     saved.add("mlp", of_down)
     saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again

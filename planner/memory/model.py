@@ -1,4 +1,4 @@
-"""The memory of every distinct rank of a setup: by its step profile, or by closed forms. One GPU is a spread of one."""
+"""The memory of every distinct rank of a setup: by its step profile, or by closed forms. One GPU is a layout of one."""
 
 from planner.engines import engine_of
 from planner.hardware.gpu import GpuSpec

@@ -61,7 +61,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
 
 
 def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
-    """Before the layers' backward, and the backward of a tower, which comes behind it."""
+    """Before the layers' backward, and the backward of an encoder, which comes behind it."""
     cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
     kept = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
@@ -75,10 +75,10 @@ def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, .
         Moment("head", stored),
     ]
     if seen:
-        running: Term = ("activations", "one layer's forward temporaries", parts.tower.forward)
+        running: Term = ("activations", "one layer's forward temporaries", parts.encoder.forward)
         found.append(Moment("forward", (*seen, running)))
         name = "one recomputed layer of the tower, and gradients"
-        found += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.tower.backward]
+        found += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.encoder.backward]
     return found
 
 
@@ -86,7 +86,7 @@ def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
     """What one layer's backward makes."""
     return (
         ("activations", "one recomputed layer", moment.recomputed),
-        ("workspace", "one layer's gradients of activations", moment.transient),
+        ("workspace", "one layer's gradients of activations", moment.temporary),
         ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
     )
 
@@ -98,11 +98,11 @@ def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
 
 
 def _seen(parts: ActivationParts) -> tuple[Term, ...]:
-    """Of pictures: what their tower keeps for its backward, and what its forward hands to the text's."""
-    if not parts.tower.inputs:
+    """Of pictures: what their encoder keeps for its backward, and what its forward hands to the text's."""
+    if not parts.encoder.inputs:
         return ()
     return (
-        ("activations", "the tower's activations", parts.tower.stored),
-        ("activations", "the tower's mask (patches x patches)", parts.tower.mask),
-        ("activations", "between tower and text", parts.tower.behind),
+        ("activations", "the tower's activations", parts.encoder.stored),
+        ("activations", "the tower's mask (patches x patches)", parts.encoder.mask),
+        ("activations", "between tower and text", parts.encoder.behind),
     )

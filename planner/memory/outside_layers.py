@@ -1,19 +1,19 @@
 """What the text's tokens keep before the layers and behind them."""
 
 from planner.memory.activations import norm_saved
-from planner.memory.dtypes import Flow
+from planner.memory.dtypes import DtypePolicy
 from planner.memory.layer_context import LayerContext
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
-def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
+def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[int, int]:
     """Bytes that the norms around the layers keep of one forward: (before them, to the backward's end; the last one
     behind them)."""
     around = LayerContext(
-        setup=setup.trusted_with(method="lora") if setup.trained_layers else setup,
-        flow=flow,
+        setup=setup.replace_trusted(method="lora") if setup.trained_layers else setup,
+        dtypes=dtypes,
         adapted=frozenset(),
         kernel="flash",
         tokens=setup.forward_tokens,
@@ -23,5 +23,5 @@ def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tupl
     )
     before = [one for one in model.outer_norms if "embed" in one.name]
     behind = [one for one in model.outer_norms if "embed" not in one.name][-1:]
-    kept, last = ([norm_saved(norm, around, flow.residual) for norm in norms] for norms in (before, behind))
+    kept, last = ([norm_saved(norm, around, dtypes.residual) for norm in norms] for norms in (before, behind))
     return sum(kept), sum(last)

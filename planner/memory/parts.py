@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.memory.layer_costs import LayerMoment
-from planner.memory.reference import Asked
+from planner.memory.reference import ReferenceForward
 from planner.records import dataclass
 
 PARTS = (
@@ -13,16 +13,16 @@ PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerBytes:
+class EncoderBytes:
     """Bytes of one micro-batch's pictures.
 
     Attributes:
         inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
             `Trainer.get_batch_samples`), so that they stay until the step's end.
-        stored: from the tower's forward to its backward; 0 where nothing asks for a gradient there.
+        stored: from the encoder's forward to its backward; 0 where nothing asks for a gradient there.
         mask: as long, of all frames with all: it grows with the square of the micro-batch.
         behind: between its layers and the text, gone when the layers' backward comes.
-        forward: the tower's own forward at its largest beyond what is stored.
+        forward: the encoder's own forward at its largest beyond what is stored.
         backward: its backward's moments beyond what is stored.
     """
 
@@ -34,7 +34,7 @@ class TowerBytes:
     backward: tuple[int, ...] = ()
 
 
-NO_TOWER = TowerBytes()
+NO_ENCODER = EncoderBytes()
 """Of text alone."""
 
 
@@ -43,15 +43,15 @@ class ActivationParts(NamedTuple):
 
     Attributes:
         stored: kept over the layers, by part.
-        recomputed: the largest checkpointed layer during its backward; transient: one layer's gradients of activations.
+        recomputed: the largest checkpointed layer during its backward; temporary: one layer's gradients of activations.
         forward_temp: one layer's forward temporaries.
         dequantized: one 16-bit copy of a quantized matrix.
         weight_casts: autocast's copies of weights alive in (forward and loss, backward).
-        layer_moments: what can be the largest moment of one layer's backward; `recomputed` and `transient` are those of
+        layer_moments: what can be the largest moment of one layer's backward; `recomputed` and `temporary` are those of
             the largest.
         forwards: with gradients, one after another, before one backward; all that is kept is of all of them.
         sound: of a micro-batch's clips, which stay until the step's end.
-        tower: of the pictures (`planner.memory.tower`).
+        encoder: of the pictures (`planner.memory.modality_encoder`).
         asked: of a reference that is asked beside all this.
         hooked: at the backward's end, in place of what is left of what is stored
             (`planner.memory.micro_batch.hooked_bytes`).
@@ -60,7 +60,7 @@ class ActivationParts(NamedTuple):
 
     stored: dict[str, int]
     recomputed: int
-    transient: int
+    temporary: int
     forward_temp: int
     dequantized: int
     final_norm: int
@@ -69,8 +69,8 @@ class ActivationParts(NamedTuple):
     layer_moments: tuple[LayerMoment, ...] = ()
     forwards: int = 1
     sound: int = 0
-    tower: TowerBytes = NO_TOWER
-    asked: Asked = Asked()
+    encoder: EncoderBytes = NO_ENCODER
+    asked: ReferenceForward = ReferenceForward()
     hooked: int = 0
     cached: int = 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_kernel
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.step_profile import Form, Group, Piece, ProfileMoment, StepProfile
 from planner.models.spec import ModelSpec
 from planner.packed import read_packed, write_packed
@@ -104,7 +104,7 @@ _ADAPTERS = (*_LIKE_LORA, "dora", "vera")
 
 def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card."""
-    dtype = flow_of(setup).attention_input
+    dtype = dtype_policy_of(setup).attention_input
     found = {
         attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
         for layer in model.layer_kinds
@@ -142,7 +142,7 @@ _FIELDS = (
 def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:
     """The profile of a setup's structure, None where there is none. A rank of DDP does what one GPU does."""
     if setup.parallel == "ddp" and not setup.is_split:
-        setup = setup.trusted_with(num_gpus=1, parallel="none")
+        setup = setup.replace_trusted(num_gpus=1, parallel="none")
     if not profiled_kind(setup):
         return None
     known = profiles_of(model)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.layer_costs import LayerCosts
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 
-class Asked(NamedTuple):
+class ReferenceForward(NamedTuple):
     """Bytes of a forward that keeps nothing.
 
     Attributes:
@@ -24,9 +24,9 @@ class Asked(NamedTuple):
     cached: int = 0
 
 
-def asked_bytes(
-    model: ModelSpec, setup: TrainSetup, flow: Flow, costs: Sequence[LayerCosts], weight_casts: int
-) -> Asked:
+def reference_forward_bytes(
+    model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy, costs: Sequence[LayerCosts], weight_casts: int
+) -> ReferenceForward:
     """Of one micro-batch; nothing where no reference is asked there.
 
     Args:
@@ -34,7 +34,9 @@ def asked_bytes(
 
     Source: trl 1.16 `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (no_grad, without checkpointing).
     """
-    if not setup.asks_beside:
-        return Asked()
-    frames = 4 * SIZE_BYTES[flow.residual] * model.hidden_size * setup.forward_tokens
-    return Asked(frames, max(one.forward + one.merged for one in costs), weight_casts if setup.copies_reference else 0)
+    if not setup.asks_reference:
+        return ReferenceForward()
+    frames = 4 * SIZE_BYTES[dtypes.residual] * model.hidden_size * setup.forward_tokens
+    return ReferenceForward(
+        frames, max(one.forward + one.merged for one in costs), weight_casts if setup.copies_reference else 0
+    )

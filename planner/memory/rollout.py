@@ -4,8 +4,8 @@ temporaries, or vLLM's share of the card."""
 from functools import lru_cache
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.dtypes import SIZE_BYTES, flow_of
-from planner.memory.transient import mlp_width
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.temporary import mlp_width
 from planner.memory.types import Term
 from planner.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from planner.setup import TrainSetup
@@ -44,7 +44,7 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
     if setup.rolls.colocated:
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
         return (*beside, ("other", VLLM, awake))
-    shared = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1)
+    shared = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1)
     return (*beside, *_by_the_model(model, shared, setup.generation_seqs))
 
 
@@ -88,8 +88,8 @@ def cache_bytes(model: ModelSpec, setup: TrainSetup, seqs: int, tokens: int) -> 
 
 def _sizes(setup: TrainSetup) -> tuple[int, int]:
     """Bytes of an element of the hidden states, and of a matrix's result, in generation."""
-    flow = flow_of(setup)
-    return SIZE_BYTES[flow.table], SIZE_BYTES[(flow.autocast if setup.method == "full" else None) or flow.table]
+    dtypes = dtype_policy_of(setup)
+    return SIZE_BYTES[dtypes.table], SIZE_BYTES[(dtypes.autocast if setup.method == "full" else None) or dtypes.table]
 
 
 def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:
@@ -106,6 +106,6 @@ def _widest(model: ModelSpec, layer: LayerSpec, setup: TrainSetup, stream: int, 
     found = 4 * stream * model.hidden_size + (1 + gated) * out * width
     if setup.method == "full" or not setup.kind.adapts_matrices:
         return found + out * width
-    adapter = SIZE_BYTES[flow_of(setup).adapter]
+    adapter = SIZE_BYTES[dtype_policy_of(setup).adapter]
     cast = adapter * model.hidden_size if adapter != stream else 0
     return found + 2 * adapter * width + cast

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.traits import Traits
 
 
@@ -16,7 +16,7 @@ class ScoreBytes(NamedTuple):
 
 
 def eager_scores(
-    flow: Flow, traits: Traits, qkv_dtype: str, *, softcap: bool = False, sinks: bool = False
+    dtypes: DtypePolicy, traits: Traits, qkv_dtype: str, *, softcap: bool = False, sinks: bool = False
 ) -> ScoreBytes:
     """Attention in single operations: product, mask, softmax in fp32, cast, dropout, product; some classes leave the
     softmax in its input's type, as do attention sinks, which add a column (gpt-oss).
@@ -28,17 +28,17 @@ def eager_scores(
     Source: transformers 5.23 `eager_attention_forward`; PyTorch autocast's fp32 list; SoftMax.cu
     `softmax_backward_cuda_out`.
     """
-    value, dropout = SIZE_BYTES[flow.autocast or qkv_dtype], traits.attention_dropout
-    plain = max(value, SIZE_BYTES[flow.table]) if sinks else value
-    softmax = plain if sinks or (traits.plain_softmax and not flow.autocast) else 4
+    value, dropout = SIZE_BYTES[dtypes.autocast or qkv_dtype], traits.attention_dropout
+    plain = max(value, SIZE_BYTES[dtypes.table]) if sinks else value
+    softmax = plain if sinks or (traits.plain_softmax and not dtypes.autocast) else 4
     copy = value if softmax != value or dropout else 0
     kept = softmax + copy + int(dropout)
-    forward = 3 * softmax if sinks else 2 * softmax + (value if flow.table != "fp32" and softmax != value else 0)
+    forward = 3 * softmax if sinks else 2 * softmax + (value if dtypes.table != "fp32" and softmax != value else 0)
     backward = max(kept + value, 4 * softmax) - kept
     return ScoreBytes(kept + (value if softcap else 0), forward, backward)
 
 
-def mask_bytes(kernel: str, flow: Flow, *, masked: bool, adds: bool = False) -> int:
+def mask_bytes(kernel: str, dtypes: DtypePolicy, *, masked: bool, adds: bool = False) -> int:
     """Bytes per pair of positions of the mask that all layers of one kind share: eager attention adds one in the
     model's type, SDPA gets a boolean one where it gets one at all, but of a class that `adds` its own.
 
@@ -46,7 +46,7 @@ def mask_bytes(kernel: str, flow: Flow, *, masked: bool, adds: bool = False) -> 
     Shapes: [seqs, 1, tokens, keys].
     """
     if kernel == "eager" or (adds and masked):
-        return SIZE_BYTES[flow.table]
+        return SIZE_BYTES[dtypes.table]
     return int(masked and kernel in ("efficient", "math"))
 
 

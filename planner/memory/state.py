@@ -5,7 +5,7 @@ from dataclasses import field
 from typing import Any
 
 from planner.errors import SetupError
-from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.matrix_inputs import shared_bytes
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.rank_part import RankPart
@@ -65,7 +65,8 @@ class RankState:
         gone_in_step_bytes: of what is held at "step", gone when the optimizer makes its temporaries.
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
         loss_backward_bytes: alive in its backward only.
-        asked_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`: of the next
+        reference_forward_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`:
+        of the next
             layer's weights, before it runs.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
         moment_bytes: what `held` adds up to at each moment beyond what is "resident".
@@ -81,7 +82,7 @@ class RankState:
     gone_in_step_bytes: int = 0
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
-    asked_bytes: int = 0
+    reference_forward_bytes: int = 0
     arriving_bytes: int = 0
     host_bytes: int = 0
     moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
@@ -147,7 +148,7 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
                 category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
             )
         if setup.kind.form == "rows":
-            table = max(one.num_params for one in model.embeddings) * SIZE_BYTES[flow_of(setup).table]
+            table = max(one.num_params for one in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
             yield Held(
                 category="gradients", name="gradient of the embedding with its rows", size_bytes=table, moments=("end",)
             )

@@ -16,7 +16,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.in_flight import boundary_bytes, in_flight_bytes
 from planner.memory.loss import loss_beside, loss_terms
-from planner.memory.micro_batch import Groundwork, activation_parts
+from planner.memory.micro_batch import SharedLayerCosts, activation_parts
 from planner.memory.moments import Moment, computing, stored_terms
 from planner.memory.parts import ActivationParts
 from planner.memory.rank_part import RankPart
@@ -39,14 +39,16 @@ KEPT_OUTPUTS = "outputs that the loop holds"
 """From one forward's end to the next one's: of the stacks that keep them (`planner.choices.stacks`)."""
 
 
-def step_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ground: Groundwork | None = None) -> ActivationParts:
+def step_parts(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ground: SharedLayerCosts | None = None
+) -> ActivationParts:
     """`activation_parts`, with the pictures' where the setup has some."""
     parts = activation_parts(model, gpu, setup, ground)
     if setup.images is None:
         return parts
-    from planner.memory.tower import with_tower  # late: text alone needs none of it
+    from planner.memory.modality_encoder import with_encoder  # late: text alone needs none of it
 
-    return with_tower(parts, model, gpu, setup)
+    return with_encoder(parts, model, gpu, setup)
 
 
 def dynamic_bytes(state: RankState, moments: Iterable[Moment], *, in_flight: int, in_loss: int) -> list[int]:
@@ -200,7 +202,7 @@ def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState,
         *((one.category, one.name, one.size_bytes) for one in state.held if one.resident),
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
-        ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
+        ("activations", "pixels of the step's pictures", steps * parts.encoder.inputs),
         ("activations", "sound of the step's clips", steps * parts.sound),
         ("activations", "the stage's boundary buffers", boundary),
     ]

@@ -143,7 +143,7 @@ class ProfiledStep:
     "step" is the moment before the optimizer makes anything."""
 
     def __init__(self, profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> None:
-        self._tokens_each = setup.trusted_with(micro_batch_seqs=1).tokens_per_micro_batch
+        self._tokens_each = setup.replace_trusted(micro_batch_seqs=1).tokens_per_micro_batch
         self._loss, self._vocabulary = LOSSES[setup.loss], (model.vocab_size, model.hidden_size)
         self._pieces = {one: profile.piece(one_sequence=one, tokens=setup.seq_len_tokens) for one in (False, True)}
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank)

@@ -14,7 +14,9 @@ def kept_by_streams(context: LayerContext) -> int:
 
     Shapes: [streams, tokens, hidden].
     """
-    streams, flow = context.traits.streams, context.flow
-    wide = SIZE_BYTES[flow.residual]
-    per_row = streams * (SIZE_BYTES[flow.autocast or flow.residual] + wide) + (2 * wide * streams if wide == 4 else 0)
+    streams, dtypes = context.traits.streams, context.dtypes
+    wide = SIZE_BYTES[dtypes.residual]
+    per_row = streams * (SIZE_BYTES[dtypes.autocast or dtypes.residual] + wide) + (
+        2 * wide * streams if wide == 4 else 0
+    )
     return context.tokens * context.hidden * per_row * (streams > 1)

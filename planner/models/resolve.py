@@ -22,7 +22,7 @@ INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOLERANCE_FRACTION = 0.25
-"""What towers, extra prediction layers and a stored tied head may add, or a saved part lack."""
+"""What encoders, extra prediction layers and a stored tied head may add, or a saved part lack."""
 
 
 def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False, like: str = "") -> ModelSpec:

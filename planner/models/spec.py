@@ -128,7 +128,7 @@ class AttentionSpec:
         key_tokens: so many keys whatever the sequence's length (a cross attention's, of a fixed encoder); 0: as many as
             queries.
         sees_ahead: the tokens of one picture attend to each other both ways, which takes a mask (Gemma 3).
-        padded: sequences are padded behind a mask (Gemma 4's tower).
+        padded: sequences are padded behind a mask (Gemma 4's encoder).
         adds_mask: that mask is added as it is, one in the model's type for all layers; elsewhere each makes its own of
             a boolean one.
     """
@@ -262,8 +262,8 @@ class ModelSpec:
         outer_linears: matrices outside the layers (opt-350m's project_in/out, per-layer projections).
         outer_norms: final norm, embedding norm.
         num_outer_other_params: other parameters outside the layers.
-        idle_layers: layers that hold weights but see no text token (a vision tower), as (layer, repeats).
-        num_idle_other_params: the rest of such towers.
+        idle_layers: layers that hold weights but see no text token (a vision encoder), as (layer, repeats).
+        num_idle_other_params: the rest of such encoders.
         logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
         attentions: the attention implementations that transformers' class supports.
         is_encoder_decoder: T5, Whisper.
@@ -389,7 +389,7 @@ class ModelSpec:
 
     @cached_property
     def num_active_params(self) -> int:
-        """Parameters that one text token is multiplied with: idle towers, idle experts and lookup tables left out,
+        """Parameters that one text token is multiplied with: idle encoders, idle experts and lookup tables left out,
         the head counted (tied or not)."""
         total = self.head.num_weights if self.head is not None else 0
         total += sum(linear.num_weights for linear in self.outer_linears)

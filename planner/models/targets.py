@@ -1,7 +1,7 @@
 """Which matrices PEFT adapts: the target sets "attention" and "all-linear", and explicit names.
 
 Source: peft 0.21.2. `_maybe_include_all_linear_layers` takes every nn.Linear and Conv1D but the output head, idle
-vision and audio towers included; a list of names matches by suffix (`check_target_module_exists`). For the
+vision and audio encoders included; a list of names matches by suffix (`check_target_module_exists`). For the
 mixture-of-experts types that transformers 5 rebuilt, `convert_peft_config_for_transformers` maps the old names onto the
 stacked parameters: expert stacks and router are adapted too, the fused gate_up stack at twice the rank, and every plain
 gate_proj, up_proj and down_proj of the model (shared experts, dense first layers) is left out.
@@ -23,7 +23,7 @@ ATTENTION_ROLES = frozenset({"q", "k", "v", "qkv", "o", "mixer"})
 _NO_LIST = ("outer", "idle-part", "embedder")
 """Kinds of layers that stand once, outside any list."""
 CLIPPED = ".linear"
-"""Gemma 4's towers wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""
+"""Gemma 4's encoders wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""
 
 
 def _converted(model: ModelSpec) -> dict[str, str]:
@@ -35,9 +35,9 @@ def _converted(model: ModelSpec) -> dict[str, str]:
 def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     """The matrices that get an adapter, as (layer, how often it occurs, its adapted matrices).
 
-    Layers without any are left out. Idle towers come as layers of their own, matrices outside the layers (and the head
-    where it is named) as one layer of kind "outer". A stacked parameter appears as its `LinearSpec` with `num` experts;
-    `lora_params` knows its rank.
+    Layers without any are left out. Idle encoders come as layers of their own, matrices outside the layers (and the
+    head where it is named) as one layer of kind "outer". A stacked parameter appears as its `LinearSpec` with `num`
+    experts; `lora_params` knows its rank.
 
     Raises:
         SetupError: explicit names that match nothing, or that PEFT refuses; the hint lists what there is.
@@ -131,7 +131,7 @@ def scaling_targets(model: ModelSpec) -> tuple[str, ...]:
 def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     """What to hand to PEFT's `target_modules` (or write into a launch file) so that it adapts what `lora_linears` says.
 
-    A list of names; "all-linear"; or, where names would reach into an idle tower, one regular expression over full
+    A list of names; "all-linear"; or, where names would reach into an idle encoder, one regular expression over full
     module names (TRL takes it as a list of one).
     """
     if isinstance(targets, tuple):

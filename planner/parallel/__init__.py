@@ -6,7 +6,7 @@
 | `schedule` | seconds of a pipeline's step, and how much of it is bubble |
 | `traffic` | bytes of weights and gradients on the wire, and the data types that a rank really computes with |
 | `compute`, `exchange`, `offload` | one rank's micro-batch, what it waits for, and what the host's memory costs |
-| `speed` | the step time of a spread: compute of the slowest rank, communication that is not hidden, bubble, offload |
+| `speed` | the step time of a layout: compute of the slowest rank, communication that is not hidden, bubble, offload |
 
 What a rank holds is `planner.engines`'. Pure Python like the rest of `planner`. One GPU never comes here.
 """

@@ -11,7 +11,7 @@ from math import ceil
 
 from planner.hardware.cluster import Cluster, Link
 from planner.records import dataclass
-from planner.throughput.calibration import SpreadConstants
+from planner.throughput.calibration import LayoutConstants
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Collectives:
 
     __slots__ = ("_between", "_constants", "_within", "cluster")
 
-    def __init__(self, cluster: Cluster, constants: SpreadConstants) -> None:
+    def __init__(self, cluster: Cluster, constants: LayoutConstants) -> None:
         self.cluster = cluster
         self._constants = constants
         self._within = link_rate(cluster, cluster.within, constants)
@@ -95,7 +95,7 @@ class Collectives:
         return max(within, sent_bytes * group.sharing / self._between)
 
 
-def link_rate(cluster: Cluster, link: Link, constants: SpreadConstants) -> float:
+def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float:
     """Bytes per second that collectives reach on a link: of one GPU within a node, of a whole node between nodes.
 
     GeForce cards exchange nothing directly over PCIe: the driver stages it in the host's memory.

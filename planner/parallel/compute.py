@@ -62,7 +62,7 @@ class Rank:
         if setup.parallel in ("zero3", "fsdp2"):
             gathers = 3 if setup.reshard_after_forward else 2  # forward, backward, and the reduction
             units = self.traffic.layers + 1 + self.traffic.small_units
-            host += units * gathers * calibration.spread_constants.unit_host_s
+            host += units * gathers * calibration.layout_constants.unit_host_s
         self._host_s = host
         self.add_s = self._add()
 
@@ -113,7 +113,7 @@ class Rank:
         head, ways = self.part.head, self._setup.tensor_degree
         if head is None or ways == 1 or self.part.tied:
             return 0.0
-        flow = self.profile.family.flow
+        dtypes = self.profile.family.dtypes
         others = (ways - 1) * head.out_features
         tokens = seqs * self._setup.seq_len_tokens
-        return self._speed.loss_chain_s(self._setup.loss, flow.autocast or flow.table, tokens, others)
+        return self._speed.loss_chain_s(self._setup.loss, dtypes.autocast or dtypes.table, tokens, others)

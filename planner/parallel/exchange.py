@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 from planner.memory.context_parallel import dealt_heads
-from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, Group, group_of
 from planner.parallel.compute import Micro
 from planner.parallel.traffic import Traffic, computed
 from planner.setup import TrainSetup
-from planner.throughput.calibration import SpreadConstants
+from planner.throughput.calibration import LayoutConstants
 
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
 ZERO_BUCKET_BYTES = 5e8 * 2
@@ -47,7 +47,7 @@ class DataParallel:
         setup: TrainSetup,
         collectives: Collectives,
         traffic: Traffic,
-        constants: SpreadConstants,
+        constants: LayoutConstants,
         *,
         fsdp_1: bool = False,
         host_rate: float = 0.0,
@@ -170,7 +170,7 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
         return 0.0, 0.0
     group = group_of(collectives.cluster, setup.tensor_degree)
     tokens = seqs * setup.seq_len_tokens
-    size = SIZE_BYTES[flow_of(computed(setup)).compute]
+    size = SIZE_BYTES[dtype_policy_of(computed(setup)).compute]
     one = collectives.all_reduce_s(tokens * part.hidden_size * size, group)
     again = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
     forward = _TENSOR_SUMS * part.num_layers * one
@@ -196,7 +196,7 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
         return 0.0, 0.0
     group = group_of(collectives.cluster, degree)
     inner = computed(setup)
-    size, tokens = SIZE_BYTES[flow_of(inner).attention_input], seqs * inner.seq_len_tokens
+    size, tokens = SIZE_BYTES[dtype_policy_of(inner).attention_input], seqs * inner.seq_len_tokens
     forward = backward = 0.0
     for layer, count in part.layer_counts:
         if layer.attention is None:
@@ -233,15 +233,15 @@ def experts_s(
     if setup.expert_degree == 1:
         return 0.0, 0.0
     group = group_of(collectives.cluster, setup.expert_degree)
-    flow = flow_of(computed(setup))
+    dtypes = dtype_policy_of(computed(setup))
     forward = backward = 0.0
     for layer, count in part.layer_counts:
         if layer.mlp is None or layer.mlp.kind != "moe":
             continue
-        rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[flow.table]
+        rows = seqs * setup.seq_len_tokens * layer.mlp.num_active_experts * part.hidden_size * SIZE_BYTES[dtypes.table]
         once = 2 * collectives.all_gather_s(rows, group) + _ROW_PASSES * rows / bandwidth
         own = sum(one.num_weights for one in layer.linears if one.dealt) / bandwidth
-        copied = own * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[flow.table])
+        copied = own * (SIZE_BYTES[setup.weight_dtype] + SIZE_BYTES[dtypes.table])
         reduced = own * _REDUCE_BYTES * (setup.shards == setup.expert_degree)
         forward += count * (once + copied)
         backward += count * (once + copied + reduced)
@@ -259,5 +259,5 @@ def hand_over_s(setup: TrainSetup, hidden_size: int, collectives: Collectives, s
     stride = 1 if setup.parallel == "device-map" else setup.num_gpus // setup.pipeline_degree
     nodes = 2 if cluster.num_nodes > 1 else 1
     pair = Group(size=2, per_node=2 // nodes, sharing=min(stride, cluster.gpus_per_node))
-    size = SIZE_BYTES[flow_of(computed(setup)).residual]
+    size = SIZE_BYTES[dtype_policy_of(computed(setup)).residual]
     return collectives.send_s(seqs * setup.seq_len_tokens * hidden_size * size, pair)

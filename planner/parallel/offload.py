@@ -7,18 +7,18 @@ PyTorch's own CPU Adam 5.7 times slower). `cpu_adam_bytes_per_s` states that rat
 from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.cluster import Cluster, host_link
 from planner.setup import TrainSetup
-from planner.throughput.calibration import SpreadConstants
+from planner.throughput.calibration import LayoutConstants
 
 CPU_ADAM_BYTES = 30.0
 """Per parameter: fp32 gradient, weight and two moments read, three written, a 16-bit copy written."""
 
 
-def host_rate(cluster: Cluster, constants: SpreadConstants) -> float:
+def host_rate(cluster: Cluster, constants: LayoutConstants) -> float:
     """Bytes per second of pinned copies between one GPU and its host, one direction."""
     return host_link(cluster.gpu).bytes_per_s * constants.host_copy_share
 
 
-def optimizer_s(setup: TrainSetup, params: float, cluster: Cluster, constants: SpreadConstants) -> float:
+def optimizer_s(setup: TrainSetup, params: float, cluster: Cluster, constants: LayoutConstants) -> float:
     """Seconds of the optimizer step over `params` parameters per GPU, all GPUs of a node sharing its CPUs.
 
     DeepSpeed runs its vectorised CPU-Adam; FSDP2 runs PyTorch's optimizer on CPU tensors, fused or a loop.

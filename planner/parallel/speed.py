@@ -26,7 +26,7 @@ from planner.throughput.calibration import load_calibration
 from planner.throughput.rented import collated_s
 from planner.throughput.types import WITHOUT_GRADIENTS
 
-SPREAD_PARTS = (*PARTS, "communication", "bubble", "offload")
+LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
 stages; offload: copies to and from the host, and the optimizer step on its CPUs."""
 
@@ -57,7 +57,7 @@ class Stage(NamedTuple):
 
 
 class Links:
-    """What the ranks of one spread exchange, whatever their layers cost.
+    """What the ranks of one layout exchange, whatever their layers cost.
 
     Attributes:
         parts: the distinct parts of the model; `order` says which of them every stage holds.
@@ -67,7 +67,7 @@ class Links:
     __slots__ = ("cluster", "collectives", "constants", "order", "parts", "wires")
 
     def __init__(self, model: ModelSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, stack: Conditions):
-        self.cluster, self.constants = cluster, used.spread_constants
+        self.cluster, self.constants = cluster, used.layout_constants
         self.collectives = Collectives(cluster, self.constants)
         alike: dict[ModelSpec, int] = {}  # most pipeline stages hold the same
         self.order = [alike.setdefault(part.model, len(alike)) for part in rank_parts(model, setup)]
@@ -91,7 +91,7 @@ _layout = attrgetter("loss", "checkpointing", "activation_offload", "selective_c
 
 
 class Loop:
-    """All setups of a spread that differ only in optimizer, micro-batch and accumulation: the distinct ranks, what each
+    """All setups of a layout that differ only in optimizer, micro-batch and accumulation: the distinct ranks, what each
     waits for, and what follows the last backward."""
 
     __slots__ = (
@@ -188,7 +188,7 @@ class Loop:
         return {**parts, "optimizer": gpu_s, "host": max(host_s - gpu_s, 0.0)}
 
     def _offloaded_s(self, rank: Rank, optimizer: str) -> float:
-        links, setup = self._links, self._setup.trusted_with(optimizer=optimizer)
+        links, setup = self._links, self._setup.replace_trusted(optimizer=optimizer)
         seconds = offload.optimizer_s(setup, rank.traffic.trained_params / setup.shards, links.cluster, links.constants)
         return seconds + offload.back_s(setup, rank.traffic.gradient_bytes / setup.shards, links.host_rate)
 
@@ -214,7 +214,7 @@ class Loop:
         return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]
 
 
-class SpreadProfile:
+class LayoutProfile:
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
     __slots__ = ("_calibration", "_cluster", "_loop", "_setup")
@@ -274,7 +274,7 @@ class SpreadProfile:
             ]
         if self._setup.offload == "none":
             return []
-        rate = self._calibration.spread_constants.cpu_adam_bytes_per_s
+        rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
         return [f"The optimizer runs on the CPUs of each node, taken to move {rate / 1e9:.0f} GB/s."]
 
 
@@ -295,7 +295,7 @@ _loop_key = attrgetter(*[name for name in FIELDS if name not in _OPEN], "extra_f
 _links_key = attrgetter(*[name for name in FIELDS if name not in (*_OPEN, *_OF_LAYERS)], "extra_forwards")
 
 
-def spread_loop(
+def layout_loop(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster, used: Calibration, conditions: Conditions
 ) -> Loop:
     """The loop of a setup on a cluster: the same for every optimizer, micro-batch and accumulation."""
@@ -311,7 +311,7 @@ def spread_loop(
     return model.once((*parties, "loop", _loop_key(setup)), loop)
 
 
-def spread_profile(
+def layout_profile(
     model: ModelSpec,
     gpu: GpuSpec,
     setup: TrainSetup,
@@ -319,13 +319,13 @@ def spread_profile(
     *,
     calibration: Calibration | None = None,
     conditions: Conditions = CURRENT,
-) -> SpreadProfile:
+) -> LayoutProfile:
     """The family of `setup` on a cluster, for every micro-batch and accumulation of it."""
     used = calibration if calibration is not None else load_calibration()
-    return SpreadProfile(spread_loop(model, gpu, setup, cluster, used, conditions), setup, cluster, used)
+    return LayoutProfile(layout_loop(model, gpu, setup, cluster, used, conditions), setup, cluster, used)
 
 
-def spread_step_time(
+def layout_step_time(
     model: ModelSpec,
     gpu: GpuSpec,
     setup: TrainSetup,
@@ -338,5 +338,5 @@ def spread_step_time(
 
     Measured: docs/accuracy/multi-gpu.md.
     """
-    profile = spread_profile(model, gpu, setup, cluster, calibration=calibration, conditions=conditions)
+    profile = layout_profile(model, gpu, setup, cluster, calibration=calibration, conditions=conditions)
     return profile.step_time(setup)

@@ -4,7 +4,7 @@ Engines shard by unit: one per transformer layer, and a root unit with embedding
 """
 
 from planner.engines import engine_of
-from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
@@ -61,7 +61,7 @@ def computed(setup: TrainSetup, conditions: Conditions = CURRENT) -> TrainSetup:
     FSDP 1, which some measured runs used, is wrapped after Accelerate's `prepare_model` and keeps its autocast.
     """
     if conditions.fsdp_1 and setup.parallel == "fsdp2" and setup.autocast_dtype is not None:
-        return setup.trusted_with(precision=f"{setup.autocast_dtype}-autocast")
+        return setup.replace_trusted(precision=f"{setup.autocast_dtype}-autocast")
     return engine_of(setup).computes(setup)
 
 
@@ -82,9 +82,9 @@ def _quantized_weights(part: ModelSpec) -> int:
 
 
 def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffic:
-    flow = flow_of(computed(setup, conditions))
+    dtypes = dtype_policy_of(computed(setup, conditions))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
-    held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
+    held = SIZE_BYTES[dtypes.autocast or dtypes.table] if setup.parallel == "fsdp2" else SIZE_BYTES[dtypes.table]
     layers = part.num_layers
     quantized = _quantized_weights(part) if setup.quantized else 0
     dealt = part.num_dealt_weights
@@ -93,11 +93,13 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
     outside = part.num_params - in_layers - dealt
     small = 0
     if setup.method == "full":
-        size = held if sharded else SIZE_BYTES[flow.table]
+        size = held if sharded else SIZE_BYTES[dtypes.table]
         trained, root = float(in_layers), float(outside)
         last = float(part.num_embedding_params) * size
     else:
-        size = SIZE_BYTES[flow.autocast or flow.adapter] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.adapter]
+        size = (
+            SIZE_BYTES[dtypes.autocast or dtypes.adapter] if setup.parallel == "fsdp2" else SIZE_BYTES[dtypes.adapter]
+        )
         adapted = adapted_linears(part, setup.lora_targets)
         trained, root = float(setup.lora_rank * adapted.params_per_rank), 0.0
         if not setup.kind.like_lora:
@@ -114,7 +116,7 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
         layer_gradient_bytes=each,
         root_gradient_bytes=root * sent,
         last_gradient_bytes=max(last, each),
-        logit_bytes=float(part.vocab_size * SIZE_BYTES[flow.compute]),
+        logit_bytes=float(part.vocab_size * SIZE_BYTES[dtypes.compute]),
         trained_params=trained + root + dealt,
         small_units=small,
         expert_bytes=dealt * held / layers if layers else 0.0,

@@ -1,4 +1,4 @@
-"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the spreads stage by stage (`decision.choosing`),
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the layouts stage by stage (`decision.choosing`),
 ask the tree, explain."""
 
 from collections import Counter
@@ -14,10 +14,10 @@ from planner.choices.packages import PROGRAMS, packages_of, requirement
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import Ranked, candidate
 from planner.decision.choosing import choose
-from planner.decision.facts import Facts, merged
+from planner.decision.facts import WalkResults, merged
 from planner.decision.job import job_notes
+from planner.decision.layouts import FIELDS, Layout, all_layouts
 from planner.decision.node import Node
-from planner.decision.spreads import FIELDS, Spread, all_spreads
 from planner.decision.tree import OneGpu, answers, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
@@ -32,7 +32,7 @@ from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.refine import CorrectionKey
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, kinds, micro_batches
 from planner.planning.walk import Point
 from planner.setup import TrainSetup
@@ -51,23 +51,23 @@ class _Walked(NamedTuple):
 
     workload: Workload
     values: Mapping[str, tuple[Any, ...]]
-    facts: Facts
+    facts: WalkResults
     node: Node | None
     best: Point | None
 
     @classmethod
-    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: Known) -> "_Walked":
+    def all(cls, workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache) -> "_Walked":
         """The whole space of a workload."""
         if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
             workload = replace(workload, targets=("axolotl",))  # the one target that has it
-        values, facts = dimension_values(workload), Facts(known=known)
+        values, facts = dimension_values(workload), WalkResults(known=known)
         return cls(workload, values, facts, *choose(workload, values, facts, corrections))
 
 
 def plan_workload(
     workload: Workload,
     corrections: Mapping[CorrectionKey, float] | None = None,
-    known: Known | None = None,
+    known: WalkCache | None = None,
     *,
     num_ranked: int = NUM_RANKED,
     helped: bool = True,
@@ -84,10 +84,10 @@ def plan_workload(
             the choice and its figures are the same.
 
     Raises:
-        UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
+        UsageError: the user's requests contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    known = known if known is not None else Known()
+    known = known if known is not None else WalkCache()
     if not corrections and _packed(workload) is not None and _weights_alone_exceed(workload):
         packed = _with_packed_experts(workload, corrections, known)
         if packed is not None:
@@ -140,8 +140,8 @@ def _nothing_fits(
         unpacked = _of_unpacked(workload, corrections)
         if unpacked is not None:
             return unpacked
-        spreads = facts.walked if workload.num_gpus > 1 else ()
-        check_something_expressed(workload, kinds(workload, walked.values, spreads))
+        layouts = facts.walked if workload.num_gpus > 1 else ()
+        check_something_expressed(workload, kinds(workload, walked.values, layouts))
         raise _nothing_to_walk(workload, facts)
     instead = _with_packed_experts(workload, corrections, facts.known) or _of_plain_copy(workload, corrections)
     if instead is not None:
@@ -160,28 +160,28 @@ def _nothing_fits(
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
 
 
-def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts) -> SpaceCount:
+def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: WalkResults) -> SpaceCount:
     nodes = facts.nodes().values()
     walked = sum(known.walked for known in nodes)
-    num_spreads = len({one.name for one in facts.walked})
+    num_layouts = len({one.name for one in facts.walked})
     return SpaceCount(
         walked=walked,
         infeasible=sum(known.infeasible for known in nodes),
-        impossible=max(0, _num_combinations(workload, values) * num_spreads - walked),
+        impossible=max(0, _num_combinations(workload, values) * num_layouts - walked),
     )
 
 
-def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
-    """The error with the reasons of the spreads that were left out."""
+def _nothing_to_walk(workload: Workload, facts: WalkResults) -> UsageError:
+    """The error with the reasons of the layouts that were left out."""
     contradicted = _contradiction(dimension_values(workload))
     if workload.num_gpus == 1:
         return UsageError(
             f"no setup can satisfy all the options given{contradicted}",
             hint="options contradict each other: leave one out",
         )
-    spreads = all_spreads(workload)
-    left_out = [one for one in spreads if one.reason]
-    reasons = [*facts.refused.values(), *(one.reason for one in left_out)] or _no_such_setup(workload, spreads)
+    layouts = all_layouts(workload)
+    left_out = [one for one in layouts if one.reason]
+    reasons = [*facts.refused.values(), *(one.reason for one in left_out)] or _no_such_setup(workload, layouts)
     num, batch = workload.num_gpus, workload.global_batch_seqs
     if contradicted or not reasons:
         return UsageError(
@@ -195,12 +195,12 @@ def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
     return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
 
 
-def _no_such_setup(workload: Workload, spreads: Sequence[Spread]) -> list[str]:
+def _no_such_setup(workload: Workload, layouts: Sequence[Layout]) -> list[str]:
     """Why a setup cannot be spread, of those that could exist on one GPU."""
     reasons = dict[str, None]()
-    for branch, spread in product(branches(workload, dimension_values(workload)), spreads):
+    for branch, layout in product(branches(workload, dimension_values(workload)), layouts):
         try:
-            branch.with_(**spread.fields)
+            branch.replace(**layout.fields)
         except SetupError as error:
             reasons[error.message] = None
     return list(reasons)
@@ -231,12 +231,12 @@ def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]])
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def _one_gpu(workload: Workload, known: Known) -> OneGpu:
+def _one_gpu(workload: Workload, known: WalkCache) -> OneGpu:
     """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
     fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
-    wish = replace(workload, cluster=None, fixed=fixed)
+    request = replace(workload, cluster=None, fixed=fixed)
     try:
-        return plan_workload(wish, known=known)
+        return plan_workload(request, known=known)
     except UsageError:
         return None
 
@@ -262,14 +262,14 @@ def _weights_alone_exceed(workload: Workload) -> bool:
 
 
 def _with_packed_experts(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: Known
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
-    wish = _packed(workload)
-    if wish is None:
+    request = _packed(workload)
+    if request is None:
         return None
     try:
-        walked = _Walked.all(wish, corrections, known)
+        walked = _Walked.all(request, corrections, known)
     except UsageError:
         return None
     if walked.node is None or walked.best is None:
@@ -280,7 +280,7 @@ def _with_packed_experts(
 
 
 def _of_some_target(
-    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, known: Known
+    workload: Workload, fastest: Point, corrections: Mapping[CorrectionKey, float] | None, known: WalkCache
 ) -> tuple[_Walked, str] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note that says
     so; None where one has, or no target trains anything that fits."""
@@ -326,7 +326,7 @@ def _of_unpacked(
 def _chosen(workload: Workload) -> Candidate | None:
     """What the plan of this work would choose, without the rest of it; None where nothing fits."""
     try:
-        _, best = choose(workload, dimension_values(workload), Facts())
+        _, best = choose(workload, dimension_values(workload), WalkResults())
     except UsageError:
         return None
     if best is not None:
@@ -349,16 +349,16 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     return (Remedy(action=words, saves_bytes=saved, fits=True),)
 
 
-def _with_packages(workload: Workload, chosen: Candidate | None, known: Known) -> tuple[Alternative, ...]:
+def _with_packages(workload: Workload, chosen: Candidate | None, known: WalkCache) -> tuple[Alternative, ...]:
     """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
     if not workload.absent_packages:
         return ()
-    wish = replace(workload, absent_packages=())
-    values = dimension_values(wish)
-    _, best = choose(wish, values, Facts(known=known))
+    request = replace(workload, absent_packages=())
+    values = dimension_values(request)
+    _, best = choose(request, values, WalkResults(known=known))
     if best is None or (chosen is not None and best.setup == chosen.setup):
         return ()
-    other = candidate(wish, best.setup)
+    other = candidate(request, best.setup)
     words = trade(chosen, other) if chosen is not None else "fits"
     return (Alternative(label=f"with {' and '.join(packages_of(other.setup))}", candidate=other, trade=words),)
 
@@ -371,7 +371,7 @@ def _attention_price(workload: Workload, chosen: Candidate) -> str:
     if "attention" in workload.fixed or own not in both or not {*both} <= {*allowed}:
         return ""
     try:
-        setup = chosen.setup.with_(attention=both[own == "sdpa"])
+        setup = chosen.setup.replace(attention=both[own == "sdpa"])
     except SetupError:  # context parallelism, say, has SDPA alone
         return ""
     if missing_kernels(workload.model, workload.gpu, setup) or setup.compiled:

@@ -30,19 +30,19 @@ def as_run(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup | s
 
 
 def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSetup]:
-    """The branch with what the first target makes of the fields that no plan chooses, under one GPU or any spread."""
+    """The branch with what the first target makes of the fields that no plan chooses, under one GPU or any layout."""
     from planner.exporters import TARGETS
 
-    spreads: list[dict[str, Any]] = [{}]
+    layouts: list[dict[str, Any]] = [{}]
     if workload.num_gpus > 1:  # ZeRO-3 is the one engine under which a target gives the adapters another type
-        spreads.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
+        layouts.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
     found: dict[TrainSetup, None] = {}
-    for spread in spreads:
-        differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread), workload.gpu)
+    for layout in layouts:
+        differences = TARGETS[workload.targets[0]].differences(branch.replace_trusted(**layout), workload.gpu)
         changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
         changes = {name: value for name, value in changes.items() if name not in workload.fixed}
         with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
-            found[branch.with_(**changes).run_by(workload.targets[0])] = None
+            found[branch.replace(**changes).run_by(workload.targets[0])] = None
     yield from found
 
 

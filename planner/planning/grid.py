@@ -12,7 +12,7 @@ from planner.hardware.kernels import missing_kernels
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import best_by_method, plan_workload
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import branches, dimension_values
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -73,7 +73,7 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     What no slider changes (optimizer, loss, attention, kernels, ...) is what a plan takes of the method at that length;
     of a method that does not fit, what it takes of the chosen one.
     """
-    known = Known()
+    known = WalkCache()
     answers = tuple(_answer(one, known) for one in workloads)
     chosen = [one.chosen.setup for one in answers if isinstance(one, Plan)]
     ranks = sorted({*RANKS, *(one.lora_rank for one in chosen if one.method != "full")})
@@ -102,7 +102,7 @@ def grid_of(workloads: Sequence[Workload], usual: int) -> Grid:
     )
 
 
-def _answer(workload: Workload, known: Known) -> Plan | NoPlan | None:
+def _answer(workload: Workload, known: WalkCache) -> Plan | NoPlan | None:
     try:
         return plan_workload(workload, known=known, num_ranked=1)
     except PlannerError:
@@ -120,7 +120,7 @@ def _cell(workload: Workload, base: TrainSetup | None, rank: int, batch: int, ev
     if not every:  # nothing is recomputed, so nothing of it is offloaded or kept
         fields |= {"activation_offload": False, "selective_checkpointing": False}
     try:
-        setup = base.with_(**fields)
+        setup = base.replace(**fields)
     except SetupError:
         return None
     return None if missing_kernels(workload.model, workload.gpu, setup) else candidate(workload, setup)
@@ -157,6 +157,6 @@ def _usual_bases(
         first = next((one for one in found if PRECISIONS[one.precision].autocast), found[0] if found else None)
         if first is not None:
             try:
-                yield method, first.with_(**common, seq_len_tokens=workload.seq_len_tokens)
+                yield method, first.replace(**common, seq_len_tokens=workload.seq_len_tokens)
             except SetupError:
                 continue

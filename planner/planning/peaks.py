@@ -16,7 +16,7 @@ from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.in_flight import boundary_bytes, in_flight_bytes
 from planner.memory.layer_costs import in_common
 from planner.memory.loss import LossMoment, loss_beside
-from planner.memory.micro_batch import Groundwork, groundwork
+from planner.memory.micro_batch import SharedLayerCosts, shared_layer_costs
 from planner.memory.moments import Moment, computing
 from planner.memory.parts import ActivationParts
 from planner.memory.profiled import profiled_peaks, profiled_step
@@ -75,7 +75,7 @@ class _Layers:
 
     def __init__(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup) -> None:
         self._part, self._gpu, self._inner = part, gpu, inner
-        self._grounds: dict[int, Groundwork] = {}
+        self._grounds: dict[int, SharedLayerCosts] = {}
         self._activations: dict[tuple[int, bool, bool], _Activations] = {}
 
     def activations(self, inner: TrainSetup) -> _Activations:
@@ -91,9 +91,9 @@ class _Layers:
         part, gpu = self._part, self._gpu
         ground = self._grounds.get(seqs)
         if ground is None:
-            ground = groundwork(part.model, gpu, self._inner.trusted_with(micro_batch_seqs=seqs))
+            ground = shared_layer_costs(part.model, gpu, self._inner.replace_trusted(micro_batch_seqs=seqs))
             self._grounds[seqs] = ground
-        parts = step_parts(part.model, gpu, inner.trusted_with(micro_batch_seqs=seqs), ground)
+        parts = step_parts(part.model, gpu, inner.replace_trusted(micro_batch_seqs=seqs), ground)
         return parts, computing(part.model, parts, last=part.last)
 
 
@@ -107,7 +107,7 @@ class SharedLayers:
         """A part's layers with these attention kernels; `inner` has micro-batch 1."""
         alike = in_common(inner)
         if alike.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
-            alike = alike.trusted_with(quantization="nf4")
+            alike = alike.replace_trusted(quantization="nf4")
         key = (part.model, part.last, alike, kernels)
         found = self._known.get(key)
         if found is None:
@@ -181,7 +181,7 @@ class Rank:
         key = (setup.checkpointing > 0, loss, accumulated)
         found = self._held.get(key)
         if found is None:
-            state = self.engine.state(self.part, setup.trusted_with(loss=loss), accumulated=accumulated)
+            state = self.engine.state(self.part, setup.replace_trusted(loss=loss), accumulated=accumulated)
             found = self._held[key] = _Held(state, {})
         return found
 
@@ -203,7 +203,7 @@ class Rank:
         key = (loss, index)
         chained = self._chains.get(key)
         if chained is None:
-            inner = state.setup.trusted_with(loss=loss, micro_batch_seqs=self.pairs[index][0])
+            inner = state.setup.replace_trusted(loss=loss, micro_batch_seqs=self.pairs[index][0])
             chained = self._chains[key] = loss_beside(self.part, setup, inner, self.flights[index])
         chain, outputs, others = chained
         return _InLoss(LossMoment.of(state, chain, outputs), others, chain.kept_bytes)
@@ -224,12 +224,12 @@ class Family:
 
     @cached_property
     def _plain(self) -> bool:
-        return not (self._activations.parts.tower.inputs or self._rank.flights[0] or self._setup.aim.rolls_out)
+        return not (self._activations.parts.encoder.inputs or self._rank.flights[0] or self._setup.aim.rolls_out)
 
     def peaks(self, loss: str, optimizers: Sequence[str]) -> list[list[int]]:
         """Per optimizer, the peak at every (micro-batch, accumulation) without the CUDA context, by the step profile
         where there is one."""
-        whole = self._setup.trusted_with(loss=loss)
+        whole = self._setup.replace_trusted(loss=loss)
         step = profiled_step(self._rank.part.model, self._rank.gpu, whole)
         return self._by_closed_forms(loss, optimizers) if step is None else self._profiled(step, loss, optimizers)
 
@@ -266,16 +266,16 @@ class Family:
     def _beside(self, state: RankState, index: int, largest: int) -> tuple[int, int, int]:
         """(bytes that are resident, of the largest moment, of generation) with what only some setups have: pictures,
         further micro-batches in flight, generation."""
-        rank, setup, tower = self._rank, self._setup, self._activations.parts.tower
+        rank, setup, encoder = self._rank, self._setup, self._activations.parts.encoder
         generated = 0
         micro, steps = rank.pairs[index]
-        resident = micro * steps * tower.inputs
+        resident = micro * steps * encoder.inputs
         if rank.flights[index]:
             boundary, in_flight = self._in_flight(state, micro, steps, rank.flights[index])
             resident, largest = resident + boundary, largest + in_flight
-        largest += (micro - 1) * (micro - 2) * tower.mask  # beyond its straight line through 1 and 2
+        largest += (micro - 1) * (micro - 2) * encoder.mask  # beyond its straight line through 1 and 2
         if setup.aim.rolls_out:
-            whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
+            whole = setup.replace_trusted(micro_batch_seqs=micro, accumulation_steps=steps)
             generated = rank.generating(whole, state)
         return resident, max(largest, generated), generated
 
@@ -283,7 +283,7 @@ class Family:
         """Bytes of a pipeline stage (at its boundaries, of micro-batches in flight)."""
         one, slope = self._activations.lines.kept
         in_flight = in_flight_bytes(state, self._setup, one + (micro - 1) * slope, flight, steps)
-        batched = self._inner.trusted_with(micro_batch_seqs=micro)
+        batched = self._inner.replace_trusted(micro_batch_seqs=micro)
         part = self._rank.part
         return boundary_bytes(part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
 

@@ -36,11 +36,11 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
         setup.activation_offload,
         setup.selective_checkpointing,
         setup.quantize_experts,
-        *(() if setup.alone else (setup.num_gpus, setup.parallel, *setup.spread.items())),
+        *(() if setup.alone else (setup.num_gpus, setup.parallel, *setup.layout.items())),
     )
 
 
-def spread_correction_key(setup: TrainSetup) -> CorrectionKey:
+def layout_correction_key(setup: TrainSetup) -> CorrectionKey:
     """On several GPUs: setups of one engine and split; unseen families of them err as the last one run."""
     return ("spread", setup.parallel, *setup.degrees, setup.offload)
 
@@ -91,7 +91,7 @@ def _cause(setup: TrainSetup, dry_run: DryRun) -> CorrectionKey:
     for name, (has, without) in CAUSES.items():
         if has(setup):
             with suppress(SetupError):
-                if isinstance(dry_run(setup.with_(micro_batch_seqs=1, **without)), Prediction):
+                if isinstance(dry_run(setup.replace(micro_batch_seqs=1, **without)), Prediction):
                     return (name,)
     return correction_key(setup)
 
@@ -130,7 +130,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         key = correction_key(chosen.setup)
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
         if chosen.setup.num_gpus > 1 and ratio > 1:
-            corrections[spread_correction_key(chosen.setup)] = ratio
+            corrections[layout_correction_key(chosen.setup)] = ratio
         if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan.workload, runs[setup]) for setup in runs):
             corrections[ANY_SETUP] = max(one for one in corrections.values() if one < CANNOT_RUN)
         plan = plan_with(corrections)

@@ -8,7 +8,7 @@ from planner.choices.packages import VLLM
 from planner.choices.rollouts import COLOCATED, GENERATORS, Rollout, open_rollouts
 from planner.errors import UsageError
 from planner.memory.rollout import cache_bytes
-from planner.memory.transient import mlp_width
+from planner.memory.temporary import mlp_width
 from planner.setup import TrainSetup
 from planner.units import gib
 from planner.workload import Workload

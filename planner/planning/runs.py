@@ -1,4 +1,4 @@
-"""The runs of a walk: the space under every spread, cut into parts in which only loss, optimizer and micro-batch are
+"""The runs of a walk: the space under every layout, cut into parts in which only loss, optimizer and micro-batch are
 open; and what walks of one model know of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from planner.engines import why_not
 from planner.errors import SetupError
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_generation, attention_kernel, takes_cudnn
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
@@ -20,7 +20,7 @@ from planner.setup import TrainSetup
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.decision.spreads import Spread
+    from planner.decision.layouts import Layout
 
 
 Choices = Mapping[str, tuple[str, ...]]
@@ -32,7 +32,7 @@ UNFUSED = frozenset({"eager", "math"})
 
 @dataclass(slots=True)
 class Run:
-    """A branch under one spread with its attention kernels and layers: only loss, optimizer and micro-batch are open.
+    """A branch under one layout with its attention kernels and layers: only loss, optimizer and micro-batch are open.
 
     Attributes:
         attentions: implementations that run the same `kernels` in every layer, and share all figures.
@@ -61,10 +61,10 @@ class Run:
         """The setup with this loss and the first optimizer that can be had with it, one sequence at a time: how often a
         step generates hangs on all of its sequences."""
         micro, steps = self.pairs[0]
-        return self.shared.trusted_with(loss=loss, optimizer=self.choices[loss][0], accumulation_steps=micro * steps)
+        return self.shared.replace_trusted(loss=loss, optimizer=self.choices[loss][0], accumulation_steps=micro * steps)
 
 
-class Known:
+class WalkCache:
     """What walks of one model computed: the runs and their memory, for cards that run the same kernels."""
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class Known:
         self._layers = SharedLayers()
 
     def runs(
-        self, workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]"
+        self, workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]"
     ) -> Iterable[Run]:
         """The runs of a workload; named launch targets may ask whose card it is."""
         if self._model is not workload.model:
             self.__init__()  # type: ignore[misc]
             self._model = workload.model
         named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
-        wish = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
-        spread = tuple(tuple(one.fields.items()) for one in spreads)
-        key = (_memory_kind(workload), named, wish, tuple(values.items()), spread)
+        request = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())
+        layout = tuple(tuple(one.fields.items()) for one in layouts)
+        key = (_memory_kind(workload), named, request, tuple(values.items()), layout)
         found = self._runs.get(key)
         if found is None:
-            found = self._runs[key] = tuple(_runs(workload, values, spreads))
+            found = self._runs[key] = tuple(_runs(workload, values, layouts))
         return found
 
     def peaks(self, workload: Workload, run: Run, loss: str) -> Peaks:
@@ -113,14 +113,14 @@ class Known:
         return run.families
 
 
-def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Run]:
+def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]") -> Iterator[Run]:
     """The runs of a workload, in the order in which they are walked."""
     model, gpu = workload.model, workload.gpu
     for branch in branches(workload, values):
         of_branch = same_kernels(model, gpu, branch, values["attention"])
-        for fields in [one.fields for one in spreads] or [{}]:
+        for fields in [one.fields for one in layouts] or [{}]:
             try:
-                setup = branch.with_(**fields)
+                setup = branch.replace(**fields)
             except SetupError:
                 continue
             # not every attention goes with a cut sequence
@@ -151,13 +151,13 @@ def _runs_of(
     choices: Choices,
     pairs: tuple[tuple[int, int], ...],
 ) -> Iterable[Run]:
-    """The runs of a branch under one spread, by kernels and layers."""
+    """The runs of a branch under one layout, by kernels and layers."""
     layers_of, ranks = own_layers(setup, values), list[Rank]()
     found: dict[tuple[Any, ...], Run] = {}
     for kernels, attentions in groups.items():
         for layers in layers_of:
             own = {"attention": attentions[0], **layers}
-            shared = setup.trusted_with(**own)
+            shared = setup.replace_trusted(**own)
             if shared.compile and not shared.compiled:
                 continue
             for alike, fitting in _expressed(workload, shared, attentions, choices):
@@ -194,7 +194,7 @@ def _expressed(
     for attention in attentions:
         own = {}
         for loss, optimizers in choices.items():
-            families = [shared.trusted_with(attention=attention, loss=loss, optimizer=one) for one in optimizers]
+            families = [shared.replace_trusted(attention=attention, loss=loss, optimizer=one) for one in optimizers]
             fitting = tuple([one.optimizer for one in families if variants_as_run(one, workload) is not None])
             if fitting:
                 own[loss] = fitting
@@ -214,7 +214,7 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
         fitting = tuple(
             optimizer
             for optimizer in values["optimizer"]
-            if not why_not(model, setup.trusted_with(loss=loss, optimizer=optimizer))
+            if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer))
         )
         if fitting:
             found[loss] = fitting
@@ -226,11 +226,11 @@ def same_kernels(
 ) -> dict[tuple[str, ...], list[str]]:
     """The attention implementations that can exist here, by the kernels that they run in every layer."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    flow = flow_of(branch)
-    dtype = flow.attention_input
+    dtypes = dtype_policy_of(branch)
+    dtype = dtypes.attention_input
     for attention in attentions:
         try:
-            attended = branch.with_(attention=attention)
+            attended = branch.replace(attention=attention)
         except SetupError:
             continue
         kernels = tuple(

@@ -30,7 +30,7 @@ from planner.setup_fields import METHODS
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.decision.spreads import Spread
+    from planner.decision.layouts import Layout
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
@@ -66,8 +66,8 @@ def dimension_values(workload: Workload) -> Values:
     if workload.images is not None:
         _keep_allowed(values, workload, WITH_IMAGES, "images are")
     if workload.model.is_encoder_decoder:
-        hears = workload.model.front_end is not None
-        _keep_allowed(values, workload, WITH_SOUND if hears else WITH_TWO_HALVES, f"{workload.model.model_type} is")
+        has_audio = workload.model.front_end is not None
+        _keep_allowed(values, workload, WITH_SOUND if has_audio else WITH_TWO_HALVES, f"{workload.model.model_type} is")
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)
@@ -276,15 +276,15 @@ def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], me
 
 
 def kinds(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]" = ()
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]" = ()
 ) -> Iterator[TrainSetup]:
     """A setup for every branch, spread, loss, attention and kernel family that the options allow, whatever runs it."""
-    fields = [dict(spread.fields) for spread in spreads] or [{}]
+    fields = [dict(layout.fields) for layout in layouts] or [{}]
     for branch in branches(replace(workload, targets=()), values):
-        for spread, *three in product(fields, values["loss"], values["attention"], values["kernels"]):
+        for layout, *three in product(fields, values["loss"], values["attention"], values["kernels"]):
             choice = dict(zip(("loss", "attention", "kernels"), three, strict=True))
             try:
-                yield branch.with_(**spread, **choice, optimizer=values["optimizer"][0])
+                yield branch.replace(**layout, **choice, optimizer=values["optimizer"][0])
             except SetupError:
                 continue
 
@@ -310,7 +310,7 @@ def selecting_matters(workload: Workload) -> bool:
 
 def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
-    branch and a spread decide."""
+    branch and a layout decide."""
     found = []
     asked = False not in values["activation_offload"]
     names = ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
@@ -322,6 +322,6 @@ def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list
             continue  # no dry run of it there
         layers = dict(zip(names, (kernels, every, offload, selective), strict=True))
         with suppress(SetupError):
-            setup.with_(**layers)
+            setup.replace(**layers)
             found.append(layers)
     return found

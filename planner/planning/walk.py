@@ -7,7 +7,7 @@ from planner.memory.model import memory_of
 from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Peaks
-from planner.planning.runs import Known, Run
+from planner.planning.runs import Run, WalkCache
 from planner.planning.space import PREFERENCE_FRACTION, dimension_values
 from planner.samples.useful import useful_speeds
 from planner.setup import TrainSetup
@@ -15,7 +15,7 @@ from planner.speed import Speeds, family_speeds
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.decision.spreads import Spread
+    from planner.decision.layouts import Layout
 
 Limit = Callable[[TrainSetup], int]
 """The largest peak that fits, of points with this shared setup."""
@@ -41,22 +41,22 @@ class Point(NamedTuple):
     @property
     def family(self) -> TrainSetup:
         """The setup at micro-batch 1 without accumulation."""
-        return self.shared.trusted_with(attention=self.attention, loss=self.loss, optimizer=self.optimizer)
+        return self.shared.replace_trusted(attention=self.attention, loss=self.loss, optimizer=self.optimizer)
 
     @property
     def setup(self) -> TrainSetup:
         """The complete setup, validated."""
-        return self.family.with_(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
+        return self.family.replace(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
 
 
 def walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]] | None = None,
-    spreads: "Sequence[Spread]" = (),
-    known: Known | None = None,
+    layouts: "Sequence[Layout]" = (),
+    known: WalkCache | None = None,
     limit: Limit | None = None,
 ) -> Iterator[Point]:
-    """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
+    """Every setup of the space under every layout that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
     express.
 
@@ -67,7 +67,7 @@ def walk(
     values = values if values is not None else dimension_values(workload)
     several = len(workload.targets) > 1
     limit = None if several else limit
-    points = _walk(workload, values, spreads, known if known is not None else Known(), limit)
+    points = _walk(workload, values, layouts, known if known is not None else WalkCache(), limit)
     return _for_all(points, workload) if several else points
 
 
@@ -86,7 +86,7 @@ def _for_all(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
         for other in variants[key]:
             if peak <= workload.budget_bytes:
                 steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
-                ranks = memory_of(workload.model, workload.gpu, other.with_(**steps))
+                ranks = memory_of(workload.model, workload.gpu, other.replace(**steps))
                 peak = max(peak, ranks[0].breakdown.peak_device_bytes)
         yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
 
@@ -120,16 +120,16 @@ class _Speeds:
 def _walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
-    spreads: "Sequence[Spread]",
-    known: Known,
+    layouts: "Sequence[Layout]",
+    known: WalkCache,
     limit: Limit | None,
 ) -> Iterator[Point]:
     """The points run by run. A run that its rival outruns is left out: the rival is never larger."""
     speeds, context = _Speeds(workload), context_bytes(workload.gpu)
-    for run in known.runs(workload, values, spreads):
+    for run in known.runs(workload, values, layouts):
         limit_bytes = limit(run.shared) - context if limit is not None else None
         if run.rival is not None and (
-            not _fits(workload, known, run.rival, limit_bytes) or _outrun(speeds, run, run.rival)
+            not _fits(workload, known, run.rival, limit_bytes) or _dominated(speeds, run, run.rival)
         ):
             continue
         for loss in run.choices:
@@ -164,14 +164,14 @@ def _points(
                 yield Point(shared, attention, loss, optimizer, micro, steps, own[index] + context, found[index], more)
 
 
-def _fits(workload: Workload, known: Known, run: Run, limit_bytes: int | None) -> bool:
+def _fits(workload: Workload, known: WalkCache, run: Run, limit_bytes: int | None) -> bool:
     """Whether any point of a run fits; where nothing limits them all do."""
     if limit_bytes is None:
         return True
     return any(known.peaks(workload, run, loss).lowest <= limit_bytes for loss in run.choices)
 
 
-def _outrun(speeds: _Speeds, run: Run, rival: Run) -> bool:
+def _dominated(speeds: _Speeds, run: Run, rival: Run) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
     loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])

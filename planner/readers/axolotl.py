@@ -8,7 +8,7 @@ from planner.errors import ConfigError, NotPlanned
 from planner.hardware.kernels import default_attention, has_expert_stacks
 from planner.readers import common, partial, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Spread, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
+from planner.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
@@ -271,7 +271,7 @@ def _plugins(settings: Settings) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
 
 
-def _parallel(settings: Settings) -> Spread:
+def _parallel(settings: Settings) -> Layout:
     if settings.raw("deepspeed"):
         return zero_stage(settings, settings.raw("deepspeed"))
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
@@ -282,7 +282,7 @@ def _parallel(settings: Settings) -> Spread:
     return {"parallel": "none", **_mesh(settings)}
 
 
-def _mesh(settings: Settings) -> Spread:
+def _mesh(settings: Settings) -> Layout:
     """The mesh of the run."""
     num_gpus = settings.outside.num_gpus
     names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")

@@ -14,10 +14,10 @@ from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODUL
 from planner.hardware.kernels import default_attention
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import ENCODERS
+from planner.models.encoders import SEEING
 from planner.models.spec import ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
-from planner.models.towers import SEEING
 from planner.readers import versions
 from planner.readers.values import Settings
 from planner.setup import TrainSetup

@@ -44,6 +44,6 @@ def read(settings: Settings) -> ReadConfig:
         "loss": "full",
         "packing": task == "pretrain",
     }
-    spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
-    fields |= parallel_of(settings, spread)
+    layout = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    fields |= parallel_of(settings, layout)
     return config(FIREFLY, settings, fields)

@@ -24,7 +24,7 @@ FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 class Said(NamedTuple):
     """What the words say: processes of the job (None: nothing), nodes, Accelerate's file, the words behind; `open`: the
     word for the processes or nodes that only the machine or the shell knows; `accelerate`: what Accelerate's own words
-    say of the spread, as its file would."""
+    say of the layout, as its file would."""
 
     num_gpus: int | None
     num_nodes: int = 1
@@ -60,9 +60,9 @@ def said(launcher: str, words: Sequence[str], shown: int | None) -> Said:
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    spread = {} if config else _as_file(own, num_gpus or 0)
+    layout = {} if config else _as_file(own, num_gpus or 0)
     gpus = num_gpus * num_nodes if num_gpus else None
-    return Said(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, spread)
+    return Said(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
 
 
 OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps")

@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.readers import litgpt, llamafactory, shell, swift, trl
 from planner.readers.formats import READERS, detect
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.records import dataclass
@@ -31,9 +31,9 @@ class Launches:
     """The launches of one file; `read` reads what they start: (text, name, outside, text of a launcher's config)."""
 
     name: str
-    read: Callable[[str, str, Surroundings, str | None], ReadConfig]
+    read: Callable[[str, str, FileContext, str | None], ReadConfig]
 
-    def first(self, text: str, around: Surroundings) -> ReadConfig:
+    def first(self, text: str, around: FileContext) -> ReadConfig:
         """The setup of the first launch whose program or config can be read.
 
         Raises:
@@ -67,7 +67,7 @@ class Launches:
             return replace(found, path=name, assumptions=(*said, *found.assumptions))
         raise min(problems, key=weight)
 
-    def of_command(self, command: shell.Command, around: Surroundings) -> ReadConfig:
+    def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
         """The setup of one launch.
 
         Raises:
@@ -99,7 +99,7 @@ class Launches:
             raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
         return self._of_target(command, inside)
 
-    def _of_target(self, command: shell.Command, inside: Surroundings) -> ReadConfig:
+    def _of_target(self, command: shell.Command, inside: FileContext) -> ReadConfig:
         """The setup of a launch that names a program or a config."""
         name, target = self.name, command.target
         of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
@@ -139,7 +139,7 @@ class Launches:
             hint=f"plan check {command.target.rpartition('/')[2]}{words}",
         )
 
-    def _of_words(self, command: shell.Command, inside: Surroundings, tools: tuple[str, ...] = ()) -> ReadConfig | None:
+    def _of_words(self, command: shell.Command, inside: FileContext, tools: tuple[str, ...] = ()) -> ReadConfig | None:
         """The setup that a program's words say: a config, or the flags of a tool; `tools`: of these alone."""
         config = next(iter(command.arguments), "")
         if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
@@ -150,14 +150,14 @@ class Launches:
         told = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (kind == swift.FORMAT and not tools)
         return self._of_flags(command, kind, inside) if told else None
 
-    def _read(self, text: str, path: str, command: shell.Command, inside: Surroundings) -> ReadConfig:
+    def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
         launcher = inside.by_end(command.launcher) if command.launcher else None
-        if command.spread:
-            launcher = json.dumps(dict(command.spread))
+        if command.layout:
+            launcher = json.dumps(dict(command.layout))
         return self.read(text, path.rpartition("/")[2], inside, launcher)
 
     def _of_flags(
-        self, command: shell.Command, kind: str, around: Surroundings, extra: Mapping[str, Any] | None = None
+        self, command: shell.Command, kind: str, around: FileContext, extra: Mapping[str, Any] | None = None
     ) -> ReadConfig:
         """The setup that a tool's flags say; those that only the shell would fill in are open."""
         given = {**shell.flags(command.arguments), **(extra or {})}
@@ -171,7 +171,7 @@ class Launches:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def with_segments(found: ReadConfig, command: shell.Command, around: Surroundings) -> ReadConfig:
+def with_segments(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
     """A reading with the allocator as the launch, or the program that it starts, sets it: segments are fixed where
     neither says more."""
     if command.tool == "script":
@@ -179,10 +179,10 @@ def with_segments(found: ReadConfig, command: shell.Command, around: Surrounding
     given = {**around.environment, **dict(command.environment)}
     program = around.below(command.folder).by_end(command.target) if command.target else None
     said = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
-    return replace(found, setup=found.setup.with_(expandable_segments="expandable_segments:True" in said))
+    return replace(found, setup=found.setup.replace(expandable_segments="expandable_segments:True" in said))
 
 
-def with_launcher(found: ReadConfig, command: shell.Command, around: Surroundings) -> ReadConfig:
+def with_launcher(found: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
     """A reading with what its launcher decides and nobody says as open: how many processes, and what the launcher's own
     file says where that is not at hand."""
     missing: dict[str, str] = {}

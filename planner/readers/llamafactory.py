@@ -7,7 +7,7 @@ from planner.errors import NotATraining, NotPlanned
 from planner.hardware.kernels import default_attention
 from planner.readers import common, schema
 from planner.readers.fields import adapter_kind, config, said
-from planner.readers.sharding import Spread, fsdp, parallel_of, zero_stage
+from planner.readers.sharding import Layout, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
@@ -64,7 +64,7 @@ def read(settings: Settings) -> ReadConfig:
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
     if aim == "dpo" and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
-    fields |= parallel_of(settings, _spread(settings))
+    fields |= parallel_of(settings, _layout(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
     settings.leave_out(NOT_COUNTED)
@@ -112,7 +112,7 @@ def _attention(settings: Settings) -> str:
     return default_attention(settings.model) if word == "auto" else READ_ATTENTIONS[word]
 
 
-def _spread(settings: Settings) -> Spread:
+def _layout(settings: Settings) -> Layout:
     if settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
         return fsdp(settings, inner if isinstance(inner, dict) else {})

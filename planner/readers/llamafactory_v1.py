@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.readers import common, schema
 from planner.readers.fields import config, said
-from planner.readers.sharding import Spread, parallel_of, zero_stage
+from planner.readers.sharding import Layout, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.llamafactory import V1
@@ -29,7 +29,7 @@ def read(settings: Settings) -> ReadConfig:
         **_method(settings),
     }
     settings.assume("LLaMA-Factory's v1 is young: bf16 weights under autocast are assumed")
-    fields |= parallel_of(settings, _spread(settings, dist))
+    fields |= parallel_of(settings, _layout(settings, dist))
     per_pass = fields["micro_batch_seqs"] * num_gpus
     total = settings.integer("global_batch_size", per_pass, at_least=1)
     fields["accumulation_steps"] = max(1, total // per_pass)
@@ -63,7 +63,7 @@ def _method(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _spread(settings: Settings, dist: Settings) -> Spread:
+def _layout(settings: Settings, dist: Settings) -> Layout:
     if not dist.values:
         return {"parallel": "none"}
     word = dist.text("name", "fsdp2")

@@ -52,7 +52,7 @@ def read(settings: Settings) -> ReadConfig:
     inner, steps = parts["model"], parts["step_scheduler"]
     _refuse_other_recipes(top, inner)
     fields = _method(parts, common.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto"))
-    spread, copies = _spread(parts["distributed"], num_gpus)
+    layout, copies = _layout(parts["distributed"], num_gpus)
     used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
     chosen = OPTIMIZERS.get(used, used.rpartition(".")[2].lower())
     loss = parts["loss_fn"].text("_target_", "")
@@ -68,7 +68,7 @@ def read(settings: Settings) -> ReadConfig:
     }
     fields = common.adapter(top, fields, adapter_kind(parts["peft"], FORMAT))
     _note_what_is_not_counted(top, parts)
-    fields |= parallel_of(top, spread)
+    fields |= parallel_of(top, layout)
     fields["optimizer"] = common.optimizer(top, "optim", "adamw_torch", chosen)
     return config(NEMO, top, fields, model_id=_model_id(top, inner))
 
@@ -129,8 +129,8 @@ def _note_what_is_not_counted(top: Settings, parts: Mapping[str, Settings]) -> N
         top.approximate("AutoModel's own model code is counted as transformers'")
 
 
-def _spread(settings: Settings, num_gpus: int) -> tuple[dict[str, Any], int]:
-    """How a recipe spreads, and over how many GPUs its batch."""
+def _layout(settings: Settings, num_gpus: int) -> tuple[dict[str, Any], int]:
+    """How a recipe layouts, and over how many GPUs its batch."""
     tensor = max(1, _degree(settings, "tp_size"))
     stages = max(1, _degree(settings, "pp_size"))
     for key in ("cp_size", "ep_size"):
@@ -140,8 +140,8 @@ def _spread(settings: Settings, num_gpus: int) -> tuple[dict[str, Any], int]:
     if num_gpus % (tensor * stages):
         tensor = stages = 1
         settings.assume(f"tp_size and pp_size do not divide {num_gpus} GPUs: left out (say how many with --gpus)")
-    spread = {"parallel": STRATEGIES.get(word, "fsdp2"), "tensor_degree": tensor, "pipeline_degree": stages}
-    return spread if num_gpus > 1 else {}, num_gpus // (tensor * stages)
+    layout = {"parallel": STRATEGIES.get(word, "fsdp2"), "tensor_degree": tensor, "pipeline_degree": stages}
+    return layout if num_gpus > 1 else {}, num_gpus // (tensor * stages)
 
 
 def _degree(settings: Settings, key: str) -> int:

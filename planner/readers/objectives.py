@@ -56,12 +56,12 @@ MODEL_PARTS = {
     "Csm": "speech", "Seq2SeqSpeech": "speech",
 }  # fmt: skip
 """Parts of model classes' names -> what is trained with them."""
-WITH_EYES = (
+WITH_VISION = (
     "Qwen2VLFor", "Qwen2_5_VLFor", "Qwen3VLFor", "Qwen3VLMoeFor", "LlavaFor", "Mistral3For", "Idefics3For",
     "SmolVLMFor", "InternVLFor", "AutoModelForVision2Seq", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
 )  # fmt: skip
 """Beginnings of the classes of models of pictures, some of which are planned with theirs."""
-WITH_EARS = ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq")
+WITH_AUDIO = ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq")
 """Classes of models that make text of clips, some of which are planned."""
 RECIPE_PARTS = {
     "torchtune": (

@@ -9,13 +9,13 @@ from planner.errors import ConfigError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers.loading import read_bounded
-from planner.readers.program import Outside
+from planner.readers.program import ProgramContext
 from planner.records import dataclass
 from planner.setup import TrainSetup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class FileContext:
     """What is known from outside the file.
 
     Attributes:
@@ -45,7 +45,7 @@ class Surroundings:
         """The 16-bit type that a tool takes which asks the card: bf16 where its units compute it."""
         return "bf16" if self.gpu is None or self.gpu.bf16 else "fp16"
 
-    def below(self, folder: str) -> "Surroundings":
+    def below(self, folder: str) -> "FileContext":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
         tops = [root.absolute() for root in self.roots]
         parts = Path(folder).parts
@@ -63,10 +63,10 @@ class Surroundings:
         ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
         return next((text for end in ends if end and "$" not in end and (text := self.beside(end)) is not None), None)
 
-    def of_program(self) -> Outside:
+    def of_program(self) -> ProgramContext:
         """What a program that is read may learn from outside."""
         gpu = self.gpu
-        return Outside(
+        return ProgramContext(
             arguments=self.arguments,
             environment={**self.environment, "WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
             bf16=gpu.bf16 if gpu is not None else True,

@@ -14,7 +14,7 @@ from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind, config
 from planner.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
 from planner.readers.program.reading import PARTS_OF_LENGTH
-from planner.readers.sharding import Spread, fsdp, with_cut_sequences, zero_stage
+from planner.readers.sharding import Layout, fsdp, with_cut_sequences, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools import tool_of
@@ -162,7 +162,7 @@ def read(settings: Settings) -> ReadConfig:
     }
     fields |= _preferences(settings, objective, certain=certain)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    fields |= with_cut_sequences(settings, "context", _spread(settings, values), fields)
+    fields |= with_cut_sequences(settings, "context", _layout(settings, values), fields)
     keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
     named = settings.raw("model")
     answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
@@ -173,7 +173,7 @@ ENGINES = ("engine", "strategy", "backend", "parallel", "distributed", "accelera
 """Parts of the names of settings that say in a word how a job is spread."""
 
 
-def _spread(settings: Settings, values: Mapping[str, Any]) -> Spread:
+def _layout(settings: Settings, values: Mapping[str, Any]) -> Layout:
     """How the job is spread, by libraries' own blocks and by words for them; what a word leaves open is asked for."""
     blocks = dict(_named(values, ("deepspeed", "deepspeed_config", "fsdp_config", "fsdp")))
     for key, value in blocks.items():

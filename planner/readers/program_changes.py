@@ -14,8 +14,8 @@ from planner.readers.training import Training, loads_model, named_model, trained
 from planner.readers.values import Settings
 
 CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
-EYES = ("visual", "vision", "tower")
-BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", *EYES, "audio")
+VISION = ("visual", "vision", "tower")
+BESIDE = ("ref", "teacher", "reward", "judge", "critic", "rm", *VISION, "audio")
 """Parts of the names of what is frozen beside the language model that trains."""
 BEHIND = ("dpo", "kto")
 """Objectives whose trainers take a reference model."""
@@ -234,7 +234,7 @@ def note(found: Training, program: Program, text: str, *, lora: Settings, argume
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     switched = " ".join(subject.lower() for _, subject in _switches(text)) if found.pictures else ""
-    if found.adapter is None and any(part in switched for part in EYES):
+    if found.adapter is None and any(part in switched for part in VISION):
         arguments.approximate("a frozen tower is counted as trained")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")

@@ -8,9 +8,9 @@ from typing import Any
 from planner.choices.adapters import Adapter
 from planner.choices.sound import TEXT_TOKENS
 from planner.errors import NotPlanned
+from planner.models.encoders import SEEING
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
-from planner.models.towers import SEEING
 from planner.readers import common
 from planner.readers.fields import adapter_kind
 from planner.readers.objectives import refusal
@@ -171,10 +171,10 @@ def heard(found: Training, arguments: Settings, given: Mapping[str, Any]) -> dic
         NotPlanned: the model makes text of sound in another way than Whisper.
     """
     model = arguments.model
-    if not found.hears:
+    if not found.has_audio:
         return {}
     if model is not None and model.front_end is None:
-        raise refusal(f"{model.model_id} trains with {found.hears} (speech)", RUN_IT)
+        raise refusal(f"{model.model_id} trains with {found.has_audio} (speech)", RUN_IT)
     tokens = int(given["seq_len_tokens"])
     positions = model.max_position_embeddings if model is not None else None
     if arguments.missing.pop("seq_len_tokens", "") or (positions is not None and tokens > positions):

@@ -32,7 +32,7 @@ from planner.readers import (
 from planner.readers.formats import READERS, detect, of_mapping, with_words
 from planner.readers.launched import Launches, weight, with_open
 from planner.readers.loading import Parsed, parse_documents, parse_json, parse_toml, parse_yaml, read_bounded
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.readers.sharding import LAUNCHERS, num_processes, read_accelerate
 from planner.readers.types import ReadConfig
@@ -52,7 +52,7 @@ def read_text(
     *,
     model: ModelSpec | None = None,
     base: TrainSetup | None = None,
-    around: Surroundings | None = None,
+    around: FileContext | None = None,
     launcher: str | None = None,
 ) -> ReadConfig:
     """The setup of a config given as text; `name` says which kind of file it is by its ending.
@@ -63,14 +63,14 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    found = _read(text, name, replace(around or Surroundings(), model=model, base=base), launcher)
+    found = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
     stack = STACK_OF.get(found.format, found.setup.stack)
     default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
     older = versions.computing(around.versions) if around is not None and found.format in BY_TRANSFORMERS else {}
     around_it = {"expandable_segments": True} if STACKS[stack].expandable_segments else {}
-    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
+    setup = found.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **around_it, **older)
     told = 0 if found.format in PROGRAMS else evaluating.sequences(found.format, found.values)
     found = replace(found, setup=setup, keys={**named, **found.keys}, eval_seqs=found.eval_seqs or told)
     if found.values.get("auto_find_batch_size") is True:
@@ -126,7 +126,7 @@ BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT, firefly.FORMAT)
 """Formats whose steps are computed by transformers and bitsandbytes, whatever trainer runs them."""
 
 
-def _read(text: str, name: str, around: Surroundings, launcher: str | None = None) -> ReadConfig:
+def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
         return _under_launcher(text, name, around, launcher)
@@ -160,21 +160,21 @@ def _read(text: str, name: str, around: Surroundings, launcher: str | None = Non
     raise min(problems, key=weight)
 
 
-def _under_launcher(text: str, name: str, around: Surroundings, launcher: str) -> ReadConfig:
+def _under_launcher(text: str, name: str, around: FileContext, launcher: str) -> ReadConfig:
     """The setup of a file under the Accelerate config that it is launched with."""
     told = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
     inside = replace(around, num_gpus=num_processes(told))
     inner = _read(text, name, inside)
-    spread = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
-    setup = spread.setup
+    layout = read_accelerate(Settings(told.values, told.name, replace(inside, base=inner.setup)))
+    setup = layout.setup
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
-        setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
+        setup = setup.replace(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
     return replace(
         inner,
         setup=setup,
         missing=tuple(one for one in inner.missing if one.field not in OF_LAUNCHER),
-        assumptions=(*inner.assumptions, *spread.assumptions),
-        approximations=(*inner.approximations, *spread.approximations),
+        assumptions=(*inner.assumptions, *layout.assumptions),
+        approximations=(*inner.approximations, *layout.approximations),
     )
 
 
@@ -182,7 +182,7 @@ OF_LAUNCHER = ("num_gpus", "parallel")
 """What a launcher's file says."""
 
 
-def _of_settings(parsed: Parsed, launches: Launches, around: Surroundings) -> ReadConfig:
+def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
     """The setup of one mapping of settings: a tool's, a program's, or a scheduler's task with its commands."""
     name = launches.name
     if tasks.is_task(parsed.values):
@@ -232,7 +232,7 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
     return block, parsed._replace(values=parsed.values[block], lines=lines)
 
 
-def _of_notebook(text: str, launches: Launches, around: Surroundings) -> ReadConfig:
+def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:
     """The setup of a notebook: of what its cells train, else of what they launch."""
     source = of_notebook(text, launches.name)
     try:
@@ -277,7 +277,7 @@ def read_config(
         path.name,
         model=model,
         base=base,
-        around=Surroundings(
+        around=FileContext(
             num_gpus=num_gpus,
             roots=roots_of(path),
             gpu=gpu,

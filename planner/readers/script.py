@@ -15,7 +15,7 @@ from planner.models.stored import stored_method
 from planner.readers import common, evaluating, lengths, open_conditions, partial, program_changes, training, versions
 from planner.readers.fields import config, said
 from planner.readers.objectives import CONFIGS, rollout_fields
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.source import Source, environment_word, imported, of_script
@@ -37,7 +37,7 @@ ARGUMENTS = (
 )
 
 
-def read(text: str, name: str, outside: Surroundings, source: Source | None = None) -> ReadConfig:
+def read(text: str, name: str, outside: FileContext, source: Source | None = None) -> ReadConfig:
     """The setup of a training program; `source` is its text where it does not stand in a .py file.
 
     Raises:
@@ -76,7 +76,7 @@ def _has_trainer(aim: Objective) -> bool:
 class _Script:
     """One program's training on its way to a setup."""
 
-    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: Surroundings) -> None:
+    def __init__(self, program: Program, found: Training, source: Source, name: str, outside: FileContext) -> None:
         self.program, self.found, self.source, self.name = program, found, source, name
         self.model, self.outside = outside.model, outside
         owner = found.loader.owner if found.loader is not None else ""
@@ -199,7 +199,7 @@ class _Script:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
             fields |= training.contrast(self.found, arguments)
-        fields |= heard(self.found, arguments, fields) | self._spread(constants)
+        fields |= heard(self.found, arguments, fields) | self._layout(constants)
         fields = common.adapter(arguments, fields, self.adapters.kind())
         return fields | partial.adapted_layers(self.lora, "layers_to_transform", fields)
 
@@ -431,7 +431,7 @@ class _Script:
             self.missing["seq_len_tokens"] = why
         return tokens
 
-    def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+    def _layout(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus, loader = self.outside.num_gpus, self.loader
         if over_layers := device_map(self.arguments, loader):
             return over_layers
@@ -440,11 +440,11 @@ class _Script:
         block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None
         if isinstance(block, Made):
             loader.values = {**loader.values, "distributed_config": self.settings(block).values}
-        spread = loaded(self.arguments, loader) or sharded(self.arguments)
+        layout = loaded(self.arguments, loader) or sharded(self.arguments)
         mesh = self.found.arguments.argument("parallelism_config") if isinstance(self.found.arguments, Made) else None
         if isinstance(mesh, Made) and num_gpus > 1:
-            spread = spread | cut_sequences(self.arguments, self.settings(mesh), spread)
-        return parallel_of(self.arguments, spread)
+            layout = layout | cut_sequences(self.arguments, self.settings(mesh), layout)
+        return parallel_of(self.arguments, layout)
 
 
 def _line(made: Made | None) -> int:

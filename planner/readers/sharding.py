@@ -6,50 +6,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.choices.spreads import SHARDED, ZERO
+from planner.choices.layouts import SHARDED, ZERO
 from planner.errors import ConfigError, NotPlanned, Undetermined
 from planner.readers import common, schema
 from planner.readers.fields import config
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.tools.others import ACCELERATE, DEEPSPEED
 
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
-Spread = dict[str, Any]
+Layout = dict[str, Any]
 """Fields of a setup that say how it is spread: "parallel", "offload", "reshard_after_forward" and the degrees."""
 
 
-def parallel_of(settings: Settings, spread: Spread, num_gpus: int = 0) -> dict[str, Any]:
-    """`num_gpus` (0: the run's) and the spread of a setup. Several without sharding are plain copies; of one GPU what
+def parallel_of(settings: Settings, layout: Layout, num_gpus: int = 0) -> dict[str, Any]:
+    """`num_gpus` (0: the run's) and the layout of a setup. Several without sharding are plain copies; of one GPU what
     DeepSpeed holds for itself (fp32 masters) and what lies in the host's memory count."""
     num_gpus = num_gpus or settings.outside.num_gpus
-    parallel, offload = spread.get("parallel", "none"), spread.get("offload", "none")
+    parallel, offload = layout.get("parallel", "none"), layout.get("offload", "none")
     if num_gpus == 1:
         if parallel != "none":
             settings.assume(f"{parallel} is counted over one GPU, where it shards nothing (say how many with --gpus)")
         if parallel in ZERO or (parallel in SHARDED and offload != "none"):
             return {"num_gpus": 1, "parallel": parallel, "offload": offload}
         return {"num_gpus": 1, "parallel": "none"}
-    degrees = {name: spread.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
+    degrees = {name: layout.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
     split = degrees["tensor_degree"] * degrees["pipeline_degree"]
-    cut = split * spread.get("context_degree", 1)
+    cut = split * layout.get("context_degree", 1)
     if num_gpus % cut:
         raise ConfigError(
             f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline x context parallelism of {cut}",
             hint="say how many GPUs the run has with --gpus",
         )
     if num_gpus == split:  # one copy: nothing to share
-        dealt = {name: value for name, value in spread.items() if name == "expert_degree"}
+        dealt = {name: value for name, value in layout.items() if name == "expert_degree"}
         return {**degrees, **dealt, "num_gpus": num_gpus, "parallel": "none"}
-    version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in spread else {}
-    return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
+    version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in layout else {}
+    return {**layout, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
 
 def with_cut_sequences(
-    settings: Settings, key: str, spread: Spread, fields: Mapping[str, Any], num_gpus: int = 0
+    settings: Settings, key: str, layout: Layout, fields: Mapping[str, Any], num_gpus: int = 0
 ) -> dict[str, Any]:
     """As `parallel_of`, for a tool that cuts every sequence over GPUs by attention of its own (`key`: over how many):
     counted as PyTorch's ring beside FSDP2, else as DeepSpeed's Ulysses. Sequences are padded to whole pieces.
@@ -63,64 +63,64 @@ def with_cut_sequences(
     """
     degree, num_gpus = settings.integer(key, 1, at_least=1), num_gpus or settings.outside.num_gpus
     if degree == 1:
-        return parallel_of(settings, spread, num_gpus)
+        return parallel_of(settings, layout, num_gpus)
     if num_gpus % degree:
         raise Undetermined(
             f"{settings.name}: {key} {degree} cuts every sequence over {degree} GPUs, of {num_gpus} in the run",
             hint=f"say how many the run has: --gpus {degree}, or a multiple of it",
         )
-    if spread.get("parallel", "none") not in SHARDED:
+    if layout.get("parallel", "none") not in SHARDED:
         if fields["method"] == "full":
             raise NotPlanned(
                 f"{settings.name}: {key} {degree} beside states that nothing shards is not planned",
                 hint="plan check answers with DeepSpeed's ZeRO or FSDP in the config",
             )
-        spread = {**spread, "parallel": "zero1"}  # of adapters: their few states alone are cut
-    ring = spread["parallel"] == "fsdp2"
+        layout = {**layout, "parallel": "zero1"}  # of adapters: their few states alone are cut
+    ring = layout["parallel"] == "fsdp2"
     how = "PyTorch's ring" if ring else "DeepSpeed's Ulysses"
     settings.approximate(f"sequences cut over GPUs ({key}) are counted as by {how}")
     pieces = degree * (2 if ring else 1)
     tokens = -(-int(fields["seq_len_tokens"]) // pieces) * pieces
-    return {"seq_len_tokens": tokens, **parallel_of(settings, {**spread, "context_degree": degree}, num_gpus)}
+    return {"seq_len_tokens": tokens, **parallel_of(settings, {**layout, "context_degree": degree}, num_gpus)}
 
 
 def device_map(settings: Settings, kwargs: Settings) -> dict[str, Any]:
     """A model whose layers lie over several GPUs, as its loading asks; nothing where it does not."""
-    spread_out = kwargs.raw("device_map") == "auto" and settings.outside.num_gpus > 1
-    return {"num_gpus": settings.outside.num_gpus, "parallel": "device-map"} if spread_out else {}
+    layout_out = kwargs.raw("device_map") == "auto" and settings.outside.num_gpus > 1
+    return {"num_gpus": settings.outside.num_gpus, "parallel": "device-map"} if layout_out else {}
 
 
-def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int, context: int = 1) -> Spread:
+def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int, context: int = 1) -> Layout:
     """The groups of a device mesh: shards within a group (over those of one sequence too), copies over the groups,
     matrices cut within `tensor`, sequences within `context`."""
-    spread: Spread = {"tensor_degree": tensor} if tensor > 1 else {}
+    layout: Layout = {"tensor_degree": tensor} if tensor > 1 else {}
     if context > 1:
-        spread["context_degree"] = context
+        layout["context_degree"] = context
     if copies > 1 and shard > 1:
         if num_gpus == copies * shard * tensor * context:
-            spread["shard_degree"] = shard * context
+            layout["shard_degree"] = shard * context
         elif num_gpus > 1:
             settings.assume(
                 f"{copies} x {shard} x {tensor * context} GPUs of the mesh are not the {num_gpus} of the run: left out"
             )
-    return spread
+    return layout
 
 
-def cut_sequences(settings: Settings, mesh: Settings, spread: Spread) -> Spread:
+def cut_sequences(settings: Settings, mesh: Settings, layout: Layout) -> Layout:
     """What `ParallelismConfig` says of sequences: cut by PyTorch under FSDP2 (cp_size) or by DeepSpeed (sp_size), whose
     stage may be said by the launcher alone."""
     ring, ulysses = (mesh.integer(key, 1, at_least=1) for key in ("cp_size", "sp_size"))
     if ring * ulysses == 1:
         return {}
     own = ("fsdp2",) if ring > 1 else ("zero3", "zero2", "zero1")
-    found: Spread = {"context_degree": max(ring, ulysses)}
-    if spread.get("parallel", "none") not in own:
+    found: Layout = {"context_degree": max(ring, ulysses)}
+    if layout.get("parallel", "none") not in own:
         settings.assume(f"{own[0]} is taken beside sequences cut over GPUs: the launcher's file says what it is")
         found["parallel"] = own[0]
     return found
 
 
-def distributed(settings: Settings, block: dict[str, Any]) -> Spread:
+def distributed(settings: Settings, block: dict[str, Any]) -> Layout:
     """The spread of transformers' `DistributedConfig` (tensor parallelism, FSDP2 while loading)."""
     num_gpus = settings.outside.num_gpus
     inner = Settings(block, f"{settings.name}: distributed_config")
@@ -128,20 +128,20 @@ def distributed(settings: Settings, block: dict[str, Any]) -> Spread:
     stages = inner.integer("pp_size", 1, at_least=1)
     rest = num_gpus // (shard * copies * stages) if inner.has("tp_plan") else 1
     tensor = inner.integer("tp_size", max(1, rest), at_least=1)
-    spread = hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor)
+    layout = hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor)
     if stages > 1:
-        spread["pipeline_degree"] = stages
+        layout["pipeline_degree"] = stages
     if shard * copies > 1:
-        spread["parallel"] = "fsdp2"
+        layout["parallel"] = "fsdp2"
         if inner.flag("fsdp_cpu_offload", False):
-            spread["offload"] = "parameters"
+            layout["offload"] = "parameters"
     experts = inner.integer("ep_size", 1, at_least=1)
     if experts > 1:
-        spread["expert_degree"] = experts
-    return spread
+        layout["expert_degree"] = experts
+    return layout
 
 
-def loaded(settings: Settings, kwargs: Settings) -> Spread | None:
+def loaded(settings: Settings, kwargs: Settings) -> Layout | None:
     """The spread that `from_pretrained`'s own arguments ask for; None where they ask for none."""
     block = kwargs.raw("distributed_config")
     if block is None and (kwargs.has("tp_plan") or kwargs.has("tp_size")):
@@ -153,7 +153,7 @@ _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "H
 """Accelerate's numbers for FSDP1's strategies."""
 
 
-def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Spread:
+def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Layout:
     """The spread of TrainingArguments' `fsdp`: words such as "full_shard auto_wrap offload" (version 2 in 5.23)."""
     said = words.replace(",", " ").lower().split()
     strategy = next((word.upper() for word in said if word.endswith(("_shard", "grad_op", "zero2"))), "FULL_SHARD")
@@ -162,7 +162,7 @@ def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Spread:
     return fsdp(settings, values | ({"offload_params": True} if "offload" in said else {}))
 
 
-def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Spread:
+def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Layout:
     """The spread of an FSDP block, whose keys stand with or without the prefix "fsdp_" (Accelerate's and Axolotl's).
 
     Args:
@@ -186,16 +186,16 @@ def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Spre
         reshard = False
     else:
         reshard = inner.flag("reshard_after_forward", True)
-    spread: Spread = {"parallel": "fsdp2", "reshard_after_forward": reshard}
+    layout: Layout = {"parallel": "fsdp2", "reshard_after_forward": reshard}
     if inner.integer("version", version) == 1:
-        spread["fsdp_version"] = 1
+        layout["fsdp_version"] = 1
         settings.assume("FSDP version 1 is counted like version 2, and the layer inputs that its hooks hold beside it")
     if inner.flag(inner.first("offload_params", "cpu_offload"), False):
-        spread["offload"] = "parameters"
-    return spread
+        layout["offload"] = "parameters"
+    return layout
 
 
-def zero_stage(settings: Settings, value: Any) -> Spread:
+def zero_stage(settings: Settings, value: Any) -> Layout:
     """The spread of a DeepSpeed setting: the configuration itself or a path to it.
 
     Raises:
@@ -229,7 +229,7 @@ _SHIPPED = re.compile(r"(default-)?zero[0-3](_bf16|_torch_compile)?(\.json)?|ds_
 """Files that Axolotl, LLaMA-Factory and ms-swift ship, which offload nothing."""
 
 
-def _by_name(settings: Settings, name: str, stage: int) -> Spread:
+def _by_name(settings: Settings, name: str, stage: int) -> Layout:
     """The spread of a DeepSpeed file that is not at hand: its name says the stage; whether it offloads, the name of a
     file that a tool ships alone."""
     settings.assume(f"deepspeed {name} is not at hand: its name says ZeRO stage {stage}")
@@ -240,7 +240,7 @@ def _by_name(settings: Settings, name: str, stage: int) -> Spread:
     return {"parallel": f"zero{stage}" if stage else "none"}
 
 
-def stage_of(settings: Settings, values: Mapping[str, Any]) -> Spread:
+def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
     """The ZeRO stage of a DeepSpeed configuration, and what it offloads."""
     zero = values.get("zero_optimization") or {}
     if not isinstance(zero, dict):
@@ -258,25 +258,25 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Spread:
         block = zero.get(key)
         device = block.get("device", "none") if isinstance(block, dict) else "none"
         devices[key] = "cpu" if zero.get(old) is True else str(device or "none")
-    return zero_spread(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+    return zero_layout(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
 
 
-def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Spread:
+def zero_layout(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Layout:
     """The spread of a ZeRO stage with the devices ("none", "cpu", "nvme") that it offloads to."""
     if stage == 0:
         return {"parallel": "none"}
     if "nvme" in (optimizer, parameters):
         settings.approximate("offloading to NVMe is counted as offloading to the host's memory")
-    spread: Spread = {"parallel": f"zero{stage}"}
+    layout: Layout = {"parallel": f"zero{stage}"}
     if parameters != "none" and stage < 3:
         settings.assume(f"parameters stay on the GPU: DeepSpeed offloads them only in stage 3, not in stage {stage}")
     if parameters != "none" and stage == 3:
         if optimizer == "none":
             settings.approximate("offloaded parameters with optimizer states on the GPU are counted as all offloaded")
-        spread["offload"] = "parameters"
+        layout["offload"] = "parameters"
     elif optimizer != "none":
-        spread["offload"] = "optimizer"
-    return spread
+        layout["offload"] = "optimizer"
+    return layout
 
 
 def read_accelerate(settings: Settings) -> ReadConfig:
@@ -289,22 +289,22 @@ def read_accelerate(settings: Settings) -> ReadConfig:
     settings.note_unknown(schema.accepted("accelerate"), ACCELERATE)
     kind = _kind(settings)
     processes = num_processes(settings)
-    spread, changes = _spread(settings, kind, processes)
+    layout, changes = _layout(settings, kind, processes)
     mixed = settings.raw("mixed_precision", "no")
     if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
         weights = base.weight_dtype if mixed == "bf16" else "fp32"
         changes["precision"] = common.precision(settings, weights, mixed, base.method)
     elif mixed == "fp8":
         settings.approximate("fp8 matrix multiplications are counted as bf16")
-    if base.context_degree > 1 and spread.get("parallel") in SHARDED:
-        spread = {"context_degree": base.context_degree, **spread}  # a program's own `ParallelismConfig`
-    found = parallel_of(settings, spread, processes)
+    if base.context_degree > 1 and layout.get("parallel") in SHARDED:
+        layout = {"context_degree": base.context_degree, **layout}  # a program's own `ParallelismConfig`
+    found = parallel_of(settings, layout, processes)
     if base.parallel == "device-map" and found["parallel"] == "none":
         found = {}
     if base.sharded_at_loading and kind == "MULTI_GPU" and base.num_gpus == processes:
         found = {}  # transformers shards while it loads; the launcher only starts the processes
     if found:
-        base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})
+        base = base.replace_trusted(**{name: getattr(TrainSetup(), name) for name in LAYOUT_FIELDS})
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
     return config(ACCELERATE, settings, {**_fields(base), **found, **changes})
 
@@ -326,20 +326,20 @@ def _kind(settings: Settings) -> str:
     return kind
 
 
-def _spread(settings: Settings, kind: str, processes: int) -> tuple[Spread, dict[str, Any]]:
+def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict[str, Any]]:
     """How the job is spread, and the other fields that the file says with it."""
     if kind == "FSDP":
         block = settings.block("fsdp_config")
         changes = {"checkpointing": 1} if block.flag("fsdp_activation_checkpointing", False) else {}
-        spread = fsdp(settings, dict(block.values), version=1)  # accelerate 1.15's own default
-        return spread | _mesh(settings, processes), changes
+        layout = fsdp(settings, dict(block.values), version=1)  # accelerate 1.15's own default
+        return layout | _mesh(settings, processes), changes
     if kind != "DEEPSPEED":
         return {"parallel": "none"}, {}
     block = settings.block("deepspeed_config")
     if block.has("deepspeed_config_file"):
-        spread = zero_stage(settings, block.raw("deepspeed_config_file"))
+        layout = zero_stage(settings, block.raw("deepspeed_config_file"))
     else:
-        spread = zero_spread(
+        layout = zero_layout(
             settings,
             block.integer("zero_stage", 2),
             optimizer=block.text("offload_optimizer_device", "none"),
@@ -347,8 +347,8 @@ def _spread(settings: Settings, kind: str, processes: int) -> tuple[Spread, dict
         )
     steps = block.raw("gradient_accumulation_steps", "auto")
     if steps == "auto":
-        return spread, {}
-    return spread, {"accumulation_steps": block.integer("gradient_accumulation_steps", 1, at_least=1)}
+        return layout, {}
+    return layout, {"accumulation_steps": block.integer("gradient_accumulation_steps", 1, at_least=1)}
 
 
 def num_processes(settings: Settings) -> int:
@@ -356,7 +356,7 @@ def num_processes(settings: Settings) -> int:
     return settings.integer("num_processes", 1) or settings.outside.num_gpus
 
 
-def _mesh(settings: Settings, processes: int) -> Spread:
+def _mesh(settings: Settings, processes: int) -> Layout:
     """Hybrid sharding: the groups of Accelerate's `parallelism_config`."""
     block = settings.mapping("parallelism_config")
     inner = Settings(
@@ -401,8 +401,8 @@ def read_deepspeed(settings: Settings) -> ReadConfig:
         block = settings.block(kind)
         if block.raw("enabled") is True and base.compute_dtype != kind:
             changes["precision"] = f"{kind}-autocast" if base.method != "full" else f"{kind}-mixed"
-    spread = parallel_of(settings, stage_of(settings, settings.values))
-    fields = {**_fields(base), **spread, **changes}
+    layout = parallel_of(settings, stage_of(settings, settings.values))
+    fields = {**_fields(base), **layout, **changes}
     settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
     return config(DEEPSPEED, settings, fields)
 

@@ -71,7 +71,7 @@ class Command:
         arguments: the words behind it.
         num_gpus: processes of the job, None where the launcher does not say; num_nodes: on how many machines.
         launcher: Accelerate's config file, "" where none is named.
-        spread: what Accelerate's own words say of it, as its file would.
+        layout: what Accelerate's own words say of it, as its file would.
         open_gpus: the launcher's word for the processes that only the shell or the machine knows.
         folder: where the script went with `cd` before, relative to its own folder.
         environment: variables that the script exports, or sets for this launch.
@@ -84,7 +84,7 @@ class Command:
     num_gpus: int | None = None
     num_nodes: int = 1
     launcher: str = ""
-    spread: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
     open_gpus: str = ""
     folder: str = ""
     environment: tuple[tuple[str, str], ...] = ()
@@ -446,7 +446,7 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
     said = launch_words.said(launcher, words[launcher == "accelerate" :], shown)
     found = _program(list(said.rest), said.num_gpus, said.config)
     return (
-        replace(found, num_nodes=said.num_nodes, open_gpus=said.open, spread=said.accelerate)
+        replace(found, num_nodes=said.num_nodes, open_gpus=said.open, layout=said.accelerate)
         if found is not None
         else None
     )

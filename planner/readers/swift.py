@@ -58,8 +58,8 @@ def read(settings: Settings) -> ReadConfig:
     fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
-    spread = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
-    cut = with_cut_sequences(settings, "sequence_parallel_size", spread, fields)
+    layout = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
     fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
     return config(SWIFT, settings, fields)
 

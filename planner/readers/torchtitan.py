@@ -12,7 +12,7 @@ from typing import Any
 from planner.errors import ConfigError, NotATraining, Undetermined
 from planner.readers import schema, training
 from planner.readers.fields import config
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.readers.program import Function, Made, Reader
 from planner.readers.program.values import Value
 from planner.readers.shell import flags
@@ -64,7 +64,7 @@ def read(settings: Settings) -> ReadConfig:
         "checkpointing": _checkpointing(parts["activation_checkpoint"]),
         "compile": parts["compile"].flag("enable", False),
         "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
-        **_spread(parts["parallelism"], training),
+        **_layout(parts["parallelism"], training),
     }
     data = training.optional_text("dataset_path") or training.optional_text("dataset")
     return config(TORCHTITAN, top, fields, model_id=parts["model"].optional_text("hf_assets_path"), dataset=data)
@@ -85,7 +85,7 @@ def _blocks(top: Settings) -> dict[str, Settings]:
     return parts
 
 
-def _spread(settings: Settings, training: Settings) -> dict[str, Any]:
+def _layout(settings: Settings, training: Settings) -> dict[str, Any]:
     """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
     tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
     stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
@@ -180,7 +180,7 @@ def is_registry(text: str) -> bool:
     return "torchtitan" in text and "-> Trainer.Config:" in text
 
 
-def read_registry(text: str, name: str, outside: Surroundings) -> ReadConfig:
+def read_registry(text: str, name: str, outside: FileContext) -> ReadConfig:
     """The setup of one config of a registry: the one that `--config` names, else the only one.
 
     Raises:
@@ -219,7 +219,7 @@ def _block(made: Made, words: dict[str, Any], name: str, title: str) -> Settings
     return found
 
 
-def _of_config(made: Made, words: dict[str, Any], name: str, outside: Surroundings) -> ReadConfig:
+def _of_config(made: Made, words: dict[str, Any], name: str, outside: FileContext) -> ReadConfig:
     """One config as torchtitan's TOML is read."""
     blocks, known = {title: _block(made, words, name, title) for title in REGISTRY_BLOCKS}, schema.known(FORMAT)
     context = blocks["training"].integer(CONTEXT, DEFAULTS[CONTEXT], at_least=1)
@@ -237,7 +237,7 @@ def _of_config(made: Made, words: dict[str, Any], name: str, outside: Surroundin
     found = read(Settings(document, name, outside))
     loss = made.argument("loss")
     if isinstance(loss, Made) and loss.owner.startswith("Chunked"):
-        found = replace(found, setup=found.setup.with_(loss="chunked"))
+        found = replace(found, setup=found.setup.replace(loss="chunked"))
     missing = {
         field: settings.undetermined[key]
         for settings in blocks.values()

@@ -10,13 +10,13 @@ from planner.readers.objectives import (
     CONFIGS,
     OTHER_TRAINERS,
     PLANNED,
-    WITH_EARS,
-    WITH_EYES,
+    WITH_AUDIO,
+    WITH_VISION,
     of_model,
     of_other_trainer,
     refusal,
 )
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.readers.program import Argument, Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Instance, Table, Value
@@ -67,7 +67,7 @@ class Training:
     objective: str = "sft"
     open_objective: str = ""
     pictures: str = ""
-    hears: str = ""
+    has_audio: str = ""
     contrast: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -254,10 +254,10 @@ def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
 def _check_model_class(found: Training, loader: Made, program: Program, name: str) -> None:
     classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
     objective, owner = of_model(classes)
-    if objective == "vision" and owner.startswith(WITH_EYES) and found.objective == "sft":
+    if objective == "vision" and owner.startswith(WITH_VISION) and found.objective == "sft":
         found.pictures = owner
-    elif owner in WITH_EARS and found.objective == "sft":
-        found.hears = owner
+    elif owner in WITH_AUDIO and found.objective == "sft":
+        found.has_audio = owner
     elif objective:
         raise _other_objective(name, objective, owner)
     for made in program.made:
@@ -388,7 +388,7 @@ def named_model(loader: Made) -> Value | None:
     return loader.positional[0] if loader.positional else None
 
 
-def settings(made: Value | None, name: str, outside: Surroundings | None = None) -> Settings:
+def settings(made: Value | None, name: str, outside: FileContext | None = None) -> Settings:
     """The keyword arguments of a call as settings, with what is not known and why."""
     values: dict[str, object] = {}
     unknown: dict[str, str] = {}

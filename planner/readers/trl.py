@@ -4,11 +4,11 @@ from typing import Any
 
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
-from planner.models.towers import SEEING
+from planner.models.encoders import SEEING
 from planner.readers import common, schema, versions
 from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal, rollout_fields
-from planner.readers.sharding import Spread, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
+from planner.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.types import TEXT_ALONE, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
@@ -161,7 +161,7 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
     return aim.losses[0]
 
 
-def sharded(settings: Settings) -> Spread:
+def sharded(settings: Settings) -> Layout:
     """How a config with TrainingArguments' names spreads over GPUs."""
     named = settings.raw("deepspeed")
     if named not in (None, ""):

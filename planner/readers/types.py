@@ -145,12 +145,12 @@ def canonical(setup: TrainSetup) -> TrainSetup:
     what is decided by what is installed.
     """
     plain = TrainSetup()
-    setup = setup.with_(linear_attention=plain.linear_attention)
+    setup = setup.replace(linear_attention=plain.linear_attention)
     if setup.method == "full":
-        return setup.with_(
+        return setup.replace(
             lora_targets=plain.lora_targets, lora_dropout=plain.lora_dropout, adapter_dtype=plain.adapter_dtype
         )
     targets = setup.lora_targets
     if isinstance(targets, tuple):
         targets = tuple(sorted(set(targets)))
-    return setup.with_(adapter_dtype=setup.resolved_adapter_dtype, lora_targets=targets)
+    return setup.replace(adapter_dtype=setup.resolved_adapter_dtype, lora_targets=targets)

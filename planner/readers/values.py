@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
-from planner.readers.outside import Surroundings
+from planner.readers.outside import FileContext
 from planner.tools import Tool
 
 _TRUE = {"true", "yes", "on", "1"}
@@ -24,7 +24,7 @@ class Settings:
         self,
         values: Mapping[str, Any],
         name: str,
-        outside: Surroundings | None = None,
+        outside: FileContext | None = None,
         *,
         unknown: Mapping[str, str] | None = None,
         more: str = "",
@@ -32,7 +32,7 @@ class Settings:
     ) -> None:
         self.values = values
         self.name = name
-        self.outside = outside or Surroundings()
+        self.outside = outside or FileContext()
         self.blocks: dict[str, Settings] = {}
         self.assumptions: list[str] = []
         self.approximations: list[str] = []

@@ -25,7 +25,7 @@ class UsefulSpeeds:
             at_once = pair[0] * setup.data_degree
             length = workload.row_tokens(at_once)
             if length not in self._by_length:
-                row = setup.trusted_with(seq_len_tokens=length)
+                row = setup.replace_trusted(seq_len_tokens=length)
                 self._by_length[length] = family_speeds(workload.model, workload.gpu, row, workload.cluster)
             rows = self._by_length[length].tokens_per_s(optimizer, [pair])
             found.append(workload.data.real_fraction(at_once) * rows[0])

@@ -1,5 +1,5 @@
 """The speed of a setup on any number of GPUs: by its structure's step program, by the one-GPU model's closed forms
-where it has none, or that of a spread with its communication."""
+where it has none, or that of a layout with its communication."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -48,10 +48,10 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
         model = headed(model, setup.aim.head)
         by_program = _by_program(model, gpu, setup)
         return by_program or throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
-    from planner.parallel.speed import spread_profile  # one GPU never needs it
+    from planner.parallel.speed import layout_profile  # one GPU never needs it
 
     conditions = conditions_of(setup)
-    return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
+    return layout_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
 def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | None":
@@ -83,12 +83,12 @@ def family_speeds(
         if isinstance(like, ThroughputProfile):
             return like.beside(setup)
         return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
-    from planner.parallel.speed import Loop, spread_loop  # one GPU never needs it
+    from planner.parallel.speed import Loop, layout_loop  # one GPU never needs it
 
     if isinstance(like, Loop):
         return like.beside(setup)
     cluster, used = cluster_of(gpu, setup, cluster), load_calibration()
-    return spread_loop(model, gpu, setup, cluster, used, conditions_of(setup))
+    return layout_loop(model, gpu, setup, cluster, used, conditions_of(setup))
 
 
 def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":

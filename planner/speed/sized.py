@@ -279,7 +279,7 @@ class ProgramSpeed:
         self._programs, self._program = programs, program
         facts = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
         self._card = facts, id(load_calibration()), setup.attention, setup.packing
-        self._one = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
+        self._one = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
         self._seconds: dict[tuple[str, int, int], float] = {}
         self._loop, self._host = loop_of(setup), host_of(gpu)
         self._micro: dict[int, tuple[Course, Course, Timeline]] = {}
@@ -473,7 +473,7 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     changed: dict[str, Any] = {"activation_offload": False, "checkpointing": min(1, setup.checkpointing)}
     if setup.method != "full":
         changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0}
-    like = program_speed(model, gpu, setup.trusted_with(**changed))
+    like = program_speed(model, gpu, setup.replace_trusted(**changed))
     if like is None:
         return None
     return ScaledSpeed(throughput_profile(model, gpu, setup, conditions=conditions_of(setup)), like)

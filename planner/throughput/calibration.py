@@ -89,7 +89,7 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpreadConstants:
+class LayoutConstants:
     """Fitted or stated numbers of several GPUs' speed; the links' rates are facts of `planner.hardware.cluster`.
 
     Attributes:
@@ -133,7 +133,7 @@ class Calibration:
         matmul_share: GPU key or family -> measured share of the nominal 16-bit matmul rate.
         fp32_share: GPU key or family -> the same for fp32 outside the tensor cores.
         rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
-        spread: what several GPUs add, see `SpreadConstants`.
+        layout: what several GPUs add, see `SpreadConstants`.
         bands: confidence -> half-width as a fraction.
         points: what it was fitted on, for people.
     """
@@ -165,9 +165,9 @@ class Calibration:
         return {}
 
     @cached_property
-    def spread_constants(self) -> SpreadConstants:
+    def layout_constants(self) -> LayoutConstants:
         """What several GPUs add."""
-        return SpreadConstants(**self.spread)
+        return LayoutConstants(**self.spread)
 
     def share_for(self, gpu: GpuSpec) -> tuple[float, str]:
         """Share of the nominal 16-bit matmul rate and where it comes from: "gpu", "family" or "default"."""
@@ -204,7 +204,7 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     if values.get("form") != FORM:
         raise ConfigError(f"{source}: expected calibration form {FORM}, got {values.get('form')!r}")
     hint = "fit it again with `plan calibrate`"
-    known, spread = set(Constants.names()), set(SpreadConstants.names())
+    known, spread = set(Constants.names()), set(LayoutConstants.names())
     tables: list[tuple[str, Any, set[str] | None]] = [
         ("constants", values.get("constants", {}), known),
         ("spread", values.get("spread", {}), spread),

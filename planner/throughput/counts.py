@@ -5,7 +5,7 @@ Each count is per token (bytes) or per micro-batch (kernels), forward and backwa
 
 from typing import NamedTuple
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.spec import LinearSpec
 from planner.records import dataclass
 from planner.throughput.conditions import Conditions
@@ -106,7 +106,7 @@ LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
 
 def layer_traffic(
     inv: Inventory,
-    flow: Flow,
+    dtypes: DtypePolicy,
     conditions: Conditions,
     *,
     trained: bool,
@@ -132,10 +132,10 @@ def layer_traffic(
     """
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
-    sizes = _Sizes(*(SIZE_BYTES[one] for one in (flow.residual, flow.compute, flow.linear_out(flow.residual))))
+    sizes = _Sizes(*(SIZE_BYTES[one] for one in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual))))
     passes = SINGLE_GATED if conditions.single_operations else (5, 9)
-    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, passes, trained=trained, drag=drag)
-    mixed = inv.mixer_width * mixer.passes * SIZE_BYTES[flow.compute]
+    forward, backward = _elementwise_bytes(inv, dtypes, sizes, fused, passes, trained=trained, drag=drag)
+    mixed = inv.mixer_width * mixer.passes * SIZE_BYTES[dtypes.compute]
     cast, summed, casting = _around_matrices(inv, sizes)
     kernels = _kernels(inv, conditions, fused, trained=trained, casting=casting)
     return Moved(
@@ -156,7 +156,7 @@ class _Sizes(NamedTuple):
 
 def _elementwise_bytes(
     inv: Inventory,
-    flow: Flow,
+    dtypes: DtypePolicy,
     sizes: _Sizes,
     fused: frozenset[str],
     passes: tuple[int, int],
@@ -175,10 +175,12 @@ def _elementwise_bytes(
     if not rotary:
         rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
     act_forward, act_backward = (3 * wide, 5 * wide) if gated else (passes[0] * wide, passes[1] * wide)
-    composed = 0 if gated else inv.composed_width * (4 if flow.autocast else wide)  # a power is on autocast's fp32 list
+    composed = (
+        0 if gated else inv.composed_width * (4 if dtypes.autocast else wide)
+    )  # a power is on autocast's fp32 list
     # a compiler draws a dropout's numbers beside other work
     dropped = 0 if "inputs" in fused else inv.dropout_width * (2 * stream + 1)
-    layer_norm = _blend(14, 23, drag) if flow.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
+    layer_norm = _blend(14, 23, drag) if dtypes.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
     layer_norm_backward = layer_norm + _blend(1, 3.7, drag) * stream
     norm_weight = (5 if norm else _blend(5, 9.5, drag)) * stream if trained else 0.0
     forward = (
@@ -259,7 +261,9 @@ def _kernels(
     return forward + inv.num_expert_layers * 15, backward + inv.num_expert_layers * 20
 
 
-def adapter_traffic(linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, *, dropout: bool, fused: bool) -> Moved:
+def adapter_traffic(
+    linears: tuple[tuple[LinearSpec, int], ...], dtypes: DtypePolicy, *, dropout: bool, fused: bool
+) -> Moved:
     """Traffic of LoRA around the adapted matrices (linear, how many): PEFT's eager path, or one fused function.
 
     result + B(A(dropout(x))) * scaling: a plain matrix casts x to the adapter's type even under autocast (which then
@@ -269,7 +273,7 @@ def adapter_traffic(linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, *, 
 
     Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `tuners/lora/bnb.py` `Linear4bit.forward`.
     """
-    ahead, back = _around_an_adapter(flow, dropout=dropout, fused=fused)
+    ahead, back = _around_an_adapter(dtypes, dropout=dropout, fused=fused)
     forward = backward = modules = 0
     for linear, count in linears:
         inputs = count * linear.num_active * linear.in_features
@@ -293,18 +297,18 @@ class _Around(NamedTuple):
     kernels: int
 
 
-def _around_an_adapter(flow: Flow, *, dropout: bool, fused: bool) -> tuple[_Around, _Around]:
+def _around_an_adapter(dtypes: DtypePolicy, *, dropout: bool, fused: bool) -> tuple[_Around, _Around]:
     """Forward and backward of one adapted matrix."""
-    narrow = SIZE_BYTES[flow.autocast or flow.adapter]
-    wide, stream = SIZE_BYTES[flow.linear_out(flow.residual)], SIZE_BYTES[flow.residual]
-    held = stream if flow.quantized and flow.autocast else SIZE_BYTES[flow.adapter]
+    narrow = SIZE_BYTES[dtypes.autocast or dtypes.adapter]
+    wide, stream = SIZE_BYTES[dtypes.linear_out(dtypes.residual)], SIZE_BYTES[dtypes.residual]
+    held = stream if dtypes.quantized and dtypes.autocast else SIZE_BYTES[dtypes.adapter]
     mask = (2 * held + 1) if dropout else 0
     if fused:
         return _Around(mask + narrow, 3 * narrow, 3), _Around(2 * narrow + mask + 3 * stream, 3 * narrow, 5)
     total = max(narrow, wide)
     cast_in = (stream + held if held != stream else 0) + (held + narrow if held != narrow else 0)
     cast_out = (total + wide) if total != wide else 0
-    clone = 2 * wide if flow.quantized else 0
+    clone = 2 * wide if dtypes.quantized else 0
     casts = bool(cast_in) + bool(cast_out) + dropout
     return (
         _Around(cast_in + mask + narrow, 3 * narrow + (wide + narrow + total) + cast_out + clone, 4 + casts),

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.errors import SetupError
-from planner.memory.dtypes import SIZE_BYTES, flow_of
-from planner.memory.tower import asks_gradients, tower_adapted, tower_setup
+from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.modality_encoder import asks_gradients, encoder_adapted, encoder_setup
 from planner.memory.trained import frozen_below
-from planner.models.eyes.mobilenet import FLOPS, PICTURE_BYTES
+from planner.models.encoders import encoder_of
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
-from planner.models.towers import tower_of
+from planner.models.vision_encoders.mobilenet import FLOPS, PICTURE_BYTES
 from planner.setup import TrainSetup
 from planner.throughput.family import Family, family_of
 from planner.throughput.model import SpeedModel
@@ -82,7 +82,7 @@ def clips(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     model, length = _encoder_alone(speed.model), speed.model.encoder_tokens
     adapts = setup.method == "full" or _matches(model, setup)
     targets = {} if adapts else {"lora_targets": "all-linear"}
-    own = setup.trusted_with(frozen_encoder=False, seq_len_tokens=length, **targets)
+    own = setup.replace_trusted(frozen_encoder=False, seq_len_tokens=length, **targets)
     layers = Layers(_family(speed, model, own), length, 1, both_ways=False)
     note = (
         "No training run with sound has been compared in speed: the encoder's time is counted from the constants of "
@@ -94,20 +94,20 @@ def clips(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
 def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     """The layers of a vision encoder, each kind as a model of its own."""
     assert setup.images is not None
-    tower, adapted = tower_of(speed.model, setup.images), tower_adapted(speed.model, setup)
-    own, images = tower_setup(setup, tower), setup.images.num * tower.frames
+    encoder, adapted = encoder_of(speed.model, setup.images), encoder_adapted(speed.model, setup)
+    own, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
     layers = []
-    for kind, num in () if tower.convolves else tower.model.layer_counts:
-        length = min(tower.window_patches if kind.kind == "vision-window" else tower.patches, tower.patches)
-        part = replace(tower.model, layer_kinds=(kind,), layer_order=(0,) * num)
-        family = _family(speed, part, own.trusted_with(seq_len_tokens=length))
-        layers.append(Layers(family, length, images * -(-tower.patches // length), both_ways=True))
+    for kind, num in () if encoder.convolves else encoder.model.layer_counts:
+        length = min(encoder.window_patches if kind.kind == "vision-window" else encoder.patches, encoder.patches)
+        part = replace(encoder.model, layer_kinds=(kind,), layer_order=(0,) * num)
+        family = _family(speed, part, own.replace_trusted(seq_len_tokens=length))
+        layers.append(Layers(family, length, images * -(-encoder.patches // length), both_ways=True))
     note = (
         "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
         "layers, without its projector; reading and resizing pictures on the host is not counted."
     )
-    fixed_s = _convolutions(speed, setup, images) if tower.convolves else (0.0, 0.0)
-    return EncoderTime("tower", note, tuple(layers), asks_gradients(tower, setup, adapted), bool(adapted), fixed_s)
+    fixed_s = _convolutions(speed, setup, images) if encoder.convolves else (0.0, 0.0)
+    return EncoderTime("tower", note, tuple(layers), asks_gradients(encoder, setup, adapted), bool(adapted), fixed_s)
 
 
 def _family(speed: SpeedModel, model: ModelSpec, setup: TrainSetup) -> Family:
@@ -121,10 +121,10 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 2600, 4900
 def _convolutions(speed: SpeedModel, setup: TrainSetup, images: int) -> tuple[float, float]:
     """From the multiplications at the rate of the text's matrices, and what its backward would keep, written and read
     once; trained, three times that."""
-    flow = flow_of(setup)
-    trained, narrow = setup.method == "full", SIZE_BYTES[flow.autocast or flow.table]
-    once = FLOPS / speed.rates.matmul[flow.autocast or flow.compute]
-    once += 2.0 * PICTURE_BYTES[narrow, 4 if flow.autocast else narrow].kept / speed.bandwidth
+    dtypes = dtype_policy_of(setup)
+    trained, narrow = setup.method == "full", SIZE_BYTES[dtypes.autocast or dtypes.table]
+    once = FLOPS / speed.rates.matmul[dtypes.autocast or dtypes.compute]
+    once += 2.0 * PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow].kept / speed.bandwidth
     host = FORWARD_KERNELS * FORWARD_S + trained * BACKWARD_KERNELS * BACKWARD_S
     return images * (1 + 2 * trained) * once, host * speed.host_scale
 

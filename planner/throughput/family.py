@@ -3,9 +3,9 @@
 from dataclasses import fields
 from operator import attrgetter
 
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.trained import frozen_below
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.throughput.counts import SINGLE_HOST
 from planner.throughput.mixers import CHUNK
 from planner.throughput.model import SpeedModel
@@ -47,7 +47,7 @@ _NOT_THE_WORKS = {
     "accumulation_steps",
     "num_gpus",
     "parallel",
-    *SPREAD_FIELDS,
+    *LAYOUT_FIELDS,
 } - {"context_degree", "expert_degree"}  # whose attention is longer than its tokens; whose host waits
 _SHARED = tuple(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_WORKS)
 work_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards", "compiled")
@@ -107,7 +107,7 @@ class Family:
         self.above = 1.0 - below / max(1, inv.num_layers)
         again_token = again * work.moved.forward_bytes * work.per_byte + again * trained.forward_token_s
         again_micro = again * work.alone[1] + again * trained.forward_micro_s + again * work.unpacked.again_s
-        kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.flow)
+        kept = setup.selective_checkpointing and speed.attention_is_fused(setup, work.dtypes)
         attended = 0.0 if kept else again * work.attention[0]
         attended += self._offloaded_token_s(again) * work.length
         self._recompute = (again_token, attended, again_micro, again * self.above)
@@ -115,16 +115,16 @@ class Family:
         self._count_host(again)
 
     @property
-    def flow(self) -> Flow:
+    def dtypes(self) -> DtypePolicy:
         """Data types."""
-        return self.work.flow
+        return self.work.dtypes
 
     def _offloaded_token_s(self, again: float) -> float:
         """Seconds per token in which checkpoints go to the host and back on the compute stream."""
         speed, setup = self.work.speed, self._setup
         if not setup.activation_offload or setup.by.overlaps_offload:
             return 0.0
-        inputs = SIZE_BYTES[self.flow.residual] * speed.inv.hidden_size * again * speed.inv.num_layers
+        inputs = SIZE_BYTES[self.dtypes.residual] * speed.inv.hidden_size * again * speed.inv.num_layers
         return 2.0 * inputs / speed.host_rate
 
     def _count_host(self, again: float) -> None:

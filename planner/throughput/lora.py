@@ -11,8 +11,8 @@ class Adapted(NamedTuple):
 
     Attributes:
         linears: the adapted matrices that text tokens pass through, with how many layers hold each.
-        params_per_rank: trained elements at rank 1, idle towers included.
-        modules: adapted modules, idle towers included; `apart`: of them, those at another length than the text.
+        params_per_rank: trained elements at rank 1, idle encoders included.
+        modules: adapted modules, idle encoders included; `apart`: of them, those at another length than the text.
     """
 
     linears: tuple[tuple[LinearSpec, int], ...]

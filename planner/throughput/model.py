@@ -12,7 +12,7 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.kernels import attention_kernel, handed_mask, takes_cudnn
-from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.traits import traits_of
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
@@ -122,7 +122,7 @@ class SpeedModel:
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
-        self._traffic: dict[tuple[Flow, bool, str, bool, Mixer], Moved] = {}
+        self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -136,7 +136,7 @@ class SpeedModel:
         """Bytes per second of pinned copies between the GPU and its host, one direction."""
         from planner.hardware.cluster import host_link  # late: only offloading needs it
 
-        return host_link(self.gpu).bytes_per_s * self.calibration.spread_constants.host_copy_share
+        return host_link(self.gpu).bytes_per_s * self.calibration.layout_constants.host_copy_share
 
     def cache_gain(self, tokens: int) -> float:
         """How many times faster elementwise kernels run because the previous kernel's result is still in the L2 cache.
@@ -234,15 +234,15 @@ class SpeedModel:
             moved = SINGLE_LOGIT[SIZE_BYTES[dtype] == 2]
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
-    def traffic(self, flow: Flow, trained: bool, setup: TrainSetup) -> Moved:
+    def traffic(self, dtypes: DtypePolicy, trained: bool, setup: TrainSetup) -> Moved:
         """Elementwise traffic of the layers for one data flow and a setup's kernels."""
         kernels, compiled, mixer = setup.kernels, setup.compiled, self.mixer(setup)
-        key = (flow, trained, kernels, compiled, mixer)
+        key = (dtypes, trained, kernels, compiled, mixer)
         found = self._traffic.get(key)
         if found is None:
             fused = parts_of(kernels, self.model.model_type, compiled=compiled)
             found = self._traffic[key] = layer_traffic(
-                self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
+                self.inv, dtypes, self.conditions, trained=trained, drag=self.drag, fused=fused, mixer=mixer
             )
         return found
 
@@ -250,58 +250,58 @@ class SpeedModel:
         """What a linear-attention layer does."""
         return mixer_of(self.model.model_type, setup.linear_attention)
 
-    def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int, int]:
+    def adapters(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[Moved, int, float, int, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, modules, and those of
         them that run at another length than the text."""
         fused = self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
-        key = (setup.lora_targets, flow, setup.lora_dropout > 0, fused)
+        key = (setup.lora_targets, dtypes, setup.lora_dropout > 0, fused)
         found = self._adapters.get(key)
         if found is None:
             linears, params, modules, apart = adapted_linears(self.model, setup.lora_targets)
-            moved = adapter_traffic(linears, flow, dropout=setup.lora_dropout > 0, fused=fused)
+            moved = adapter_traffic(linears, dtypes, dropout=setup.lora_dropout > 0, fused=fused)
             edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
             found = self._adapters[key] = (moved, edges, float(params), modules, apart)
         return found
 
-    def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+    def attention(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
         traced = setup.compiled and setup.by.traces_masks
         masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
-        key = (setup.attention, flow, setup.seq_len_tokens, setup.compiled, masks)
+        key = (setup.attention, dtypes, setup.seq_len_tokens, setup.compiled, masks)
         found = self._attention.get(key)
         if found is not None:
             return found
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
-            one = self._attention_one(spec, setup, flow)
+            one = self._attention_one(spec, setup, dtypes)
             forward += count * one[0]
             backward += count * one[1]
             flops += count * one[2]
         self._attention[key] = (forward, backward, flops)
         return forward, backward, flops
 
-    def attention_is_fused(self, setup: TrainSetup, flow: Flow) -> bool:
+    def attention_is_fused(self, setup: TrainSetup, dtypes: DtypePolicy) -> bool:
         """Whether one kernel computes the attention of every layer that has one."""
-        dtype = flow.attention_input
+        dtype = dtypes.attention_input
         kernels = {attention_kernel(self.model, setup, self.gpu, spec, dtype) for spec, _ in self.inv.attentions}
         return kernels <= {"flash", "efficient"}
 
-    def _attention_one(self, spec: AttentionSpec, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+    def _attention_one(self, spec: AttentionSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[float, float, float]:
         """Seconds per sequence forward and backward, and needed forward flops.
 
         A kernel of SDPA that is handed a mask skips neither the causal half nor what lies outside a window (PyTorch
         2.13 `transformers/cuda/attention.cu`: custom_mask_type of is_causal alone; cuDNN takes it as a bias).
         """
-        constants, dtype = self.constants, flow.attention_input
+        constants, dtype = self.constants, dtypes.attention_input
         kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
         if kernel == "flash" and dtype == "fp32":  # flash-attention-2 alone, whose inputs transformers casts
-            dtype = flow.compute
+            dtype = dtypes.compute
         pairs = attended_pairs(spec, setup.seq_len_tokens)
         each = 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)
         full = float(setup.seq_len_tokens) * (spec.key_tokens or setup.seq_len_tokens)
         if kernel not in ("flash", "efficient"):
             product_s = each * full / (0.7 * self.rates.matmul[dtype])
-            ahead, back = self._score_bytes(setup, flow, kernel)
+            ahead, back = self._score_bytes(setup, dtypes, kernel)
             scores_s = spec.num_heads * full / self.bandwidth
             return product_s + ahead * scores_s, 2 * product_s + back * scores_s, each * pairs
         masked = self.conditions.masked_attention or handed_mask(self.model, setup, spec)
@@ -310,19 +310,19 @@ class SpeedModel:
         forward = done / (rate * constants.attention_forward_share)
         return forward, _FLASH_BACKWARD * done / (rate * constants.attention_backward_share), each * pairs
 
-    def _score_bytes(self, setup: TrainSetup, flow: Flow, kernel: str) -> tuple[float, float]:
+    def _score_bytes(self, setup: TrainSetup, dtypes: DtypePolicy, kernel: str) -> tuple[float, float]:
         """Bytes per score, forward and backward, of attention that writes them: single operations, or the math
         kernel."""
-        dtype = flow.attention_input
+        dtype = dtypes.attention_input
         if kernel != "eager":
             moved = self.constants.attention_math_passes * SIZE_BYTES[dtype]
             return 0.45 * moved, 0.55 * moved
         if self.conditions.single_operations:
-            ahead, back = SINGLE_SCORES[flow.autocast is not None]
-            narrow = 0.5 if SIZE_BYTES[dtype] == 2 and flow.autocast is None else 1.0
+            ahead, back = SINGLE_SCORES[dtypes.autocast is not None]
+            narrow = 0.5 if SIZE_BYTES[dtype] == 2 and dtypes.autocast is None else 1.0
             return narrow * ahead, narrow * back
         traits = traits_of(self.model)
-        upcast = not traits.plain_softmax or flow.autocast is not None  # autocast computes a softmax in fp32
+        upcast = not traits.plain_softmax or dtypes.autocast is not None  # autocast computes a softmax in fp32
         return eager_score_bytes(
             dtype, upcast=upcast, dropout=traits.attention_dropout, drag=self.drag, compiled=setup.compiled
         )
@@ -337,24 +337,24 @@ class SpeedModel:
             share = FLASH_2_ON_BLACKWELL
         return share * (self.constants.flash_1_share if self.conditions.flash_1 else 1.0)
 
-    def dequantization_s(self, flow: Flow, quantization: str) -> tuple[float, int]:
+    def dequantization_s(self, dtypes: DtypePolicy, quantization: str) -> tuple[float, int]:
         """Seconds of unpacking every quantized matrix once, and how many modules there are."""
         weights = modules = 0
         for group in self.inv.groups:
             if group.linear.module != "parameter":
                 weights += group.weights
                 modules += group.count * group.linear.num
-        each = INT8_UNPACK_BYTES if quantization == "int8" else NF4_READ_BYTES + SIZE_BYTES[flow.compute]
+        each = INT8_UNPACK_BYTES if quantization == "int8" else NF4_READ_BYTES + SIZE_BYTES[dtypes.compute]
         moved = weights * each
         extra = 2 if quantization == "nf4-double" else 0
         seconds = moved / (self.rates.bandwidth * self.constants.dequantize_share)
         return seconds + modules * (1 + extra) * self.constants.kernel_gap_s, modules
 
-    def experts_s(self, flow: Flow) -> float:
+    def experts_s(self, dtypes: DtypePolicy) -> float:
         """Seconds of unpacking every stack of 4-bit experts once. Nobody measured them: taken at the rate of other
         matrices (`dequantization_s`)."""
         weights = sum(group.weights for group in self.inv.groups if group.linear.is_stack)
-        each = NF4_READ_BYTES + SIZE_BYTES[flow.table]
+        each = NF4_READ_BYTES + SIZE_BYTES[dtypes.table]
         return weights * each / (self.rates.bandwidth * self.constants.dequantize_share)
 
     def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:

@@ -158,7 +158,7 @@ class ThroughputProfile:
         needed += self.head_flops(micro_batch_seqs, 1)
         needed += (1.0 + inputs) * self._family.work.attention_flops * seqs
         if not full and setup.kind.like_lora:
-            needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
+            needed += share * 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.dtypes)[1] * tokens
         needed += setup.extra_forwards * (2.0 * (weights + head) * tokens + self._family.work.attention_flops * seqs)
         if self._encoder is not None:
             needed += self._encoder.flops(micro_batch_seqs, full=full)
@@ -173,7 +173,7 @@ class ThroughputProfile:
 
     def mfu_fraction(self, flops: float, seconds: float) -> float:
         """`flops` in so many seconds against the data sheet's rate for the compute type, 0 where there is none."""
-        nominal = self._speed.rates.nominal.get(self._family.flow.compute, 0.0)
+        nominal = self._speed.rates.nominal.get(self._family.dtypes.compute, 0.0)
         return flops / seconds / nominal if nominal else 0.0
 
     def step_time(self, setup: TrainSetup) -> StepTime:
@@ -229,7 +229,7 @@ class ThroughputProfile:
         """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
         if not KERNELS[self._setup.kernels].parts:
             return 0.0
-        plain = ThroughputProfile(self._speed, self._setup.trusted_with(kernels="eager"))
+        plain = ThroughputProfile(self._speed, self._setup.replace_trusted(kernels="eager"))
         steps = (micro_batch_seqs, accumulation_steps)
         return plain.at(*steps)[0] / self.at(*steps)[0] - 1.0
 
@@ -239,7 +239,7 @@ class ThroughputProfile:
     def notes(self) -> list[str]:
         """What a person must know of the card and of the model, one sentence each."""
         speed, notes = self._speed, self._uncompared()
-        compute = self._family.flow.compute
+        compute = self._family.dtypes.compute
         if compute in speed.rates.emulated:
             notes.append(f"{speed.gpu.name} has no {compute} units: it is emulated at fp32 speed; use fp16.")
         if speed.rates.share_source != "gpu":

@@ -32,7 +32,7 @@ class Generation:
         inv, head = speed.inv, speed.inv.head
         weights = sum(group.weights for group in inv.groups) + sum(one.num_weights for one in inv.outer)
         weights += head.num_weights if head is not None else 0
-        self._weights_s = weights * SIZE_BYTES[family.flow.compute] / speed.bandwidth
+        self._weights_s = weights * SIZE_BYTES[family.dtypes.compute] / speed.bandwidth
         self._host_s = 0.0
         if setup.rolls.generator == "transformers":
             sampling = SAMPLING_KERNELS * UPDATE_S * speed.host_scale

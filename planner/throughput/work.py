@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.trained import kind_linears, layer_numbers, trained_parameters
 from planner.setup import TrainSetup
 from planner.throughput.counts import SINGLE_WEIGHT, Moved
@@ -45,7 +45,7 @@ class Work:
     loss, optimizer, micro-batch and accumulation.
 
     Attributes:
-        flow: data types.
+        dtypes: data types.
         length: tokens of a sequence that pass through the layers; forwards: with gradients, of a micro-batch.
         seqs_per_sample: sequences for each sample of the micro-batch.
         moved: elementwise traffic; per_byte: seconds of one of its bytes.
@@ -58,9 +58,29 @@ class Work:
     """
 
     __slots__ = (
-        "_compiled", "_extra", "_full", "_int8", "_losses", "_micro", "_scored", "alone", "attention",
-        "attention_flops", "elementwise", "flow", "forwards", "further_kernels", "length", "moved", "per_byte", "power",
-        "seqs_per_sample", "speed", "trained", "unpacked", "unpacking_s",
+        "_compiled",
+        "_extra",
+        "_full",
+        "_int8",
+        "_losses",
+        "_micro",
+        "_scored",
+        "alone",
+        "attention",
+        "attention_flops",
+        "dtypes",
+        "elementwise",
+        "forwards",
+        "further_kernels",
+        "length",
+        "moved",
+        "per_byte",
+        "power",
+        "seqs_per_sample",
+        "speed",
+        "trained",
+        "unpacked",
+        "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
@@ -72,19 +92,19 @@ class Work:
         self._scored *= 1 if setup.aim.rolls_out else self.seqs_per_sample
         self._micro: dict[int, MicroBatch] = {}
         self._losses: dict[tuple[str, int], float] = {}
-        self.flow = flow = flow_of(setup)
+        self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
-        self.moved = moved = speed.traffic(flow, full, setup)
+        self.moved = moved = speed.traffic(dtypes, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
         gap = constants.kernel_gap_s * bytes_left
         self.per_byte = per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self.elementwise = _token_and_micro(moved, per_byte, gap)
         self.alone = (moved.forward_bytes * per_byte, moved.forward_kernels * gap)
-        self.trained, self.unpacked = _trained(speed, setup, flow), _unpacked(speed, setup, flow)
-        forward, backward, self.attention_flops = _attended(speed, setup, flow)
+        self.trained, self.unpacked = _trained(speed, setup, dtypes), _unpacked(speed, setup, dtypes)
+        forward, backward, self.attention_flops = _attended(speed, setup, dtypes)
         self.attention = forward, backward
-        self.further_kernels = _further_kernels(speed, setup, flow)
+        self.further_kernels = _further_kernels(speed, setup, dtypes)
         self.unpacking_s = (0.0 if self._int8 else self.unpacked.dequantization_s / 2.0) + (
             self.unpacked.cast_s / (1 + full)
         )
@@ -95,14 +115,14 @@ class Work:
         if found is None:
             seqs = max(1, samples * self.seqs_per_sample // self.forwards)
             tokens = seqs * self.length
-            layers = self.speed.matmuls(self.flow.compute, tokens, self._int8)
+            layers = self.speed.matmuls(self.dtypes.compute, tokens, self._int8)
             found = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
         return found
 
     @property
     def head_dtype(self) -> str:
         """Type in which the head multiplies."""
-        return self.flow.autocast or self.flow.table
+        return self.dtypes.autocast or self.dtypes.table
 
     def loss_s(self, loss: str, samples: int) -> float:
         """GPU seconds of the head and the loss for one micro-batch, its forwards without gradients included."""
@@ -118,22 +138,22 @@ class Work:
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
         tokens = seqs * length
-        layers = self.speed.matmuls(self.flow.compute, tokens, self._int8)
+        layers = self.speed.matmuls(self.dtypes.compute, tokens, self._int8)
         cached = tokens / self.speed.cache_gain(tokens)
         attention = self.attention[0] * seqs * (length / self.length) ** 2
         return layers.forward + self.alone[0] * cached + attention + self.alone[1] + self.unpacking_s
 
 
-def _further_kernels(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
+def _further_kernels(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[int, int]:
     """Kernels of eager attention and of autocast's copies of fp32 weights, forward and backward."""
     inv = speed.inv
     forward = backward = 0
     if setup.attention == "eager":
         layers = sum(count for _, count in inv.attentions)
-        casts = flow.autocast is not None
+        casts = dtypes.autocast is not None
         forward, backward = (layers * one for one in EAGER_ATTENTION_KERNELS)
         forward, backward = forward + layers * casts, backward + 3 * layers * casts
-    if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+    if dtypes.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
         copies = inv.num_tensors - inv.num_rms - 2 * inv.num_layer_norms
         forward += copies
         backward += copies if setup.method == "full" else 0
@@ -148,14 +168,14 @@ def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, 
     )
 
 
-def _attended(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+def _attended(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[float, float, float]:
     """Seconds of a rank's attention over one sequence, forward and backward, and needed flops: its share of the whole
     where the sequence is cut, which both ways deal out evenly (a ring's ranks have an early and a late piece)."""
     degree = setup.context_degree
     if degree == 1:
-        return speed.attention(setup, flow)
-    whole = setup.trusted_with(seq_len_tokens=setup.seq_len_tokens * degree)
-    forward, backward, flops = speed.attention(whole, flow)
+        return speed.attention(setup, dtypes)
+    whole = setup.replace_trusted(seq_len_tokens=setup.seq_len_tokens * degree)
+    forward, backward, flops = speed.attention(whole, dtypes)
     return forward / degree, backward / degree, flops / degree
 
 
@@ -185,31 +205,31 @@ class _Trained(NamedTuple):
     step_s: float = 0.0
 
 
-def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
+def _trained(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Trained:
     if setup.method == "full":
         inv = speed.inv
         part = setup.trained_layers or setup.frozen_encoder
         num = trained_parameters(speed.model, setup).num if part else inv.num_params
-        return _Trained(float(num), inv.num_tensors, SIZE_BYTES[flow.table])
+        return _Trained(float(num), inv.num_tensors, SIZE_BYTES[dtypes.table])
     share = trained_share(speed, setup)
     if not setup.kind.adapts_matrices:
         tensors = 2 * speed.model.num_layers if setup.kind.form == "norms" else 1
-        return _Trained(float(trained_parameters(speed.model, setup).num), tensors, SIZE_BYTES[flow.adapter])
+        return _Trained(float(trained_parameters(speed.model, setup).num), tensors, SIZE_BYTES[dtypes.adapter])
     card, host = TIMES_LORA.get(setup.adapter, (1.0, 1.0))
-    moved, edges, per_rank, calls, apart = speed.adapters(setup, flow)
+    moved, edges, per_rank, calls, apart = speed.adapters(setup, dtypes)
     params = per_rank * setup.lora_rank
     if not setup.kind.like_lora:
         kind_linears(speed.model, setup.adapter, setup.lora_targets)  # refuses stacked experts
         params = float(trained_parameters(speed.model, setup).num)
     bytes_left = speed.constants.compile_bytes if setup.compiled else 1.0
     per_byte, gap = card * bytes_left / speed.bandwidth, host * speed.constants.kernel_gap_s * bytes_left
-    thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * speed.constants.lora_share
+    thin_rate = speed.rates.matmul[dtypes.autocast or dtypes.adapter] * speed.constants.lora_share
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
     thin = card * 2.0 * setup.lora_rank * edges / thin_rate
     return _Trained(
         params=share * params,
         tensors=round(share * 2 * calls),
-        size_bytes=SIZE_BYTES[flow.adapter],
+        size_bytes=SIZE_BYTES[dtypes.adapter],
         token_s=share * (token_s + 3.0 * thin),
         micro_s=share * micro_s,
         forward_token_s=share * (moved.forward_bytes * per_byte + thin),
@@ -236,19 +256,19 @@ class _Unpacked(NamedTuple):
     calls: int
 
 
-def _unpacked(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Unpacked:
+def _unpacked(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Unpacked:
     dequantization = cast = again = 0.0
     calls = 0
     if setup.quantized:
-        once, calls = speed.dequantization_s(flow, setup.quantization)
+        once, calls = speed.dequantization_s(dtypes, setup.quantization)
         # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
         dequantization = once if setup.quantization == "int8" else 2.0 * once
         again += 0.0 if setup.quantization == "int8" else once
     if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
-        once = speed.experts_s(flow)
+        once = speed.experts_s(dtypes)
         dequantization += once
         again += once
-    if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+    if dtypes.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
         once = _WEIGHT_CAST_BYTES * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
         cast = once * (2.0 if setup.method == "full" else 1.0)
         again += once

@@ -34,7 +34,7 @@ class _Gradient(NamedTuple):
     storage_bytes: int
 
 
-class Again:
+class Replay:
     """The last step once more, where it would be the same; made as a step begins."""
 
     def __init__(self, tracker: Tracker, model: Any, log: KernelLog) -> None:

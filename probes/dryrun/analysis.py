@@ -34,8 +34,8 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
         if category == "weights":
             return category, _weight_group(name)
         return category, _OWNED_NAMES.get(category, name)
-    if full_op in SPREAD_GROUPS:
-        return SPREAD_GROUPS[full_op]
+    if full_op in LAYOUT_GROUPS:
+        return LAYOUT_GROUPS[full_op]
     op = full_op.removeprefix("aten.")
     if "workspace" in op:
         return "workspace", "cuBLAS workspaces" if op.startswith("cuBLAS") else op.replace(".default", "")
@@ -66,7 +66,7 @@ _WEIGHT_NAMES = (
 )
 """The formula's words for what the model types of transformers call by many names, outside their layers."""
 
-SPREAD_GROUPS: dict[str, Group] = {
+LAYOUT_GROUPS: dict[str, Group] = {
     "DDP buckets": ("gradients", "DDP buckets"),
     "gathered weights": ("workspace", "gathered weights"),
     "all-gather buffer": ("workspace", "all-gather buffer"),

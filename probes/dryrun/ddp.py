@@ -13,11 +13,11 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.allocator.stretches import flat
 from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.layout_tracker import LayoutTracker
 from probes.dryrun.splice import splice
-from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Owners, Trace, load_all
 from probes.dryrun.tracker import Origin
-from probes.stack.parallelize import Spread, spread_model
+from probes.stack.parallelize import Layout, layout_model
 
 BUCKETS = "DDP buckets"
 
@@ -35,7 +35,7 @@ class _State:
 class DdpWorld:
     """A job of DDP ranks. The default process group must exist: fake for a dry run, gloo for its check."""
 
-    tracker = SpreadTracker
+    tracker = LayoutTracker
 
     def __init__(self, setup: TrainSetup) -> None:
         self._setup = setup
@@ -43,7 +43,7 @@ class DdpWorld:
         self._order: list[str] = []
 
     @contextmanager
-    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`."""
         self._states = [
             _State(name=name, shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
@@ -57,16 +57,16 @@ class DdpWorld:
         ]
         owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
-            spread = spread_model(model, self._setup, device=next(model.parameters()).device)
-        plain = spread.module._pre_forward
+            layout = layout_model(model, self._setup, device=next(model.parameters()).device)
+        plain = layout.module._pre_forward
 
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
             with tracker.labelled(BUCKETS):  # the buckets are made anew once, in the order of the gradients
                 return plain(*args, **kwargs)
 
-        spread.module._pre_forward = pre_forward
+        layout.module._pre_forward = pre_forward
         try:
-            yield spread, owners
+            yield layout, owners
         finally:
             for hook in hooks:
                 hook.remove()
@@ -84,12 +84,12 @@ class DdpWorld:
             torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.trained)
             for one in states
         )
-        made = SpreadTracker("meta")
+        made = LayoutTracker("meta")
         for part in holder.parts:
             made.seen(part)
         made.events.clear()
         with made, made.labelled(BUCKETS):
-            wrapped = spread_model(holder, self._setup, device=torch.device("meta")).module
+            wrapped = layout_model(holder, self._setup, device=torch.device("meta")).module
         by_name = {one.name: one for one in self._states}
         order = _repeated([by_name[name] for name in self._order], trace, layers)
         first = list(made.events)

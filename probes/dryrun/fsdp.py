@@ -10,30 +10,30 @@ import torch
 from planner.setup import TrainSetup
 from probes.dryrun.full_step import Shards
 from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
 from probes.dryrun.splice import splice
-from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Owners, Trace, Trainable, load_all
 from probes.dryrun.tracker import Tracker
-from probes.stack.parallelize import Spread, data_mesh, share_reference, spread_model
+from probes.stack.parallelize import Layout, data_mesh, layout_model, share_reference
 
 
 class FsdpWorld:
     """A job of FSDP2 ranks. The default process group must exist: fake for a dry run, gloo for its check."""
 
-    tracker = SpreadTracker
+    tracker = LayoutTracker
 
     def __init__(self, setup: TrainSetup) -> None:
         self._setup = setup
         self._mesh: Any = None
 
     @contextmanager
-    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
         receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
         weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
         setup, device = self._setup, next(model.parameters()).device
         with tracker.following_shards():
-            spread = spread_model(model, setup, device=device)
+            layout = layout_model(model, setup, device=device)
             if reference is not None:
                 share_reference(reference, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
@@ -45,7 +45,7 @@ class FsdpWorld:
             if twice or setup.offload == "parameters":
                 largest += -(-weight.shape[0] // setup.shards) * (largest // weight.shape[0])
             tracker.release(tracker.allocate(largest, "load"))
-            yield spread, owners
+            yield layout, owners
 
     def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""

@@ -47,7 +47,7 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
             lengths.append(length)
     if len(lengths) < 3:
         return ()
-    return tuple(setup.with_(seq_len_tokens=one, micro_batch_seqs=tokens // one) for one in lengths)
+    return tuple(setup.replace(seq_len_tokens=one, micro_batch_seqs=tokens // one) for one in lengths)
 
 
 def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup: TrainSetup) -> DryRunReport:

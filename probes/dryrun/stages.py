@@ -16,14 +16,14 @@ from planner.setup import TrainSetup
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.layout_tracker import LayoutTracker
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import splice
-from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Owners, Trace, load
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.configs import load_config, num_layers, truncated_config
-from probes.stack.parallelize import Spread
-from probes.stack.pipeline import pipeline_spread
+from probes.stack.parallelize import Layout
+from probes.stack.pipeline import pipeline_layout
 
 BOUNDARY = "stage boundary buffers"
 Report = Callable[[DepthPlan, "PipelineWorld"], DryRunReport]
@@ -76,18 +76,18 @@ def stage_config(config: Any, num_stages: int, stage: int) -> Any:
 class PipelineWorld:
     """A rank of a pipeline that holds one stage. The default process group must exist."""
 
-    tracker = SpreadTracker
+    tracker = LayoutTracker
 
     def __init__(self, setup: TrainSetup, stage: int) -> None:
         self._setup, self._stage = setup, stage
 
     @contextmanager
-    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`."""
         setup, device = self._setup, next(model.parameters()).device
         with _static_shapes(tracker), tracker.following_shards() if setup.data_degree > 1 else nullcontext():
-            spread = pipeline_spread(model, setup, self._stage, device=device)
-            yield spread, load(tracker, model)
+            layout = pipeline_layout(model, setup, self._stage, device=device)
+            yield layout, load(tracker, model)
 
     def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
@@ -107,7 +107,7 @@ class _Sent:
         """It has arrived."""
 
 
-def _static_shapes(tracker: SpreadTracker) -> AbstractContextManager[None]:
+def _static_shapes(tracker: LayoutTracker) -> AbstractContextManager[None]:
     """Within it, stages take the shapes that they were given without asking their neighbours, and their receive buffers
     carry their name."""
     from torch.distributed.pipelining import schedules

@@ -14,12 +14,12 @@ import torch
 from planner.setup import TrainSetup
 from probes.dryrun.fsdp import OnHost
 from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
 from probes.dryrun.splice import splice
-from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Owners, Trace, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step
-from probes.stack.parallelize import Spread, spread_model
+from probes.stack.parallelize import Layout, layout_model
 
 
 def forget_meshes() -> None:
@@ -35,23 +35,23 @@ def forget_meshes() -> None:
 class TensorWorld:
     """A job of tensor-parallel ranks. The default process group must exist: fake for a dry run, gloo for its check."""
 
-    tracker = SpreadTracker
+    tracker = LayoutTracker
 
     def __init__(self, setup: TrainSetup) -> None:
         self._setup = setup
 
     @contextmanager
-    def prepared(self, tracker: SpreadTracker, model: Any, reference: Any) -> Iterator[tuple[Spread, Owners]]:
+    def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
         """See `probes.dryrun.trace.World`. Every rank reads only its part of a weight from the files (transformers 5.23
         `core_model_loading`), so that loading holds nothing more."""
         setup, device = self._setup, next(model.parameters()).device
         forget_meshes()
         dispatch = _balanced_dispatch() if setup.expert_degree > 1 else nullcontext()
         with _strides_without_tensors(), dispatch, tracker.following_shards():
-            spread = spread_model(model, setup, device=device)
+            layout = layout_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.keep_all_on_host(model.parameters())
-            yield spread, load(tracker, model)
+            yield layout, load(tracker, model)
 
     def splice(self, trace: Trace, layers: LayerMap) -> Trace:
         """See `probes.dryrun.trace.World`."""
@@ -120,7 +120,7 @@ class _BalancedTorch:
         return _Balanced(self._pairs, stacked.shape[1])
 
 
-class _StepTracker(SpreadTracker):
+class _StepTracker(LayoutTracker):
     """Runs every operator on lists on the local tensors, as some are plain tensors that stand for DTensors."""
 
     def takes_local(self, func: Any) -> bool:

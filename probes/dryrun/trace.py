@@ -12,7 +12,7 @@ from planner.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.allocator.stretches import Stretch, flat
-from probes.dryrun.again import Again
+from probes.dryrun.again import Replay
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.operators import OperatorLog
@@ -160,13 +160,13 @@ def trace_run(
         tracker = (tracker_class if world is None else world.tracker)(
             device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
         )
-        spread, owners = stack.enter_context(_loaded(tracker, model, reference, world))
+        layout, owners = stack.enter_context(_loaded(tracker, model, reference, world))
         known: dict[str, Any] = {"num_layers": num_layers, "parameter_bytes": _parameter_bytes(tracker, model)}
-        trainer = make_trainer(model, setup, optimizer_of(model, setup), spread, reference)
+        trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
         if workspaces:
             tracker.on_op = cublas_workspaces(cublas_workspace_bytes(capability), tracker.allocate)
         operators = tracker.log = OperatorLog() if device == "meta" and world is None else None
-        gradients = _train(tracker, trainer, spread, owners, log, steps)
+        gradients = _train(tracker, trainer, layout, owners, log, steps)
         tracker.close()
     if operators is not None:
         prefix = _layer_prefix(model)
@@ -240,21 +240,21 @@ class _Gradients:
     otherwise: dict[str, tuple[torch.Size, Any]] = field(default_factory=dict)
 
 
-def _train(tracker: Tracker, trainer: Trainer, spread: Any, owners: Owners, log: KernelLog, steps: int) -> _Gradients:
-    """The optimizer steps, followed; on one GPU what only repeats is copied (`Again`)."""
+def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log: KernelLog, steps: int) -> _Gradients:
+    """The optimizer steps, followed; on one GPU what only repeats is copied (`Replay`)."""
     model, setup, device = trainer.model, trainer.setup, trainer.device_type
     gradients = _Gradients()
     with tracker:
         batches = [make_batch(setup, trainer.inner.config, device=device) for _ in range(_batches(setup))]
         waiting = waiting_inputs(setup, trainer.inner.config, device, beside=len(batches))
-        again = Again(tracker, model, log) if device == "meta" and spread is None else None
+        again = Replay(tracker, model, log) if device == "meta" and layout is None else None
         operators = tracker.log
         for number in range(steps):
             mark = _marker(tracker, model, owners, gradients)
             if operators is not None and 0 < number == steps - 1:  # the first step also makes the optimizer's states
                 mark = operators.stepping_again(tracker, mark)
             if again is None:
-                _step(trainer, spread, batches, mark)
+                _step(trainer, layout, batches, mark)
             elif not again.step(trainer, mark):
                 with again.watching_gradients(), first_operators(tracker) as told:
                     train_step(trainer, batches, again.watching(mark), told(again.micro_batch))
@@ -287,12 +287,12 @@ def first_operators(tracker: Tracker) -> Iterator[Callable[[Done], Done]]:
     tracker.log = None
 
 
-def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark) -> None:
-    """One optimizer step: the spread's own way through the model where it has one, as pipelines do."""
-    if spread is None or spread.run is None:
+def _step(trainer: Trainer, layout: Any, batches: Any, mark: Mark) -> None:
+    """One optimizer step: the layout's own way through the model where it has one, as pipelines do."""
+    if layout is None or layout.run is None:
         train_step(trainer, batches, mark)
         return
-    spread.run(batches, mark)
+    layout.run(batches, mark)
     step_optimizer(trainer, mark)
 
 

@@ -228,7 +228,7 @@ _BUFFER_USES = 4
 """References to a gradient that only the engine's buffer holds, as this mode sees it: buffer, call and wrapper."""
 STORAGE_USES = 2
 """References to a storage that only this one tensor holds: the tensor and the wrapper that is asked."""
-_WRAPPERS = ("eval_frame.py", "_compile.py", "spread_tracker.py")
+_WRAPPERS = ("eval_frame.py", "_compile.py", "layout_tracker.py")
 _ENGINE = "_engine_run_backward"
 
 

@@ -92,7 +92,7 @@ def over_lengths(
 
     def run(length: int) -> Trace:
         say(f"dry run of the step at {length:,} tokens ...")
-        return _step_of(model, gpu, setup.with_(seq_len_tokens=length))
+        return _step_of(model, gpu, setup.replace(seq_len_tokens=length))
 
     with collection_paused():
         load_libraries()

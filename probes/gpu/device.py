@@ -33,7 +33,7 @@ ReadStatus = Callable[[str], DeviceStatus | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class DeviceLease:
     """A device that is ours until this process ends.
 
     Attributes:
@@ -47,12 +47,12 @@ class Turn:
     shared_bytes: int = 0
 
 
-def take_turn(device: str, waiting: Callable[[bool], None], *, read: ReadStatus = device_status) -> Turn:
+def lease_device(device: str, waiting: Callable[[bool], None], *, read: ReadStatus = device_status) -> DeviceLease:
     """Waits for the device's lock and then for a clean device; `waiting` is told when the wait for others begins and
     ends, so that it does not count against the probe's own time."""
     if device == "cpu":
-        return Turn(descriptor=None, before=None)
-    return clean_turn(device, descriptor=_held(_lock_name(device, read), waiting), read=read)
+        return DeviceLease(descriptor=None, before=None)
+    return clean_lease(device, descriptor=_held(_lock_name(device, read), waiting), read=read)
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def turns(
     devices: Sequence[str], waiting: Callable[[bool], None], *, read: ReadStatus = device_status
 ) -> Iterator[None]:
     """Within it all devices of a job are ours: waits for their locks in one order for everybody, so that two jobs never
-    wait for each other. Whether each device is clean its own rank looks (`clean_turn`)."""
+    wait for each other. Whether each device is clean its own rank looks (`clean_lease`)."""
     names = {_lock_name(device, read) for device in devices if device != "cpu"}
     held = [_held(name, waiting) for name in sorted(names)]
     try:
@@ -86,19 +86,19 @@ def _held(name: str, waiting: Callable[[bool], None]) -> int | None:
     return descriptor
 
 
-def clean_turn(device: str, *, descriptor: int | None = None, read: ReadStatus = device_status) -> Turn:
+def clean_lease(device: str, *, descriptor: int | None = None, read: ReadStatus = device_status) -> DeviceLease:
     """The turn of a process whose lock is held already (`descriptor`, or its agent's), on a clean device."""
     if device == "cpu":
-        return Turn(descriptor=descriptor, before=None)
+        return DeviceLease(descriptor=descriptor, before=None)
     resting = _read_resting(descriptor)
     before = wait_until_clean(device, resting_bytes=resting, read=read)
     if before is None:
-        return Turn(descriptor=descriptor, before=None)
+        return DeviceLease(descriptor=descriptor, before=None)
     if before.used_bytes != resting:
         _write_resting(descriptor, before.used_bytes)
     neighbours = bool(set(before.process_ids) - {os.getpid()})
     shared = before.used_bytes if neighbours or before.used_bytes > SHARED_BYTES else 0
-    return Turn(descriptor=descriptor, before=before, shared_bytes=shared)
+    return DeviceLease(descriptor=descriptor, before=before, shared_bytes=shared)
 
 
 def _read_resting(descriptor: int | None) -> int | None:

@@ -160,9 +160,9 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown CPU"
 
 
-def fingerprint_environment(environment: Environment, *, spread: bool = False) -> Mapping[str, Any]:
-    """The part of an environment under which a measurement is worth reusing; `spread`: a job of several ranks."""
-    names = LIBRARIES if spread else FINGERPRINT_LIBRARIES
+def fingerprint_environment(environment: Environment, *, layout: bool = False) -> Mapping[str, Any]:
+    """The part of an environment under which a measurement is worth reusing; `layout`: a job of several ranks."""
+    names = LIBRARIES if layout else FINGERPRINT_LIBRARIES
     return {
         "gpu_name": environment.gpu_name,
         "device": environment.device,

@@ -14,7 +14,7 @@ from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import Environment, FailureKind, ProbeFailure, Rung
 from planner.records import dataclass
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.units import seconds
 from probes.fingerprint import config_digest, fingerprint
 from probes.gpu.executors import Executor
@@ -177,7 +177,7 @@ def one_copy(setup: TrainSetup) -> TrainSetup:
     """What each GPU of a data-parallel job trains, as a setup of its own."""
     if setup.num_gpus == 1:
         return setup
-    job = ("num_gpus", "parallel", *SPREAD_FIELDS)
+    job = ("num_gpus", "parallel", *LAYOUT_FIELDS)
     return setup_from_dict({name: value for name, value in setup_to_dict(setup).items() if name not in job})
 
 

@@ -4,7 +4,7 @@ Each depth is built from the configuration with random weights, runs the trainer
 optimizer's state exists (memory), then without marks until the step times settle (speed).
 
 On several GPUs this runs in every rank of the job, on the rank's own device; the ranks agree on the steps they run
-(`probes.gpu.crew`) and rank 0 answers for all.
+(`probes.gpu.process group`) and rank 0 answers for all.
 """
 
 import gc
@@ -20,14 +20,14 @@ from planner.outcome import Measurement
 from planner.records import dataclass
 from planner.units import MIB, gib, percent
 from probes.gpu.child import StatusPipe, limit_cpu_memory
-from probes.gpu.crew import crew_of
 from probes.gpu.depth import Depths, choose_depths
-from probes.gpu.device import Turn, clean_turn, take_turn
+from probes.gpu.device import DeviceLease, clean_lease, lease_device
 from probes.gpu.environment import read_environment
 from probes.gpu.failures import MachineFault, UnsupportedProbe
 from probes.gpu.kernels import attention_backend
 from probes.gpu.meters import copy_bandwidth
-from probes.gpu.ranks import Seat, seat_of
+from probes.gpu.process_group import process_group_of
+from probes.gpu.ranks import RankInfo, rank_info_of
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import growth_asked_for
 from probes.gpu.run import DepthRunner, attention_name
@@ -58,14 +58,14 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         raise UnsupportedProbe("offloading needs a GPU: on the CPU backend everything is in the host's memory already")
     status.progress("choosing depths")
     depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
-    seat = _seat(request)
+    rank_info = _seat(request)
     devices = request.devices
-    request = replace(request, device=devices[seat.local_rank])
-    turn = _claim_device(request, seat, status)
+    request = replace(request, device=devices[rank_info.local_rank])
+    turn = _claim_device(request, rank_info, status)
     with ExitStack() as resources:
-        if seat.size > 1:
+        if rank_info.size > 1:
             status.progress("meeting the other ranks")
-        crew = resources.enter_context(crew_of(seat, request.device, request.limits.time_s))
+        process_group = resources.enter_context(process_group_of(rank_info, request.device, request.limits.time_s))
         if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
             limit_cpu_memory(request.limits.cpu_memory_bytes)
         status.starting(False)
@@ -75,29 +75,31 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
             gc.enable()
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
-        runner = DepthRunner(request=request, status=status, turn=turn, crew=crew, devices=devices, resources=resources)
+        runner = DepthRunner(
+            request=request, status=status, turn=turn, process_group=process_group, devices=devices, resources=resources
+        )
         mine = _assemble(request, depths, runner, bandwidth)
-        return crew.worst(mine) or mine
+        return process_group.worst(mine) or mine
 
 
-def _seat(request: ProbeRequest) -> Seat:
+def _seat(request: ProbeRequest) -> RankInfo:
     """This process's place in the job that the request asks for.
 
     Raises:
         UnsupportedProbe: the job was started with another number of processes.
     """
     if request.num_ranks == 1:
-        return Seat()
-    seat = seat_of()
-    if seat.size != request.num_ranks:
-        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {seat.size}")
-    return seat
+        return RankInfo()
+    rank_info = rank_info_of()
+    if rank_info.size != request.num_ranks:
+        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {rank_info.size}")
+    return rank_info
 
 
-def _claim_device(request: ProbeRequest, seat: Seat, status: StatusPipe) -> Turn:
+def _claim_device(request: ProbeRequest, rank_info: RankInfo, status: StatusPipe) -> DeviceLease:
     """Waits for our turn on a clean device, makes it current and sets its memory cap."""
-    torch.manual_seed(request.seed + seat.rank)
-    turn = take_turn(request.device, status.waiting) if seat.size == 1 else clean_turn(request.device)
+    torch.manual_seed(request.seed + rank_info.rank)
+    turn = lease_device(request.device, status.waiting) if rank_info.size == 1 else clean_lease(request.device)
     if request.device == "cpu":
         return turn
     problem = cuda_problem()
@@ -256,7 +258,7 @@ def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, 
             f"{gib(whole_quantized_bytes(model))} of 4-bit weights on every GPU before it cuts them (accelerate 1.15 "
             "fsdp2_prepare_model)"
         )
-    if request.device != "cpu" and runner.crew.seat.size > 1:
+    if request.device != "cpu" and runner.process_group.rank_info.size > 1:
         notes.append(f"links between the GPUs: {topology(runner.devices).text()}")
 
 
@@ -270,7 +272,9 @@ def _worst_miss(extended: Extended, check: DepthRun, runner: DepthRunner) -> flo
     return max(misses, key=abs)
 
 
-def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: set[str], notes: list[str]) -> None:
+def _device_notes(
+    request: ProbeRequest, turn: DeviceLease, device_bytes: int, flags: set[str], notes: list[str]
+) -> None:
     """What a person must know about this device and this loss."""
     setup = request.setup
     if request.device == "cpu":

@@ -19,7 +19,7 @@ from planner.memory.workspace import CONTEXT_BYTES
 from planner.units import MIB
 from probes.allocator.events import Phase
 from probes.dryrun.analysis import Curve
-from probes.dryrun.spread_tracker import SpreadTracker
+from probes.dryrun.layout_tracker import LayoutTracker
 from probes.dryrun.tracker import Tracker, local
 from probes.gpu.environment import NvmlReader
 from probes.gpu.timing import PHASE_OF_BUILDING
@@ -68,7 +68,7 @@ class Meter(ABC):
         return set()
 
 
-class _RankTracker(SpreadTracker):
+class _RankTracker(LayoutTracker):
     """One rank's memory on the CPU: real tensors only. DTensor tries its operators on fake ones first, which claim to
     be there."""
 
@@ -79,13 +79,13 @@ class _RankTracker(SpreadTracker):
 class CpuMeter(Meter):
     """Real CPU tensors, followed as the dry run follows meta tensors: same rounding, same phases."""
 
-    def __init__(self, clock: str = "wall", *, spread: bool = False) -> None:
-        """With `spread` of one rank of several: parameters are parts of others, and storages change their size."""
+    def __init__(self, clock: str = "wall", *, layout: bool = False) -> None:
+        """With `layout` of one rank of several: parameters are parts of others, and storages change their size."""
         self.device = "cpu"
         self._clock = time.process_time if clock == "process" else time.perf_counter
         self._tracker = Tracker("cpu")
         self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
-        if spread:
+        if layout:
             ranked = _RankTracker("cpu")
             self._tracker, self._resizing = ranked, ranked.resizing
         self._curve = Curve()

@@ -50,7 +50,7 @@ def why_not_probed(setup: TrainSetup) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankInfo:
     """This process's place in its job."""
 
     rank: int = 0
@@ -58,12 +58,12 @@ class Seat:
     local_rank: int = 0
 
 
-def seat_of(environ: Mapping[str, str] = os.environ) -> Seat:
+def rank_info_of(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """The place that torchrun's variables give this process; alone where there are none."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return Seat()
+        return RankInfo()
     rank = int(environ["RANK"])
-    return Seat(rank=rank, size=int(environ["WORLD_SIZE"]), local_rank=int(environ.get("LOCAL_RANK", rank)))
+    return RankInfo(rank=rank, size=int(environ["WORLD_SIZE"]), local_rank=int(environ.get("LOCAL_RANK", rank)))
 
 
 @dataclass(frozen=True, kw_only=True)

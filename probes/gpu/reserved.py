@@ -31,7 +31,7 @@ def reserved_gap(
     """
     if depth is not None:
         config = truncated_config(load_config(config), depth).to_dict()
-    settled = setup.with_(expandable_segments=growth_asked_for() if grown is None else grown)
+    settled = setup.replace(expandable_segments=growth_asked_for() if grown is None else grown)
     found = report_for_config(config, capability, settled)
     if isinstance(found, ProbeFailure):
         return None

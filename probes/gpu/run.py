@@ -18,11 +18,11 @@ from planner.memory.workspace import CONTEXT_BYTES, context_bytes
 from planner.records import dataclass
 from planner.units import MIB, gib
 from probes.gpu.child import StatusPipe
-from probes.gpu.crew import Crew
-from probes.gpu.device import Turn
+from probes.gpu.device import DeviceLease
 from probes.gpu.failures import UnsupportedProbe, building
 from probes.gpu.kernels import kernels_of_step
 from probes.gpu.meters import CpuMeter, CudaMeter, Meter
+from probes.gpu.process_group import ProcessGroup
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import reserved_gap, segments_grow
 from probes.gpu.timing import DepthRun, Extended, timed_until_settled
@@ -30,7 +30,7 @@ from probes.stack.batch import make_batch
 from probes.stack.build import build_model, build_reference
 from probes.stack.configs import load_config
 from probes.stack.optimizers import optimizer_of
-from probes.stack.parallelize import spread_model
+from probes.stack.parallelize import layout_model
 from probes.stack.quantize import quantized_tensors
 from probes.stack.shards import fill_shards, shards_first
 from probes.stack.step import Mark, inner_model, make_trainer, train_step
@@ -49,8 +49,8 @@ class DepthRunner:
 
     request: ProbeRequest
     status: StatusPipe
-    turn: Turn
-    crew: Crew
+    turn: DeviceLease
+    process_group: ProcessGroup
     devices: tuple[str, ...]
     resources: ExitStack
     profiled: bool = False
@@ -64,7 +64,7 @@ class DepthRunner:
         """One depth: its phases' peaks and, if `timed`, its step times."""
         meter: Meter
         if self.request.device == "cpu":
-            meter = CpuMeter(self.request.limits.cpu_clock, spread=self.crew.seat.size > 1)
+            meter = CpuMeter(self.request.limits.cpu_clock, layout=self.process_group.rank_info.size > 1)
         else:
             before = self.turn.before
             meter = CudaMeter(
@@ -80,7 +80,7 @@ class DepthRunner:
     def whole(self, depth: int, extended: Extended) -> DepthRun | None:
         """The memory of the full depth, run without timing where it will fit; None on the CPU (whose reserved memory is
         what is allocated), for a job of several ranks, and where it may not fit."""
-        if self.request.device == "cpu" or self.crew.seat.size > 1:
+        if self.request.device == "cpu" or self.process_group.rank_info.size > 1:
             return None
         device = torch.device(self.request.device)
         free, _ = torch.cuda.mem_get_info(device)
@@ -95,7 +95,7 @@ class DepthRunner:
     def reserved(self, extended: Extended, depth: int | None, grown: bool | None) -> tuple[int, str]:
         """(reserved peak at `depth` layers (None: all), how it was found): live tensors by the line, what the allocator
         holds beyond them by replaying the dry run there, with segments that grow where they were seen to."""
-        if self.request.device == "cpu" or self.crew.seat.size > 1:
+        if self.request.device == "cpu" or self.process_group.rank_info.size > 1:
             return extended.reserved_bytes, "memory extended linearly"
         capability = torch.cuda.get_device_capability(torch.device(self.request.device))
         gap = reserved_gap(self.request.config, self.request.setup, capability, depth, grown)
@@ -119,7 +119,7 @@ class DepthRunner:
 
     def _profile(self, step: Callable[[], object]) -> tuple[str, ...]:
         """Names of the GPU's kernels in a step, asked once for a probe of one GPU."""
-        if self.profiled or self.crew.seat.size > 1 or torch.device(self.request.device).type != "cuda":
+        if self.profiled or self.process_group.rank_info.size > 1 or torch.device(self.request.device).type != "cuda":
             return ()
         self.profiled = True
         return kernels_of_step(step)
@@ -128,7 +128,7 @@ class DepthRunner:
         setup, device = self.request.setup, torch.device(self.request.device)
         what = f"building {depth} layers"
         self.status.progress(what)
-        model, reference, spread = self._models(depth, what)
+        model, reference, layout = self._models(depth, what)
         partitioned = partitions_first(setup)
         if isinstance(meter, CpuMeter) and not partitioned:
             for one in (model,) if reference is None else (model, reference):
@@ -137,7 +137,7 @@ class DepthRunner:
             if partitioned:
                 with building(what):
                     fill_partitions(model, device, setup, trained=self.trained, seed=self.request.seed)
-            step, mark, job = self._trainer(model, reference, spread, meter)
+            step, mark, job = self._trainer(model, reference, layout, meter)
             config = inner_model(model).config
             batches = [make_batch(setup, config, device=device) for _ in range(_batches(self.request))]
             warmup = self.request.limits.warmup_steps
@@ -169,7 +169,7 @@ class DepthRunner:
         """(the model at a depth, the reference of an objective that has one, how it is spread where it was cut as it
         was made)."""
         request, setup, device = self.request, self.request.setup, torch.device(self.request.device)
-        sharded, attention, spread = shards_first(setup), attention_name(request), None
+        sharded, attention, layout = shards_first(setup), attention_name(request), None
         with building(what):
             model = build_model(
                 request.config,
@@ -183,22 +183,22 @@ class DepthRunner:
                 inner_model(model).config, setup, device=device, attention=attention, seed=request.seed
             )
             if sharded:
-                spread = spread_model(model, setup, device=device)
+                layout = layout_model(model, setup, device=device)
                 fill_shards(model, device, setup, seed=request.seed)
-        return model, reference, spread
+        return model, reference, layout
 
-    def _trainer(self, model: Any, reference: Any, spread: Any, meter: Meter) -> tuple[Callable[..., Any], Mark, Any]:
+    def _trainer(self, model: Any, reference: Any, layout: Any, meter: Meter) -> tuple[Callable[..., Any], Mark, Any]:
         """(one optimizer step, its phase marks, the ZeRO engine's job where there is one)."""
         setup, device = self.request.setup, torch.device(self.request.device)
         zero = setup.parallel in ZERO_STAGES
-        if spread is None and self.crew.seat.size > 1 and not zero:
-            spread = spread_model(model, setup, device=device)
+        if layout is None and self.process_group.rank_info.size > 1 and not zero:
+            layout = layout_model(model, setup, device=device)
         optimizer = optimizer_of(model, setup)
         mark: Mark = meter.mark
         if OPTIMIZERS[setup.optimizer].paged and device.type == "cuda":
             mark = _only_what_is_free(meter.mark, optimizer, setup.optimizer, device)
         if not zero:
-            return partial(train_step, make_trainer(model, setup, optimizer, spread, reference)), mark, None
+            return partial(train_step, make_trainer(model, setup, optimizer, layout, reference)), mark, None
         job = make_zero_trainer(model, setup, optimizer, trained=self.trained)
         if setup.parallel == "zero3" and not partitions_first(
             setup
@@ -224,12 +224,12 @@ class DepthRunner:
         """All ranks see the slowest one's times and rank 0's clock, and so run the same steps."""
         import time
 
-        crew = self.crew
-        first_s = crew.slowest(meter.time_steps(step, 1))[0]  # without marks for the first time: not counted
+        process_group = self.process_group
+        first_s = process_group.slowest(meter.time_steps(step, 1))[0]  # without marks for the first time: not counted
         return timed_until_settled(
-            lambda num: crew.slowest(meter.time_steps(step, num)),
+            lambda num: process_group.slowest(meter.time_steps(step, num)),
             replace(self.request.limits, measure_s=measure_s),
-            lambda: crew.same(time.monotonic()),
+            lambda: process_group.same(time.monotonic()),
             expected_step_s=first_s,
         )
 

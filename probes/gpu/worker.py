@@ -28,7 +28,7 @@ from planner.outcome import ProbeFailure
 from planner.records import dataclass
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
-from probes.gpu.ranks import rank_failure_event, seat_of
+from probes.gpu.ranks import rank_failure_event, rank_info_of
 from probes.gpu.request import ProbeRequest, write_json_whole
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
     """Runs one request; 0 when a result was delivered, whatever it says."""
     errand = begin(argv, __doc__)
     request = errand.request
-    rank = seat_of().rank if request.num_ranks > 1 else None
+    rank = rank_info_of().rank if request.num_ranks > 1 else None
     status = StatusPipe(errand.status_fd, rank)
     outcome = run(request, measure, status)
     limits = resource.getrlimit(resource.RLIMIT_AS)

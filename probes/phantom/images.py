@@ -10,8 +10,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from planner.models.eyes.mobilenet import SIDE
-from planner.models.eyes.tiles import LONGEST_TILES
+from planner.models.vision_encoders.mobilenet import SIDE
+from planner.models.vision_encoders.tiles import LONGEST_TILES
 from probes.phantom.cuda import Refused
 
 
@@ -28,7 +28,7 @@ class _Kind(NamedTuple):
         arguments: of its processor, from the configuration.
         video_processor: its class, where it takes videos too. transformers reads them with torchvision; without that
             an empty one stands in, which nobody asks as long as there are none.
-        hears: whether it takes sound too: an empty extractor of its features stands in.
+        has_audio: whether it takes sound too: an empty extractor of its features stands in.
     """
 
     sizes: Callable[[Any], dict[str, Any]]
@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
     arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     video_processor: str = ""
     marks: tuple[tuple[str, str], ...] = ()
-    hears: bool = False
+    has_audio: bool = False
 
 
 def _square(config: Any) -> dict[str, int]:
@@ -113,7 +113,7 @@ KINDS = {
         },
         sizes=lambda config: {"size": {"height": SIDE, "width": SIDE}},
         arguments=lambda config: {"image_seq_length": config.vision_soft_tokens_per_image},
-        hears=True,
+        has_audio=True,
     ),
     "gemma4": _Kind(
         picture="<|image|>",
@@ -130,7 +130,7 @@ KINDS = {
         arguments=lambda config: {"image_seq_length": config.vision_config.default_output_length},
         video_processor="Gemma4VideoProcessor",
         marks=(("audio_token", "<|audio|>"), ("boa_token", "<|audio>"), ("eoa_token", "<audio|>")),
-        hears=True,
+        has_audio=True,
     ),
     "idefics3": _idefics(),
     "smolvlm": _idefics("SmolVLMVideoProcessor"),
@@ -200,13 +200,13 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     parts = {"image_processor": image_class(**kind.sizes(config)), "tokenizer": text}
     cls = _class(processing_auto, processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
     arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
-    if not kind.video_processor and not kind.hears:
+    if not kind.video_processor and not kind.has_audio:
         return cls(**parts, **arguments)
     nothing = SimpleNamespace(model_input_names=[])
     if kind.video_processor:
         seen = find_spec("torchvision") is not None
         parts["video_processor"] = getattr(transformers, kind.video_processor)() if seen else nothing
-    if kind.hears:
+    if kind.has_audio:
         parts["feature_extractor"] = nothing
     with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):
         return cls(**parts, **arguments)

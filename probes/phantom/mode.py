@@ -56,7 +56,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.handlers: dict[Any, Callable[..., Any]] = {}
         self.log = KernelLog(capability=card.capability)
         self.stand_in_rows = ""
-        self.hears = False
+        self.has_audio = False
         self.issued = Issued(self.origins)
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}

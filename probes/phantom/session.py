@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 from probes.dryrun.kernels import sdpa_of
+from probes.dryrun.layout_tracker import resizes
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
-from probes.dryrun.spread_tracker import resizes
 from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.patching import replaced
 from probes.phantom import compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world

@@ -54,7 +54,7 @@ def whispers_parts_stand_in(
         except (OSError, ValueError, TypeError, AttributeError):
             from transformers import AutoConfig
 
-            phantom.hears = True
+            phantom.has_audio = True
             phantom.note(f"{name}: its {which} is not on this machine; one made from config.json stands in")
             config = AutoConfig.from_pretrained(name)
             if which == "processor":

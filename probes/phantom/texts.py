@@ -87,7 +87,7 @@ def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
 
             config = AutoConfig.from_pretrained(name)
             if hasattr(config, "num_mel_bins"):
-                phantom.hears = True
+                phantom.has_audio = True
                 phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
                 return sound.processor_for(config, lambda: stand_in_tokenizer(str(name)))
             if hasattr(config, "vision_config"):
@@ -287,7 +287,7 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     options = phantom.options
     tokens = options.num_tokens
     row = columns_of(f"{path} {name}", tokens, options.image_size, options.objective)
-    if phantom.hears or any(word in f"{path} {name}".lower() for word in sound.WORDS):
+    if phantom.has_audio or any(word in f"{path} {name}".lower() for word in sound.WORDS):
         row, tokens = sound.clip(tokens), len(sound.clip(tokens)["text"])
     pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
     phantom.note(

@@ -21,7 +21,7 @@ from torch import distributed
 from planner.memory.workspace import group_bytes
 from planner.units import gib
 from probes.dryrun.fakeworld import of_ddp
-from probes.dryrun.spread_tracker import untracked_trials
+from probes.dryrun.layout_tracker import untracked_trials
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.cuda import Refused
 from probes.phantom.imports import Hook

@@ -8,11 +8,11 @@ import torch
 
 from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
 from planner.models.adapters import has_adapter, spec_from_config
+from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
-from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
-from probes.stack.configs import hears, num_layers
+from probes.stack.configs import has_audio, num_layers
 from probes.stack.dtypes import DTYPES
 from probes.stack.tree import spec_of_model
 from probes.stack.unadaptable import unadaptable_modules
@@ -23,7 +23,7 @@ def target_modules(model: Any, targets: Targets, *, seeing: bool = False) -> str
     if targets != "attention":  # words and names need no inventory
         return targets if isinstance(targets, str) else list(targets)
     spec = spec_of(model)
-    return peft_target_modules(with_eyes(spec) if seeing else spec, targets)
+    return peft_target_modules(with_vision(spec) if seeing else spec, targets)
 
 
 def spec_of(model: Any) -> ModelSpec:
@@ -129,7 +129,7 @@ def _task(config: Any, setup: TrainSetup) -> str | None:
     """peft's kind of task; of a score it trains the head beside the adapters."""
     if setup.aim.head != "vocabulary":
         return "SEQ_CLS" if setup.aim.head == "score" else "FEATURE_EXTRACTION"
-    if hears(config):
+    if has_audio(config):
         return None  # whose forward takes sound: peft's own of that task names input_ids
     return "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
 

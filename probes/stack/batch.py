@@ -6,7 +6,7 @@ import torch
 
 from planner.records import dataclass
 from planner.setup import TrainSetup
-from probes.stack.configs import hears
+from probes.stack.configs import has_audio
 from probes.stack.dtypes import DTYPES
 from probes.stack.images import image_inputs, waiting_pixels
 
@@ -45,7 +45,7 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     shape = (1, seqs * tokens) if flat else (seqs, tokens)
     ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)
     labels = ids.clone()
-    if hears(config):
+    if has_audio(config):
         return Batch(model_inputs={"input_features": clips(setup, config, device)}, labels=labels)
     if config.is_encoder_decoder:
         mask = torch.ones(shape, dtype=torch.int64, device=device)
@@ -85,6 +85,6 @@ def waiting_inputs(setup: TrainSetup, config: Any, device: torch.device | str, *
 
     Source: transformers 5.23 `Trainer.get_batch_samples`, which takes the batches of all micro-batches at once.
     """
-    if hears(config):
+    if has_audio(config):
         return [clips(setup, config, device) for _ in range(setup.accumulation_steps - beside)]
     return waiting_pixels(setup, config, device, beside=beside)

@@ -14,12 +14,12 @@ from planner.choices.objectives import Head
 from planner.hardware.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters, freeze_others
-from probes.stack.configs import hears, load_config, truncated_config
+from probes.stack.configs import has_audio, load_config, truncated_config
 from probes.stack.dtypes import DTYPES
 from probes.stack.kernels import apply_kernels
 from probes.stack.notices import errors_only
 from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
-from probes.stack.timm_towers import timm_towers
+from probes.stack.timm_encoders import timm_encoders
 
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
 
@@ -121,7 +121,7 @@ def build_reference(
     """
     if not setup.copies_reference:
         return None
-    plain = setup.with_(checkpointing=0, activation_offload=False, kernels="eager")
+    plain = setup.replace(checkpointing=0, activation_offload=False, kernels="eager")
     return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
 
 
@@ -135,9 +135,9 @@ def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) 
     if head == "score":
         return transformers.AutoModelForSequenceClassification
     if config.is_encoder_decoder:
-        return transformers.AutoModelForSpeechSeq2Seq if hears(config) else transformers.AutoModelForSeq2SeqLM
-    causal, eyes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    order = (eyes,) if seeing else (causal, eyes, transformers.AutoModelForMaskedLM)
+        return transformers.AutoModelForSpeechSeq2Seq if has_audio(config) else transformers.AutoModelForSeq2SeqLM
+    causal, vision_encoders = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    order = (vision_encoders,) if seeing else (causal, vision_encoders, transformers.AutoModelForMaskedLM)
     return next((auto for auto in order if type(config) in auto._model_mapping), causal)
 
 
@@ -150,7 +150,7 @@ def bare_model(
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
     name = None if left_unnamed(config.to_dict(), attention) else attention
-    with timm_towers(config.model_type), torch.device("meta"):
+    with timm_encoders(config.model_type), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=name)
     _all_on_meta(model, dtype)
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])

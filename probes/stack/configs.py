@@ -35,7 +35,7 @@ def load_config(config: Mapping[str, Any]) -> Any:
     loaded.use_cache = False
     if kept:
         loaded.kept_modules = kept
-    if loaded.is_encoder_decoder and not hears(loaded) and type(loaded) in AutoModelForCausalLM._model_mapping:
+    if loaded.is_encoder_decoder and not has_audio(loaded) and type(loaded) in AutoModelForCausalLM._model_mapping:
         loaded.is_encoder_decoder, loaded.is_decoder = False, True  # its decoder alone, as that class builds it
     if loaded.is_encoder_decoder and getattr(loaded, "decoder_start_token_id", None) is None:
         loaded.decoder_start_token_id = getattr(loaded, "pad_token_id", None) or 0
@@ -70,7 +70,7 @@ def num_layers(config: Any) -> int:
 
 def _half_fields(config: Any) -> tuple[str, str]:
     """The names of the fields that hold the layers of an encoder-decoder's halves."""
-    return ("encoder_layers", "decoder_layers") if hears(config) else ("num_layers", "num_decoder_layers")
+    return ("encoder_layers", "decoder_layers") if has_audio(config) else ("num_layers", "num_decoder_layers")
 
 
 def unequal_halves(config: Any) -> bool:
@@ -78,7 +78,7 @@ def unequal_halves(config: Any) -> bool:
     return bool(config.is_encoder_decoder and len({getattr(config, name) for name in _half_fields(config)}) > 1)
 
 
-def hears(config: Any) -> bool:
+def has_audio(config: Any) -> bool:
     """Whether the model takes sound (`planner.models.spec.FrontEnd`)."""
     return bool(config.model_type == "whisper")
 
@@ -145,7 +145,7 @@ def layers_of(model: Any) -> list[Any]:
     base = model
     if model.config.is_encoder_decoder:
         halves = (model.get_encoder(), model.get_decoder())
-        return [layer for half in halves for layer in (half.layers if hears(model.config) else half.block)]
+        return [layer for half in halves for layer in (half.layers if has_audio(model.config) else half.block)]
     lists: list[tuple[str, Any]] = [
         (name, module)
         for name, module in base.named_modules()

@@ -1,4 +1,4 @@
-"""The pictures of a micro-batch as the model's forward takes them, and what lets a tower run on meta tensors."""
+"""The pictures of a micro-batch as the model's forward takes them, and what lets an encoder run on meta tensors."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.models.eyes.tower import Tower
+from planner.models.encoders import encoder_of
 from planner.models.spec import ModelSpec
-from planner.models.towers import tower_of
+from planner.models.vision_encoders.encoder import Encoder
 from planner.setup import TrainSetup
 from probes.patching import Replacement, nothing, replaced
 
@@ -20,8 +20,8 @@ _ON_DEVICE = ("get_vision_position_ids", "get_vision_window_index", "get_vision_
 the host and what comes out goes to the device."""
 
 
-def tower_for(setup: TrainSetup, config: Any) -> Tower:
-    """The tower of a built model's configuration for the setup's pictures."""
+def encoder_for(setup: TrainSetup, config: Any) -> Encoder:
+    """The encoder of a built model's configuration for the setup's pictures."""
     assert setup.images is not None
     text = config.get_text_config()
     raw = config.to_dict()
@@ -39,19 +39,19 @@ def tower_for(setup: TrainSetup, config: Any) -> Tower:
         tied=False,
         config=raw,
     )
-    return tower_of(spec, setup.images)
+    return encoder_of(spec, setup.images)
 
 
-def pixel_shape(setup: TrainSetup, tower: Tower) -> tuple[int, ...]:
+def pixel_shape(setup: TrainSetup, encoder: Encoder) -> tuple[int, ...]:
     """Of `pixel_values` of one micro-batch."""
     assert setup.images is not None
-    samples, frames = setup.micro_batch_seqs, setup.images.num * tower.frames
-    if tower.positions:
-        return (samples * frames, *tower.shape)
-    if len(tower.shape) == 2:
-        return samples * frames * tower.shape[0], tower.shape[1]
-    apart = tower.masked_pixels or len(tower.shape) == 4  # of tiles
-    return (samples, frames, *tower.shape) if apart else (samples * frames, *tower.shape)
+    samples, frames = setup.micro_batch_seqs, setup.images.num * encoder.frames
+    if encoder.positions:
+        return (samples * frames, *encoder.shape)
+    if len(encoder.shape) == 2:
+        return samples * frames * encoder.shape[0], encoder.shape[1]
+    apart = encoder.masked_pixels or len(encoder.shape) == 4  # of tiles
+    return (samples, frames, *encoder.shape) if apart else (samples * frames, *encoder.shape)
 
 
 def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     Source: transformers 5.23 processors; positions in three dimensions are the model's own, made from the grid.
     """
     assert setup.images is not None
-    tower, device = tower_for(setup, config), ids.device
-    num = setup.images.num * tower.tokens
+    encoder, device = encoder_for(setup, config), ids.device
+    num = setup.images.num * encoder.tokens
     ids[:, :num] = int(config.image_token_id)
-    found = _pixels(setup, tower, device)
+    found = _pixels(setup, encoder, device)
     all_images = setup.micro_batch_seqs * setup.images.num
     if config.model_type.startswith("qwen"):
-        found["image_grid_thw"] = torch.tensor([(1, *tower.grid)], dtype=torch.int64).repeat(all_images, 1)
+        found["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
         found["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
     elif config.model_type in ("gemma3", "paligemma"):
         kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
@@ -77,24 +77,24 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     elif config.model_type == "gemma4":
         found["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
         found["mm_token_type_ids"][:, :num] = 1
-    elif tower.joined:
-        found["image_sizes"] = [tower.shape[1:]] * all_images
+    elif encoder.joined:
+        found["image_sizes"] = [encoder.shape[1:]] * all_images
     elif config.model_type == "mllama":
-        tiles = (setup.micro_batch_seqs, setup.images.num, tower.shape[0])
+        tiles = (setup.micro_batch_seqs, setup.images.num, encoder.shape[0])
         found["aspect_ratio_ids"] = torch.ones(tiles[:2], dtype=torch.int64, device=device)
         found["aspect_ratio_mask"] = torch.ones(tiles, dtype=torch.int64, device=device)
         found["cross_attention_mask"] = torch.ones((*ids.shape, *tiles[1:]), dtype=torch.int64, device=device)
     return found
 
 
-def _pixels(setup: TrainSetup, tower: Tower, device: torch.device | str) -> dict[str, Any]:
+def _pixels(setup: TrainSetup, encoder: Encoder, device: torch.device | str) -> dict[str, Any]:
     """The pixels of one micro-batch and, where the processor makes one, their mask. They are no zeros: frames of zeros
     are left out as padding (Idefics 3)."""
-    shape = pixel_shape(setup, tower)
+    shape = pixel_shape(setup, encoder)
     found = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
-    if tower.masked_pixels:
+    if encoder.masked_pixels:
         found["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
-    if tower.positions:
+    if encoder.positions:
         found["image_position_ids"] = torch.zeros((*shape[:2], 2), dtype=torch.int64, device=device)
     return found
 
@@ -106,9 +106,9 @@ def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *
     """
     if setup.images is None:
         return []
-    tower = tower_for(setup, config)
+    encoder = encoder_for(setup, config)
     more = setup.accumulation_steps - beside
-    return [one for _ in range(more) for one in _pixels(setup, tower, device).values()]
+    return [one for _ in range(more) for one in _pixels(setup, encoder, device).values()]
 
 
 @contextmanager
@@ -118,34 +118,34 @@ def seeing(model: Any, setup: TrainSetup) -> Iterator[None]:
     if setup.images is None or device.type == "cuda":
         yield
         return
-    tower = tower_for(setup, model.config)
-    rows = setup.micro_batch_seqs * setup.images.num * tower.tokens
+    encoder = encoder_for(setup, model.config)
+    rows = setup.micro_batch_seqs * setup.images.num * encoder.tokens
     module = importlib.import_module(type(model).__module__)
     known = [name for name in _ON_DEVICE if hasattr(module, name)]
     replacements = [(module, name, _moved(getattr(module, name), device)) for name in known]
     if device.type == "meta":
-        replacements += _without_values(model, module, tower, rows)
+        replacements += _without_values(model, module, encoder, rows)
     with replaced(replacements):
         yield
 
 
-def _without_values(model: Any, module: Any, tower: Tower, rows: int) -> Iterator[Replacement]:
+def _without_values(model: Any, module: Any, encoder: Encoder, rows: int) -> Iterator[Replacement]:
     """In the place of what looks at values that meta tensors have not."""
     for one in model.modules():
         if hasattr(one, "_deepstack_process"):
             yield one, "_deepstack_process", _deepstack(rows)
-        if tower.masked_pixels and hasattr(one, "connector"):
+        if encoder.masked_pixels and hasattr(one, "connector"):
             yield one, "get_image_features", partial(_idefics_features, one)
-    if tower.masked_pixels:
+    if encoder.masked_pixels:
         yield module, "create_bidirectional_mask", nothing  # what a mask of ones becomes
-    if tower.joined:
+    if encoder.joined:
         yield module, "torch", _HostNumbers()
-    if tower.positions:
-        yield from _padded_frames(model, module, tower)
+    if encoder.positions:
+        yield from _padded_frames(model, module, encoder)
 
 
-def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[Replacement]:
-    """What Gemma 4's tower and model ask of the padding's values: which averages are whole, how many of each picture,
+def _padded_frames(model: Any, module: Any, encoder: Encoder) -> Iterator[Replacement]:
+    """What Gemma 4's encoder and model ask of the padding's values: which averages are whole, how many of each picture,
     and the picture's places in the sequence, which they count by copying them."""
     inner = next(one for one in model.modules() if hasattr(one, "embed_vision"))
     pooler = inner.vision_tower.pooler
@@ -153,18 +153,18 @@ def _padded_frames(model: Any, module: Any, tower: Tower) -> Iterator[Replacemen
 
     def pooled(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         found, _ = pool(*args, **kwargs)
-        rows = torch.zeros(found.shape[0] * tower.tokens, dtype=torch.int64, device=found.device)
+        rows = torch.zeros(found.shape[0] * encoder.tokens, dtype=torch.int64, device=found.device)
         return found, (rows, rows.clone())
 
     def mask(config: Any, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
-        if not tower.model.layer_kinds[0].attention.padded:  # type: ignore[union-attr]
+        if not encoder.model.layer_kinds[0].attention.padded:  # type: ignore[union-attr]
             return None
         frames, patches = inputs_embeds.shape[:2]
         return torch.ones((frames, 1, patches, patches), dtype=torch.bool, device=inputs_embeds.device)
 
     def features(pixels: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> Any:
         found = inner.vision_tower(pixel_values=pixels, pixel_position_ids=positions)
-        found.pooler_output = inner.embed_vision(inputs_embeds=found.last_hidden_state).split(tower.tokens)
+        found.pooler_output = inner.embed_vision(inputs_embeds=found.last_hidden_state).split(encoder.tokens)
         return found
 
     yield pooler, "forward", pooled
@@ -241,7 +241,7 @@ def _idefics_features(model: Any, pixels: torch.Tensor, mask: torch.Tensor, **kw
 
 
 def deep_layers(setup: TrainSetup, config: Any) -> int:
-    """Decoder layers at the start that are given features of the tower's inner layers, and so behave otherwise."""
+    """Decoder layers at the start that are given features of the encoder's inner layers, and so behave otherwise."""
     if setup.images is None:
         return 0
     vision: Mapping[str, Any] = config.vision_config.to_dict()

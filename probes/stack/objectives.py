@@ -18,7 +18,7 @@ SCALE = 20.0
 _log_sigmoid = torch.nn.functional.logsigmoid
 
 
-class Asked(NamedTuple):
+class LossInputs(NamedTuple):
     """One micro-batch and the models that its loss asks.
 
     Attributes:
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
             yield self.inner, self.forward
 
 
-def dpo(asked: Asked) -> torch.Tensor:
+def dpo(asked: LossInputs) -> torch.Tensor:
     """The sigmoid loss of pairs: the policy's forward, then the reference's. Source: TRL 1.16 `DPOTrainer`."""
     if asked.setup.loss == "full":
         return _dpo_whole(asked)
@@ -73,7 +73,7 @@ def dpo(asked: Asked) -> torch.Tensor:
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-def _reference(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(asked: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's log-probabilities of both halves."""
     asked.again()
     with asked.before_training() as reference:
@@ -81,7 +81,7 @@ def _reference(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, rejected
 
 
-def _dpo_whole(asked: Asked) -> torch.Tensor:
+def _dpo_whole(asked: LossInputs) -> torch.Tensor:
     """DPO on whole logits, which live until the loss is made. Source: TRL 1.14 `DPOTrainer._compute_loss`;
     LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
@@ -96,7 +96,7 @@ def _dpo_whole(asked: Asked) -> torch.Tensor:
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-def _sequence_log_probs(asked: Asked, logits: torch.Tensor) -> torch.Tensor:
+def _sequence_log_probs(asked: LossInputs, logits: torch.Tensor) -> torch.Tensor:
     """The log-probability of every sequence, as the stack's trainer takes it from whole logits."""
     labels = asked.batch.labels[:, 1:].clone()
     if asked.setup.stack == "llamafactory":
@@ -106,7 +106,7 @@ def _sequence_log_probs(asked: Asked, logits: torch.Tensor) -> torch.Tensor:
     return found.sum(-1)
 
 
-def kto(asked: Asked) -> torch.Tensor:
+def kto(asked: LossInputs) -> torch.Tensor:
     """The loss of single completions, half of them good: the policy on other prompts' completions, then on its own,
     then the reference on both. Source: TRL 1.16 `KTOTrainer`."""
     policy_kl = asked.log_probs(asked.inner, asked.forward)
@@ -126,21 +126,21 @@ def kto(asked: Asked) -> torch.Tensor:
     return torch.cat(losses).mean()
 
 
-def reward(asked: Asked) -> torch.Tensor:
+def reward(asked: LossInputs) -> torch.Tensor:
     """The loss of scores of pairs. Source: TRL 1.16 `RewardTrainer.compute_loss`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
     chosen, rejected = torch.chunk(outputs["logits"].squeeze(-1), chunks=2)
     return -_log_sigmoid(chosen - rejected).mean()
 
 
-def classification(asked: Asked) -> torch.Tensor:
+def classification(asked: LossInputs) -> torch.Tensor:
     """The cross-entropy of one label a sequence. Source: transformers 5.23 `ForSequenceClassificationLoss`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
     labels = torch.zeros(asked.batch.labels.shape[0], dtype=torch.int64, device=asked.batch.labels.device)
     return torch.nn.functional.cross_entropy(outputs["logits"], labels)
 
 
-def embedding(asked: Asked) -> torch.Tensor:
+def embedding(asked: LossInputs) -> torch.Tensor:
     """The contrastive loss of pairs: a forward for the anchors, one for what belongs to them, and for each anchor the
     others' as negatives. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
     inputs = _columns(asked)
@@ -155,7 +155,7 @@ def embedding(asked: Asked) -> torch.Tensor:
     return _contrast(vectors)
 
 
-def _columns(asked: Asked) -> list[dict[str, torch.Tensor]]:
+def _columns(asked: LossInputs) -> list[dict[str, torch.Tensor]]:
     """The micro-batch's anchors, what belongs to them, and their hard negatives."""
     num = asked.setup.seqs_per_sample
     return [{name: one.chunk(num)[place] for name, one in asked.batch.model_inputs.items()} for place in range(num)]
@@ -169,7 +169,7 @@ def _contrast(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def _cached(asked: Asked, columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+def _cached(asked: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
     """The loss with a gradient cache: all pieces without gradients, the loss's backward to their vectors, and in the
     backward each piece once more, with its own.
 
@@ -207,7 +207,7 @@ def _cached(asked: Asked, columns: Sequence[dict[str, torch.Tensor]]) -> torch.T
     return loss
 
 
-def grpo(asked: Asked) -> torch.Tensor:
+def grpo(asked: LossInputs) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
     reference = None
@@ -225,7 +225,7 @@ def grpo(asked: Asked) -> torch.Tensor:
     return loss.sum() / asked.setup.scored_tokens
 
 
-def orpo(asked: Asked) -> torch.Tensor:
+def orpo(asked: LossInputs) -> torch.Tensor:
     """Cross-entropy of the chosen halves and the odds ratio of both. Source: TRL 1.16 `ORPOTrainer`."""
     labels = asked.batch.labels
     logits = asked.forward(**asked.batch.model_inputs, use_cache=False)["logits"]
@@ -269,7 +269,7 @@ class SelectedLogProbs(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None
 
 
-LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {
+LOSSES: Mapping[str, Callable[[LossInputs], torch.Tensor]] = {
     "dpo": dpo,
     "kto": kto,
     "reward": reward,

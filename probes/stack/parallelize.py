@@ -27,7 +27,7 @@ SHARD_DIM, REPLICATE_DIM = "dp_shard", "dp_replicate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class Layout:
     """One rank's model.
 
     Attributes:
@@ -46,7 +46,7 @@ class Spread:
     run: Callable[[list[Batch], Mark], None] | None = None
 
 
-def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spread:
+def layout_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Layout:
     """`model` (on `device`, under FSDP2 also on meta) wrapped as `setup.parallel` says; FSDP2 changes it in place,
     parameters become DTensors.
 
@@ -62,7 +62,7 @@ def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spre
     raise ValueError(f"parallel {setup.parallel!r} has no wrapper of PyTorch's own")
 
 
-def _ddp(model: Any, device: torch.device) -> Spread:
+def _ddp(model: Any, device: torch.device) -> Layout:
     """Source: accelerate 1.15 `Accelerator.prepare_model`: DistributedDataParallel with its defaults (buckets of 25 MiB
     apart from the gradients, no search for unused parameters).
 
@@ -73,10 +73,10 @@ def _ddp(model: Any, device: torch.device) -> Spread:
 
     ids = [device.index] if device.type == "cuda" else None
     module = DistributedDataParallel(model, device_ids=ids, init_sync=False)
-    return Spread(module=module, no_sync=module.no_sync)
+    return Layout(module=module, no_sync=module.no_sync)
 
 
-def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     """Runs Accelerate's own `fsdp2_prepare_model`, with plain objects in place of its accelerator and plugin, which
     could only be made with a launcher's environment."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -109,7 +109,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
         module = fsdp2_prepare_model(accelerator, model)
 
     # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one
-    return Spread(module=module, autocast=False)
+    return Layout(module=module, autocast=False)
 
 
 def share_reference(reference: Any, setup: TrainSetup, *, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def _policy(setup: TrainSetup) -> Any:
     return MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype, dtype)
 
 
-def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     """What `from_pretrained(distributed_config=...)` of the launch files does to a model on meta before its weights are
     read, and what the Trainer then adds: autocast, no wrapper of Accelerate's.
 
@@ -169,7 +169,7 @@ def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     with _untied(inner):
         type(inner).maybe_distribute_model(inner, config, TransformersDeviceMesh(dense, experts))
     defers = setup.parallel == "fsdp2" and setup.expert_degree == 1  # which the launch files ask to reduce every time
-    return Spread(module=model, no_sync=partial(_without_sync, inner) if defers else nullcontext)
+    return Layout(module=model, no_sync=partial(_without_sync, inner) if defers else nullcontext)
 
 
 @contextmanager

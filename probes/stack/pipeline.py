@@ -16,7 +16,7 @@ from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
 from probes.stack.heads import owner_of
-from probes.stack.parallelize import Spread
+from probes.stack.parallelize import Layout
 from probes.stack.step import Mark
 
 PIPELINE_DIM = "pp"
@@ -70,7 +70,7 @@ def cut_stage(model: Any, *, first: bool, last: bool) -> StageModule:
     return StageModule(model, first=first, last=last)
 
 
-def pipeline_spread(model: Any, setup: TrainSetup, stage: int, *, device: torch.device) -> Spread:
+def pipeline_layout(model: Any, setup: TrainSetup, stage: int, *, device: torch.device) -> Layout:
     """The stage `stage` of the job of `setup`; `model` has its layers only.
 
     Activations' shapes are given to the stage, so that it need not run once to find them.
@@ -93,7 +93,7 @@ def pipeline_spread(model: Any, setup: TrainSetup, stage: int, *, device: torch.
         output_args=_example(setup, model, logits=stage == degree - 1),
         group=group,
     )
-    return Spread(module=module, autocast=False, run=_Run(module, runner, setup))
+    return Layout(module=module, autocast=False, run=_Run(module, runner, setup))
 
 
 def _example(setup: TrainSetup, model: Any, *, ids: bool = False, logits: bool = False) -> torch.Tensor:

@@ -23,7 +23,7 @@ from probes.stack.kernels import running as kernels_running
 from probes.stack.linear_attention import gated_delta_rule
 from probes.stack.losses import InPlaceCrossEntropy
 from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
-from probes.stack.objectives import Asked
+from probes.stack.objectives import LossInputs
 from probes.stack.optimizers import by_mesh
 from probes.stack.rollouts import generate
 
@@ -58,20 +58,20 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = None, reference: Any = None) -> Trainer:
+def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = None, reference: Any = None) -> Trainer:
     """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside; a stack without
     accelerate leaves them as they are.
 
     Args:
-        spread: `probes.stack.parallelize.Spread` of one rank of several GPUs, None for one GPU.
+        layout: `probes.stack.parallelize.Spread` of one rank of several GPUs, None for one GPU.
         reference: the frozen copy that the objective asks (`make_reference`).
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """
     device_type = next(model.parameters()).device.type
-    forward: Callable[..., Any] = model.__call__ if spread is None else spread.module.__call__
+    forward: Callable[..., Any] = model.__call__ if layout is None else layout.module.__call__
     asked = None if reference is None else reference.__call__
-    if spread is None or spread.autocast:
+    if layout is None or layout.autocast:
         forward = _under_autocast(forward, setup, device_type)
         asked = None if asked is None else _under_autocast(asked, setup, device_type)
     return Trainer(
@@ -82,7 +82,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
         forward=forward,
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
-        no_sync=nullcontext if spread is None else spread.no_sync,
+        no_sync=nullcontext if layout is None else layout.no_sync,
         reference=None if reference is None else (reference, asked),
     )
 
@@ -209,7 +209,7 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
     if (own_loss := OBJECTIVE_LOSSES.get(setup.objective)) is not None:
-        asked = Asked(
+        asked = LossInputs(
             setup,
             batch,
             trainer.model,

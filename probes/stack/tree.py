@@ -195,7 +195,7 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
     """
     sizes: Counter[str] = Counter()
     embeddings, linears, norms = [], [], []
-    towers: dict[tuple[str, str], list[LinearSpec]] = {}
+    encoders: dict[tuple[str, str], list[LinearSpec]] = {}
     seen, tables = set(inside), set[int]()
     for name, module in model.named_modules():
         if name.startswith(f"{path}."):
@@ -214,7 +214,7 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
         size = sum(one.numel() for one in own.values())
         if isinstance(module, nn.Linear) and own and idle:
             place, number, inner = _numbered(name)
-            towers.setdefault((place, number), []).append(_linear(inner, module, "other"))
+            encoders.setdefault((place, number), []).append(_linear(inner, module, "other"))
         elif isinstance(module, nn.Linear) and own:
             linears.append(_linear(leaf, module, "other"))
         elif idle or not _is_norm(module):
@@ -222,7 +222,7 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
         elif size or not list(module.parameters()):
             norms.append(_norm(leaf, module, 1))
     found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
-    return {**found, "idle_layers": (*_alike(towers), *unseen.items()), **sizes}
+    return {**found, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
@@ -231,10 +231,10 @@ def _numbered(name: str) -> tuple[str, str, str]:
     return (found[1], found[2], found[3]) if found else ("", "", name)
 
 
-def _alike(towers: Mapping[tuple[str, str], list[LinearSpec]]) -> tuple[tuple[LayerSpec, int], ...]:
+def _alike(encoders: Mapping[tuple[str, str], list[LinearSpec]]) -> tuple[tuple[LayerSpec, int], ...]:
     """The matrices of layers that see no text token, alike layers of one list counted together."""
     counts: dict[LayerSpec, int] = {}
-    for (place, _), linears in towers.items():
+    for (place, _), linears in encoders.items():
         layer = LayerSpec(kind="idle", linears=tuple(linears), norms=(), attention=None, mlp=None, path=place)
         counts[layer] = counts.get(layer, 0) + 1
     return tuple(counts.items())

@@ -14,8 +14,8 @@ import time
 from planner.errors import PlannerError, UsageError
 from planner.memory.profile_store import load_profiles, save_profiles, user_path
 from planner.models.resolve import resolve_model
+from planner.plan_request import PlanRequest
 from planner.speed.step_program import save_programs, user_programs
-from planner.wish import Wish
 from probes.tracing.profile_builder import CARDS, asked_structures, build_profiles, versions
 from probes.tracing.programs import ProgramBuilder, asked_programs
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         model = resolve_model(given.model)
         rarer = {"objective": (given.objective,)} if given.objective != "sft" else {}
         rarer |= {"adapter": (given.adapter,)} if given.adapter != "lora" else {}
-        asked = asked_structures(model, CARDS, Wish(fixed=rarer)) | asked_structures(model)
+        asked = asked_structures(model, CARDS, PlanRequest(fixed=rarer)) | asked_structures(model)
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2

@@ -20,7 +20,7 @@ def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tu
     none."""
     for micro, steps, tokens, rank in SAMPLES:
         sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
-        one = setup.with_(**sizes, lora_rank=rank if setup.method != "full" else 0)
+        one = setup.replace(**sizes, lora_rank=rank if setup.method != "full" else 0)
         step = profiled_step(model, gpu, one)
         found = dry_run_report(model, gpu, one, use_cache=False)
         if step is None or not isinstance(found, DryRunReport):

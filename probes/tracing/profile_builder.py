@@ -17,10 +17,10 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.profile_store import profiled_kind, structure_key
 from planner.memory.step_profile import LOSS_BEGINS, Form, Group, Piece, ProfileMoment, StepProfile
 from planner.models.spec import ModelSpec
-from planner.planning.runs import Known
+from planner.plan_request import PlanRequest
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from probes.dryrun.api import VERSION
 from probes.dryrun.cache import library_versions
 from probes.dryrun.splice import SpliceError
@@ -42,18 +42,18 @@ NOT_PROFILED = (NoPolynomial, SpliceError, ValueError, TypeError, RuntimeError, 
 
 
 def asked_structures(
-    model: ModelSpec, cards: Sequence[str] = CARDS, wish: Wish | None = None
+    model: ModelSpec, cards: Sequence[str] = CARDS, request: PlanRequest | None = None
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model on such cards walk, by key: all but what others outrun at the same memory."""
     found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     for name in cards:
         gpu = find_gpu(name)
-        workload = (wish or Wish()).workload(model, gpu)
-        for run in Known().runs(workload, planned_values(workload, dimension_values(workload)), ()):
+        workload = (request or PlanRequest()).workload(model, gpu)
+        for run in WalkCache().runs(workload, planned_values(workload, dimension_values(workload)), ()):
             if run.rival is not None:
                 continue
             for loss in run.choices:
-                setup = run.shared.trusted_with(loss=loss)
+                setup = run.shared.replace_trusted(loss=loss)
                 if profiled_kind(setup):
                     found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
     return found
@@ -95,7 +95,7 @@ class ProfileBuilder:
         ran: dict[Any, _Family] = {}
         for family in _families(asked.values()):
             setup, gpu = family[0]
-            other = setup.trusted_with(precision="bf16-pure", **_APART), setup.attention, gpu.key
+            other = setup.replace_trusted(precision="bf16-pure", **_APART), setup.attention, gpu.key
             with collection_paused():
                 one = _Family(self, family, ran.get(other))
                 ran.setdefault(other, one)
@@ -155,7 +155,7 @@ def _families(asked: Iterable[Asked]) -> list[list[Asked]]:
     found: dict[Any, list[Asked]] = {}
     for setup, gpu in asked:
         quantization = "nf4" if setup.quantization == "nf4-double" else setup.quantization
-        alike = setup.trusted_with(quantization=quantization, **_APART)
+        alike = setup.replace_trusted(quantization=quantization, **_APART)
         found.setdefault((alike, setup.attention, gpu.name), []).append((setup, gpu))
     return list(found.values())
 

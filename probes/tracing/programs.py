@@ -144,7 +144,7 @@ def asked_programs(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, 
     none."""
     found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     asked = [one for one in asked_structures(model, cards).values() if not one[0].activation_offload]
-    eager = [(setup.trusted_with(kernels="eager"), gpu) for setup, gpu in asked if setup.checkpointing < 2]
+    eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in asked if setup.checkpointing < 2]
     for setup, gpu in (*asked, *eager):
         found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
     return found
@@ -183,7 +183,7 @@ class ProgramBuilder:
         families: dict[Any, dict[tuple[str, int], StepProgram | None]] = {}
         trusted: dict[str, bool] = {}
         for key, (setup, gpu) in asked.items():
-            kept = families.setdefault((setup.trusted_with(loss="full", checkpointing=0), gpu.key), {})
+            kept = families.setdefault((setup.replace_trusted(loss="full", checkpointing=0), gpu.key), {})
             loss, every = setup.loss, setup.checkpointing
             own = self._with_loss(kept, loss, every) if trusted.get(loss, True) else None
             if own is None or loss not in trusted:
@@ -237,7 +237,7 @@ class ProgramBuilder:
             one of NOT_PROFILED.
         """
         primes = self._primes
-        made = setup.with_(
+        made = setup.replace(
             micro_batch_seqs=primes.seqs,
             seq_len_tokens=primes.tokens,
             lora_rank=primes.rank if setup.method != "full" else 0,
@@ -308,7 +308,7 @@ class ProgramBuilder:
         key = setup.precision, setup.stack, tuple((one.shape, one.dtype, one.has_gradient) for one, _ in trained)
         if key not in self._steps:
             self._steps[key] = {
-                name: self._step(trace, layers, setup.trusted_with(optimizer=name)) for name in self._names
+                name: self._step(trace, layers, setup.replace_trusted(optimizer=name)) for name in self._names
             }
         return self._steps[key]
 

@@ -102,7 +102,7 @@ class Structure:
 
     def _at(self, seqs: int, tokens: int, rank: int) -> TrainSetup:
         """Two micro-batches show what the first and what every later one does; the optimizer adds nothing here."""
-        return self.setup.with_(
+        return self.setup.replace(
             checkpointing=self._every,
             micro_batch_seqs=seqs,
             seq_len_tokens=tokens,

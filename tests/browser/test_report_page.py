@@ -23,7 +23,7 @@ from reports.html import Entry, report_html
 from reports.plan_json import plan_to_dict
 from reports.write import entry_of, plan_files
 from tests.browser.conftest import Browser
-from tests.planner.helpers import wish as wish_of
+from tests.planner.helpers import plan_request as request_of
 from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.test_markdown import full_extras
 
@@ -313,8 +313,8 @@ def test_real_plans_print_on_six_pages_and_four_compare_on_a_few_screens(browser
         ("Qwen/Qwen2.5-72B", "t4", {}),
     ]
     entries = [
-        Entry(plan=plan_workload(wish_of(name, gpu, **wish)), name=str(number))
-        for number, (name, gpu, wish) in enumerate(wishes)
+        Entry(plan=plan_workload(request_of(name, gpu, **plan_request)), name=str(number))
+        for number, (name, gpu, plan_request) in enumerate(wishes)
     ]
     for entry in entries[1:3]:
         browser.open(write(tmp_path, report_html([entry])), width=1280)

@@ -13,9 +13,9 @@ from planner.cli.ui import HOST, Server, Shelf
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.units import gib
-from planner.wish import Wish
 from planner.workload import Data
 from tests.browser.conftest import Browser
 
@@ -64,7 +64,7 @@ def slide(browser: Browser, name: str, value: int) -> None:
 def plan_of(model: str, gpu: str, **asked: object) -> Plan:
     spec = catalogue.load(model)
     assert spec is not None
-    plan = plan_workload(Wish(**asked).workload(spec, find_gpu(gpu)))  # type: ignore[arg-type]
+    plan = plan_workload(PlanRequest(**asked).workload(spec, find_gpu(gpu)))  # type: ignore[arg-type]
     assert isinstance(plan, Plan)
     return plan
 
@@ -205,7 +205,7 @@ def test_the_page_of_a_table_answers_for_its_models(width: int, browser: Browser
     spec = catalogue.load("openai-community/gpt2-xl")
     assert spec is not None
     for key, shown in zip(("t4", "a100-80gb"), browser.all("#rows tr", "e.innerText"), strict=True):
-        answer = plan_workload(Wish(fixed={"method": ("lora",)}, seq_len=1024).workload(spec, find_gpu(key)))
+        answer = plan_workload(PlanRequest(fixed={"method": ("lora",)}, seq_len=1024).workload(spec, find_gpu(key)))
         assert find_gpu(key).name in shown
         assert f"{round(answer.subject.tokens_per_s):,}" in shown
     change(browser, "model", "no such model")

@@ -12,8 +12,8 @@ from planner.cli.app import run
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 CARDS = ("t4", "rtx-4090")
@@ -31,8 +31,8 @@ def test_a_row_is_what_a_whole_plan_chooses() -> None:
     spec = catalogue.load(MODEL)
     assert spec is not None
     for row in rows:
-        wish = Wish(fixed={"method": (row["method"],)}, seq_len=row["seq_len_tokens"])
-        answer = plan_workload(wish.workload(spec, find_gpu(row["gpu"])))
+        plan_request = PlanRequest(fixed={"method": (row["method"],)}, seq_len=row["seq_len_tokens"])
+        answer = plan_workload(plan_request.workload(spec, find_gpu(row["gpu"])))
         assert row["fits"] == isinstance(answer, Plan)
         assert row["peak_device_bytes"] == answer.subject.formula.peak_device_bytes
         assert row["micro_batch_seqs"] == answer.subject.setup.micro_batch_seqs

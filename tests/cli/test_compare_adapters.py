@@ -37,10 +37,10 @@ def test_one_kind_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]
 
 def test_a_kind_that_does_not_fit_in_loras_place_may_fit_in_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """DoRA beside LoRA without checkpointing: the table says what to ask, and asking finds it."""
-    wish = ["Qwen/Qwen2.5-3B", "--gpu", "l4", "--seq-len", "3072", "--method", "lora"]
-    assert run(["compare-adapters", *wish, "--json=full"]) == 0
+    plan_request = ["Qwen/Qwen2.5-3B", "--gpu", "l4", "--seq-len", "3072", "--method", "lora"]
+    assert run(["compare-adapters", *plan_request, "--json=full"]) == 0
     rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
     assert not rows["dora"]["fits"]
-    assert run(["compare-adapters", *wish]) == 0
+    assert run(["compare-adapters", *plan_request]) == 0
     assert "plan --adapter KIND looks for a setup of its own" in " ".join(capsys.readouterr().out.split())
-    assert run([*wish, "--adapter", "dora", "--no-dry-run"]) == 0
+    assert run([*plan_request, "--adapter", "dora", "--no-dry-run"]) == 0

@@ -13,17 +13,17 @@ from planner.decision.policy import left_out
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Workload
 
 
 def test_each_target_has_its_own_plan_and_the_fastest_is_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    wish = ["smollm2-135m", "--gpu", "rtx-3060", "--method", "lora", "--seq-len", "512"]
-    assert run(["compare-targets", *wish, "--json=full", "--out", str(tmp_path)]) == 0
+    plan_request = ["smollm2-135m", "--gpu", "rtx-3060", "--method", "lora", "--seq-len", "512"]
+    assert run(["compare-targets", *plan_request, "--json=full", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     planned = [row for row in rows if row["candidate"]]
     assert {row["target"] for row in planned} == {"trl", "hf", "axolotl", "llamafactory", "unsloth"}
@@ -37,7 +37,7 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
         "the torchtitan config is written for several GPUs",
     )
     one = ["--target", "unsloth", "--out", str(tmp_path / "unsloth"), "--no-dry-run", "--no-history", "--json=full"]
-    assert run([*wish, *one]) == 0
+    assert run([*plan_request, *one]) == 0
     plan = json.loads(capsys.readouterr().out)
     (unsloth,) = [row for row in rows if row["target"] == "unsloth"]
     assert unsloth["candidate"]["setup"] == plan["chosen"]["setup"]
@@ -46,14 +46,16 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
     assert "torchtitan: the torchtitan config" in report
 
 
-def wish_of(**wish: Any) -> Workload:
-    return Wish(seq_len=512, global_batch=4, **wish).workload(resolve_model("smollm2-135m"), find_gpu("rtx-3060"))
+def request_of(**plan_request: Any) -> Workload:
+    return PlanRequest(seq_len=512, global_batch=4, **plan_request).workload(
+        resolve_model("smollm2-135m"), find_gpu("rtx-3060")
+    )
 
 
 def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() -> None:
-    wish = Wish().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090"))
-    plan = answered(wish, dry_run=False, history=False)
-    others = [plan_workload(replace(wish, targets=(name,))) for name in ("axolotl", "trl")]
+    plan_request = PlanRequest().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090"))
+    plan = answered(plan_request, dry_run=False, history=False)
+    others = [plan_workload(replace(plan_request, targets=(name,))) for name in ("axolotl", "trl")]
     axolotl, trl = (one.chosen for one in others if isinstance(one, Plan))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup == axolotl.setup
@@ -63,14 +65,14 @@ def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() ->
 
 
 def test_what_is_left_out_says_what_it_would_give_and_why() -> None:
-    wish = wish_of(fixed={"method": ("lora",)})
-    assert "no published run of Unsloth" in left_out(wish, TrainSetup(stack="unsloth"))
-    assert not left_out(replace(wish, targets=("unsloth",)), TrainSetup(stack="unsloth"))
-    assert not left_out(wish, TrainSetup(stack="axolotl"))
+    plan_request = request_of(fixed={"method": ("lora",)})
+    assert "no published run of Unsloth" in left_out(plan_request, TrainSetup(stack="unsloth"))
+    assert not left_out(replace(plan_request, targets=("unsloth",)), TrainSetup(stack="unsloth"))
+    assert not left_out(plan_request, TrainSetup(stack="axolotl"))
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "plan_request",
     [
         {"fixed": {"method": ("full",)}},
         {"fixed": {"method": ("lora",)}, "targets": ("trl",)},
@@ -79,8 +81,8 @@ def test_what_is_left_out_says_what_it_would_give_and_why() -> None:
     ],
     ids=["full", "target", "kernels", "int8"],
 )
-def test_no_engine_is_named_where_none_trains_the_same(wish: dict[str, Any]) -> None:
+def test_no_engine_is_named_where_none_trains_the_same(plan_request: dict[str, Any]) -> None:
     """Fused LoRA is for adapters, and not over 8 bits; a named target or kernel family was asked for."""
-    plan = answered(wish_of(**wish), dry_run=False, history=False)
+    plan = answered(request_of(**plan_request), dry_run=False, history=False)
     assert isinstance(plan, Plan)
     assert not any("plan compare-targets" in note for note in plan.notes)

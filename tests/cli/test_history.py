@@ -18,10 +18,10 @@ from planner.workload import Workload
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
-from search.corrections import Observation, as_elsewhere
-from search.problem import Elsewhere
+from search.corrections import Observation, as_transfer_observations
+from search.problem import TransferObservation
 from search.stopping import Budget
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 MODEL = "meta-llama/Llama-3.2-1B"
 OTHER = "Qwen/Qwen2.5-0.5B"
@@ -69,7 +69,7 @@ def planned(asked: Workload) -> Plan:
 
 
 def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_path: Path) -> None:
-    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
     before = planned(asked)
     for one in before.ranked[:4]:
         measured(store, asked, one.setup, speed=0.7)
@@ -86,7 +86,7 @@ def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_pat
 
 
 def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
-    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
     before = planned(asked)
     measured(store, asked, before.chosen.setup, speed=0.3)
     for one in before.ranked[1:6]:
@@ -99,7 +99,7 @@ def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
 
 
 def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> None:
-    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
     setup = TrainSetup()
     measured(store, asked, setup, speed=0.5, device="cpu")
     elsewhere = replace(asked, gpu=replace(asked.gpu, key="another"))
@@ -107,14 +107,14 @@ def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> No
     changed = replace(asked.model, config={**asked.model.config, "hidden_size": 64})
     measured(store, replace(asked, model=changed), setup, speed=0.5)
     assert history_of(asked, store) == ()
-    measured(store, wish(OTHER), setup, speed=0.5)
+    measured(store, plan_request(OTHER), setup, speed=0.5)
     (one,) = history_of(asked, store)
     assert one.model == OTHER
     assert one.speed_error == pytest.approx(-0.693, abs=0.001)
 
 
 def test_without_measurements_nothing_changes(tmp_path: Path) -> None:
-    asked = wish(MODEL)
+    asked = plan_request(MODEL)
     plan = planned(asked)
     assert history_of(asked, tmp_path / "none.jsonl") == ()
     assert with_history(plan, ()) is plan
@@ -123,7 +123,7 @@ def test_without_measurements_nothing_changes(tmp_path: Path) -> None:
 def test_the_plan_command_uses_the_store_and_can_leave_it_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
     measured(store, asked, TrainSetup(), speed=0.5)
     monkeypatch.setenv("FINETUNE_PLANNER_STORE", str(store))
 
@@ -137,15 +137,15 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
 
 
 def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    asked, store = plan_request(MODEL), tmp_path / "store.jsonl"
     measured(store, asked, TrainSetup(), speed=0.5)
     given: list[Observation] = []
 
-    def seen(known: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[Elsewhere, ...]:
+    def seen(known: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[TransferObservation, ...]:
         given.extend(known)
-        return as_elsewhere(known, model, gpu)
+        return as_transfer_observations(known, model, gpu)
 
-    monkeypatch.setattr("search.corrections.as_elsewhere", seen)
+    monkeypatch.setattr("search.corrections.as_transfer_observations", seen)
     failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
     tune_plan(planned(asked), how, evaluate=lambda setup: failure)

@@ -97,11 +97,11 @@ def test_a_target_without_any_setup_is_no_silent_success(tmp_path: Path, capsys:
 
 
 def test_nothing_that_fits_is_forced_as_the_nearest_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wish = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run", "--method", "full"]
-    out = planned(tmp_path, wish, code=1)
+    plan_request = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run", "--method", "full"]
+    out = planned(tmp_path, plan_request, code=1)
     assert not (out / "launch").exists()
     capsys.readouterr()
-    out = planned(tmp_path, [*wish, "--force"], code=1)
+    out = planned(tmp_path, [*plan_request, "--force"], code=1)
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits" in shown
     assert "launch/trl, written with --force: PREDICTED OUT OF MEMORY" in shown

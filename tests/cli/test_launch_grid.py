@@ -20,12 +20,12 @@ from planner.exporters import TARGETS
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.expressed import as_run
 from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
 from planner.units import gib
-from planner.wish import Wish
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
@@ -51,7 +51,7 @@ def own_setup(plan: Plan, target: str) -> TrainSetup | None:
 def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
-    plan = plan_workload(Wish().workload(model, gpu))
+    plan = plan_workload(PlanRequest().workload(model, gpu))
     if not isinstance(plan, Plan):
         return
     written, refused = 0, {}
@@ -74,7 +74,7 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
 def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
-    plan = plan_workload(Wish().workload(model, gpu))
+    plan = plan_workload(PlanRequest().workload(model, gpu))
     if not isinstance(plan, Plan):
         assert (name, card) not in TWO
         return

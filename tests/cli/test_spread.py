@@ -16,12 +16,12 @@ from planner.app.machine import default_store_path, local_link
 from planner.cli.app import run
 from planner.cli.estimate import estimate
 from planner.cli.make import make
-from planner.cli.options import one_setup, spread_fields
+from planner.cli.options import layout_fields, one_setup
 from planner.cli.probe import probe
+from planner.cli.request_options import AnySetupOptions, RequestOptions, SetupOptions, SpaceOptions
 from planner.cli.setup_flags import PARALLELS
 from planner.cli.tables import which_gpu
 from planner.cli.tune import tune
-from planner.cli.wish_options import AnySetupOptions, SetupOptions, SpaceOptions, WishOptions
 from planner.errors import UsageError
 from planner.hardware.cluster import links
 from planner.hardware.gpus import find_gpu
@@ -218,7 +218,7 @@ def test_fields_of_one_setup_are_always_a_setup() -> None:
                "shard_degree": None, "reshard": None, "offload": None}  # fmt: skip
     for flags in ({}, {"tensor_degree": [4]}, {"tensor_degree": [2]}, {"pipeline_degree": [2]}, {"shard_degree": 2},
                   {"reshard": False}, {"offload": ["optimizer"]}, {"offload": ["parameters"]}):  # fmt: skip
-        setup = TrainSetup(**one_setup(4, spread_fields(4, **{**nothing, **flags})))
+        setup = TrainSetup(**one_setup(4, layout_fields(4, **{**nothing, **flags})))
         assert setup.num_gpus == 4
     assert one_setup(1, {}) == {}
 
@@ -407,18 +407,23 @@ def test_this_machines_links_are_those_that_the_driver_tells(
     monkeypatch.setattr("probes.gpu.topology.topology", lambda asked: found)
     assert local_link(3) == link
     assert local_link(4) is None
-    wish = WishOptions(gpus=3)
-    assert wish.on_links_of("local", find_gpu("a100-80gb")).interconnect == link
-    assert wish.on_links_of("a100-80gb", find_gpu("a100-80gb")) == wish
-    assert WishOptions(gpus=3, interconnect="pcie").on_links_of("local", find_gpu("a100-80gb")).interconnect == "pcie"
-    assert wish.on_links_of("local", find_gpu("rtx-4090")).interconnect in ("pcie", None)  # the table knows no NVLink
+    plan_request = RequestOptions(gpus=3)
+    assert plan_request.on_links_of("local", find_gpu("a100-80gb")).interconnect == link
+    assert plan_request.on_links_of("a100-80gb", find_gpu("a100-80gb")) == plan_request
+    assert (
+        RequestOptions(gpus=3, interconnect="pcie").on_links_of("local", find_gpu("a100-80gb")).interconnect == "pcie"
+    )
+    assert plan_request.on_links_of("local", find_gpu("rtx-4090")).interconnect in (
+        "pcie",
+        None,
+    )  # the table knows no NVLink
 
 
 @pytest.mark.parametrize(
     ("command", "parameter", "group"),
     [
-        (make, "wish", WishOptions),
-        (tune, "wish", WishOptions),
+        (make, "request", RequestOptions),
+        (tune, "request", RequestOptions),
         (which_gpu, "space", SpaceOptions),
         (estimate, "one", AnySetupOptions),
         (probe, "one", SetupOptions),

@@ -18,10 +18,10 @@ from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.samples.useful import job_s
-from planner.wish import Wish
 from reports.brief import GROUPS, group_bytes
 from reports.rows import MIN_SHOWN_BYTES
 from reports.text import memory_mark, speed_mark
@@ -82,7 +82,7 @@ def test_the_fastest_is_what_plan_chooses_at_each_length(shelf: Shelf, name: str
     assert grid.lengths[grid.usual] == usual
     for length in (512, usual):
         at = grid.fastest()[grid.lengths.index(length)]
-        plan = plan_workload(Wish(seq_len=length).workload(model, gpu))
+        plan = plan_workload(PlanRequest(seq_len=length).workload(model, gpu))
         if at is None:
             assert isinstance(plan, NoPlan)
             continue
@@ -254,7 +254,8 @@ def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
 def test_a_static_site_goes_on_where_it_was_stopped(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is there of the same wish is kept; another wish, or another planner, begins anew; the same on any cores."""
+    """What is there of the same request is kept; another request, or another planner, begins anew; the same on any
+    cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr("planner.cli.ui.Shelf.grid", lambda self, model, gpu: f"{model.model_id} {gpu.key}")
     monkeypatch.setattr("planner.cli.ui.grid_script", lambda grid: grid)

@@ -13,8 +13,8 @@ from planner.decision.reach import STEP_TOKENS, longest_tokens
 from planner.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 from tests.whole import some
 
 
@@ -25,7 +25,7 @@ from tests.whole import some
 def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: str) -> None:
     spec, card = catalogue.load(model), find_gpu(gpu)
     assert spec is not None
-    reach = longest_tokens(Wish().workload(spec, card))
+    reach = longest_tokens(PlanRequest().workload(spec, card))
     assert set(reach) == {"full", "lora", "qlora"}
     limit = spec.max_position_embeddings or 0
     for method, tokens in reach.items():
@@ -33,8 +33,8 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
         for length, kind in ((tokens, "plan"), (tokens + STEP_TOKENS, "no_plan")):
             if not 0 < length <= limit:
                 continue
-            wish = Wish(fixed={"method": (method,)}, seq_len=length, global_batch=1).workload(spec, card)
-            assert plan_workload(wish).kind == kind, (method, length)
+            plan_request = PlanRequest(fixed={"method": (method,)}, seq_len=length, global_batch=1).workload(spec, card)
+            assert plan_workload(plan_request).kind == kind, (method, length)
 
 
 def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """What is typed. Two targets are for another wish than the usual."""
+        """What is typed. Two targets are for another request than the usual."""
         more = {
             "torchtitan": ["--loss-on", "all"],
             "sentence-transformers": ["--objective", "embedding", *PAIRED.get(self.data, [])],

@@ -152,10 +152,20 @@ def test_a_step_trains_from_the_emitted_files(
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
     out = place / f"{target}-{Path(name).name}"
     words = ["--precision", "fp32", "--attention", "sdpa", "--kernels", "eager", "--loss", "full", "--epochs", "0.4"]
-    wish = [f"./{model}", "--gpu", "rtx-3060-12gb", "--dataset", name, "--out", str(out), "--no-dry-run", *words]
+    plan_request = [
+        f"./{model}",
+        "--gpu",
+        "rtx-3060-12gb",
+        "--dataset",
+        name,
+        "--out",
+        str(out),
+        "--no-dry-run",
+        *words,
+    ]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run([*wish, "--no-packing", "--optimizer", "adamw"]) == 0, said.getvalue()
+        assert run([*plan_request, "--no-packing", "--optimizer", "adamw"]) == 0, said.getvalue()
         monkeypatch.chdir(out)
         scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
         exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
@@ -216,10 +226,10 @@ def test_hundreds_of_samples_are_evaluated_and_saved_within_the_run(place: Path)
 
 def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "german.csv").write_text("Frage,Antwort,text\nWer?,Er.,never read\nWas?,Das.,never read\n")
-    wish = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "german.csv", "--no-dry-run"]
-    assert run([*wish, "--json=full"]) == 0
+    plan_request = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "german.csv", "--no-dry-run"]
+    assert run([*plan_request, "--json=full"]) == 0
     assert json.loads(capsys.readouterr().out)["workload"]["dataset_kind"] == "text"
-    assert run([*wish, "--columns", "question=Frage,answer=Antwort", "--out", "german"]) == 0
+    assert run([*plan_request, "--columns", "question=Frage,answer=Antwort", "--out", "german"]) == 0
     scope: dict[str, Any] = {"__name__": "made", "__file__": str(place / "german" / "launch" / prepare.NAME)}
     exec((place / "german" / "launch" / prepare.NAME).read_text(), scope)
     scope["main"]("chats")
@@ -231,7 +241,7 @@ def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.Ca
         (["--loss-on", "answers"], "has text and no answers"),
         (["--loss-on", "questions"], "--loss-on must be one of"),
     ):
-        assert run([*wish, *words]) == 2
+        assert run([*plan_request, *words]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert "hint:" in error

@@ -96,7 +96,7 @@ def test_accelerate_starts_a_script_with_the_emitted_file(
     tmp_path: Path, launch: Callable[..., Run], warm_programs: Path
 ) -> None:
     """A process of the same Python, told the file's settings."""
-    emitted = EXPORTERS["accelerate"](request(SETUPS["lora"].with_(precision="bf16-autocast")))
+    emitted = EXPORTERS["accelerate"](request(SETUPS["lora"].replace(precision="bf16-autocast")))
     write_launch(tmp_path, emitted)
     script = tmp_path / "told.py"
     script.write_text("import os, sys\nprint('TOLD', os.environ['ACCELERATE_MIXED_PRECISION'], sys.executable)\n")

@@ -13,8 +13,8 @@ from planner.choices.images import Images
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.memory.trained import trained_parameters
+from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
-from planner.models.towers import with_eyes
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
 from tests.launch.conftest import Run, num_saved, two_steps
@@ -93,7 +93,7 @@ def _text(tokenizer: Any) -> dict[str, int]:
 MADE = {"llava": _llava, "idefics3": _idefics, "mllama": _mllama}
 
 
-def tiny_model_with_eyes(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec:
+def tiny_model_with_vision(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec:
     """A random model of two and two layers with its processor, as a model folder; its inventory."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -108,7 +108,7 @@ def tiny_model_with_eyes(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec
     config.text_config.vocab_size = len(processor.tokenizer)  # with the processor's own marks
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    return with_eyes(spec_of_tree(json.loads((folder / "config.json").read_text()), model_id=kind, source="test"))
+    return with_vision(spec_of_tree(json.loads((folder / "config.json").read_text()), model_id=kind, source="test"))
 
 
 def write_rows(folder: Path, num: int) -> None:
@@ -129,7 +129,7 @@ def write_rows(folder: Path, num: int) -> None:
 def test_two_steps_on_pictures_train_as_planned(
     kind: str, tokens: int, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
 ) -> None:
-    model = tiny_model_with_eyes(kind, tmp_path / "tiny-eyes", tiny_model)
+    model = tiny_model_with_vision(kind, tmp_path / "tiny-eyes", tiny_model)
     write_rows(tmp_path / "rows", 8)
     setup = TrainSetup(
         precision="fp32",
@@ -151,7 +151,7 @@ def test_two_steps_on_pictures_train_as_planned(
     emitted = EXPORTERS["trl"](request)
     assert not emitted.refused
     two_steps(launch, tmp_path, emitted, setup)
-    assert num_saved(tmp_path / "outputs") == trained_parameters(model, setup).num  # the tower's adapters among them
+    assert num_saved(tmp_path / "outputs") == trained_parameters(model, setup).num  # the encoder's adapters among them
 
 
 def test_targets_without_a_file_for_pictures_refuse_by_name() -> None:
@@ -194,7 +194,7 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
     )
     for name in names:
         model = spec_of(name, configs()[name])
-        setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).with_(loss="full")
+        setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).replace(loss="full")
         launch = EXPORTERS["llamafactory"](ExportRequest(model_id=name, model=model, setup=setup, hyper=choose(setup)))
         assert not any("No template" in note for note in launch.notes)
         lines = (line for file in launch.files for line in file.text.splitlines())

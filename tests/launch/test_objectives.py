@@ -14,7 +14,7 @@ from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl, write_launch
-from tests.launch.test_spread import spread
+from tests.launch.test_spread import layout
 from tests.launch.test_trl import HIDDEN, lora_params
 
 
@@ -120,5 +120,5 @@ def test_fsdp2_shares_a_reference_that_knows_what_the_policy_knew(place: Path, l
         )
     )
     write_launch(place, emitted)
-    run = spread(launch, place, emitted.command)
+    run = layout(launch, place, emitted.command)
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-4)

@@ -86,7 +86,7 @@ def test_two_steps_on_clips_train_as_planned(method: str, tmp_path: Path, launch
     model = tiny_whisper(tmp_path / "tiny-whisper")
     write_clips(tmp_path / "rows", 8)
     full = {"method": "full", "lora_rank": 0, "lora_targets": "all-linear", "frozen_encoder": True}
-    setup = LORA if method == "lora" else LORA.with_(**full)
+    setup = LORA if method == "lora" else LORA.replace(**full)
     emitted = EXPORTERS["hf"](request(model, setup))
     assert not emitted.refused
     run = two_steps(launch, tmp_path, emitted, setup)

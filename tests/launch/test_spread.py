@@ -35,7 +35,7 @@ FULL = TrainSetup(
     method="full", lora_rank=0, precision="fp32", micro_batch_seqs=2, accumulation_steps=2, seq_len_tokens=64,
     optimizer="adamw", loss="full",
 )  # fmt: skip
-LORA = FULL.with_(method="lora", lora_rank=4, loss="chunked", checkpointing=0)
+LORA = FULL.replace(method="lora", lora_rank=4, loss="chunked", checkpointing=0)
 TWO = {"num_gpus": 2, "accumulation_steps": 1}
 
 
@@ -77,7 +77,7 @@ def alone(
 THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def spread(launch: Callable[..., Run], place: Path, command: str) -> Run:
+def layout(launch: Callable[..., Run], place: Path, command: str) -> Run:
     """A command's run on two CPU processes, where it is Accelerate's on a port that nobody else gets."""
     on_cpu = {"PYTHONPATH": str(SHIM), "SHARDS_FILE": str(place / "shards")}
     with own_port() as port:
@@ -115,9 +115,9 @@ def shards(place: Path) -> list[dict[str, int]]:
 def test_fsdp2_steps_like_one_process_and_holds_half(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
-    files = emitted("hf", FULL.with_(**TWO, parallel="fsdp2"))
+    files = emitted("hf", FULL.replace(**TWO, parallel="fsdp2"))
     write_launch(place, files)
-    run = spread(launch, place, files.command)
+    run = layout(launch, place, files.command)
     assert run.output.count("RUN {") == 1  # rank 0 speaks for all
     assert said(run)["global_batch_seqs"] == FULL.global_batch_seqs
     held = shards(place)
@@ -135,9 +135,9 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
     """FSDP2 of one rank with CPU offload, which `--offload parameters` plans for one GPU."""
-    files = emitted("hf", FULL.with_(num_gpus=1, parallel="fsdp2", offload="parameters"))
+    files = emitted("hf", FULL.replace(num_gpus=1, parallel="fsdp2", offload="parameters"))
     write_launch(place, files)
-    run = spread(launch, place, files.command)
+    run = layout(launch, place, files.command)
     (held,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
     assert held["sharded"] == said(run)["trained_parameters"] == held["here"]
     reference, folder = alone("hf", FULL)
@@ -149,9 +149,9 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
 def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
-    files = emitted("trl", LORA.with_(**TWO, parallel="fsdp2", reshard_after_forward=False))
+    files = emitted("trl", LORA.replace(**TWO, parallel="fsdp2", reshard_after_forward=False))
     write_launch(place, files)
-    run = spread(launch, place, files.command)
+    run = layout(launch, place, files.command)
     for one in shards(place):
         assert one["sharded"] == one["parameters"] < 2.1 * one["here"]
     reference, folder = alone("trl", LORA)
@@ -163,11 +163,11 @@ def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
 def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
-    setup = FULL.with_(num_gpus=2, tensor_degree=2)
+    setup = FULL.replace(num_gpus=2, tensor_degree=2)
     files = emitted("hf", setup)
     write_launch(place, files)
     (note,) = [note for note in files.notes if "torchrun" in note]
-    run = spread(launch, place, note[note.index("torchrun") :])
+    run = layout(launch, place, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
     reference, folder = alone("hf", FULL)
     same_steps(run, reference)
@@ -198,12 +198,12 @@ def test_experts_dealt_out_by_torchrun_step_like_one_process(
 ) -> None:
     (tmp_path / "alone").mkdir()
     both, one = furnish(tmp_path, tiny_mixture), furnish(tmp_path / "alone", tiny_mixture)
-    setup = FULL.with_(**TWO, parallel="fsdp2", expert_degree=2)
+    setup = FULL.replace(**TWO, parallel="fsdp2", expert_degree=2)
     files, reference = emitted("hf", setup), emitted("hf", FULL)
     write_launch(both, files)
     write_launch(one, reference)
     (note,) = [note for note in files.notes if "torchrun" in note]
-    run = spread(launch, both, note[note.index("torchrun") :])
+    run = layout(launch, both, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
     same_steps(run, run_launch(one, warm_programs, reference.command, env=THREADS))
     same_weights(both / "outputs", one / "outputs")
@@ -223,8 +223,8 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
     """The emitted script by bash, with stand-ins for scontrol and srun: torchrun's nodes meet and train."""
-    lora = LORA.with_(loss="full")
-    files = emitted("hf", lora.with_(**TWO, parallel="ddp"), num_nodes=2)
+    lora = LORA.replace(loss="full")
+    files = emitted("hf", lora.replace(**TWO, parallel="ddp"), num_nodes=2)
     write_launch(place, files)
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
         path = place / "slurm" / name

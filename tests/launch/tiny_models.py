@@ -18,7 +18,7 @@ from planner.setup import TrainSetup
 
 
 def kind_of(entry: catalogue.CatalogueEntry) -> str:
-    """The model type, and what its siblings lack: a tower, experts, projections beside the layers."""
+    """The model type, and what its siblings lack: an encoder, experts, projections beside the layers."""
     config = entry.config
     text = config.get("text_config", config)
     marks = {
@@ -55,14 +55,20 @@ PUBLISHED = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 """Types whose hub checkpoints are of another class than `AutoModelForCausalLM` builds: with a vision tower."""
-TOWERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_position_embeddings": 16}
+ENCODERS = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_position_embeddings": 16,
+}
 
 AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
-LLAMA4_TOWER = {
-    **TOWERS, "model_type": "llama4_vision_model", "num_attention_heads": 2, "vision_output_dim": 32,
+LLAMA4_ENCODER = {
+    **ENCODERS, "model_type": "llama4_vision_model", "num_attention_heads": 2, "vision_output_dim": 32,
     "projector_input_dim": 32, "projector_output_dim": 32, "image_size": 56,
 }  # fmt: skip
-"""transformers' own tower, where a configuration names none, has 400 million parameters."""
+"""transformers' own encoder, where a configuration names none, has 400 million parameters."""
 
 
 def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
@@ -84,21 +90,21 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
     text.update({name: value for name, value in SMALL.items() if text.get(name)})
     _layers(text)
     if entry.model_type == "llama4":
-        config["vision_config"] = LLAMA4_TOWER
-    for tower in ("vision_config", "audio_config"):
-        if config.get(tower):
-            small = {name: value for name, value in TOWERS.items() if name in config[tower]}
-            config[tower] = {**config[tower], **small, "deepstack_visual_indexes": []}
+        config["vision_config"] = LLAMA4_ENCODER
+    for encoder in ("vision_config", "audio_config"):
+        if config.get(encoder):
+            small = {name: value for name, value in ENCODERS.items() if name in config[encoder]}
+            config[encoder] = {**config[encoder], **small, "deepstack_visual_indexes": []}
             for name in (*HEADS, *KV_HEADS):
-                if name in config[tower]:
-                    config[tower][name] = 2
+                if name in config[encoder]:
+                    config[encoder][name] = 2
             for name in ("head_dim", "global_head_dim"):
-                if name in config[tower]:
-                    config[tower][name] = 16
-            if config[tower]["model_type"] == "gemma4_audio":  # published without sizes
-                config[tower] |= AUDIO
-            if "out_hidden_size" in config[tower]:
-                config[tower]["out_hidden_size"] = text["hidden_size"]
+                if name in config[encoder]:
+                    config[encoder][name] = 16
+            if config[encoder]["model_type"] == "gemma4_audio":  # published without sizes
+                config[encoder] |= AUDIO
+            if "out_hidden_size" in config[encoder]:
+                config[encoder]["out_hidden_size"] = text["hidden_size"]
     for place in {id(text): text, id(config): config}.values():
         place |= {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "decoder_start_token_id": PAD}
         if entry.model_type not in ("t5", "whisper"):

@@ -7,25 +7,25 @@ from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models import catalogue
-from planner.planning.runs import Known
-from planner.wish import Wish
+from planner.plan_request import PlanRequest
+from planner.planning.runs import WalkCache
 from planner.workload import Workload
 
 
-def wish(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any) -> Workload:
+def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any) -> Workload:
     """A workload as the command line would make it."""
     spec = catalogue.load(model)
     assert spec is not None
     cluster = options.pop("cluster", None)
-    return Wish(**options).workload(spec, find_gpu(gpu), cluster)
+    return PlanRequest(**options).workload(spec, find_gpu(gpu), cluster)
 
 
-def known_of(workload: Workload) -> Known:
+def known_of(workload: Workload) -> WalkCache:
     """What plans for the same model walked before, as whoever plans for it again keeps it."""
     return _KNOWN[workload.model.model_id]
 
 
-_KNOWN: dict[str, Known] = defaultdict(Known)
+_KNOWN: dict[str, WalkCache] = defaultdict(WalkCache)
 
 
 def loss_chain(

@@ -62,7 +62,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"method": "lora", "lora_targets": "attention", "checkpointing": 0},
     {"method": "qlora", "quantization": "nf4", "checkpointing": 2, "loss": "chunked"},
 )
-SPREADS: tuple[dict[str, Any], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     *({"num_gpus": 8, "parallel": name} for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
     {"num_gpus": 2, "parallel": "fsdp2", "reshard_after_forward": False},
     {"num_gpus": 8, "parallel": "fsdp2", "offload": "parameters"},
@@ -93,13 +93,13 @@ SPREADS: tuple[dict[str, Any], ...] = (
 """Every way of spreading that `TrainSetup` can say."""
 
 
-def spread_setups() -> list[TrainSetup]:
+def layout_setups() -> list[TrainSetup]:
     """Every way of spreading times full (twice), LoRA and QLoRA."""
     batch = {"micro_batch_seqs": 2, "accumulation_steps": 2}
-    return [TrainSetup(**{**batch, **method, **spread}) for method, spread in product(METHODS, SPREADS)]
+    return [TrainSetup(**{**batch, **method, **layout}) for method, layout in product(METHODS, LAYOUTS)]
 
 
-def objective_spreads() -> list[TrainSetup]:
+def objective_layouts() -> list[TrainSetup]:
     """Every objective that several GPUs train, under every engine that does, by full fine-tuning and by LoRA."""
     rows = [row for row in OBJECTIVES.values() if not row.supervised and not row.alone]
 
@@ -150,7 +150,7 @@ def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
         except SetupError:
             continue
     partial = [TrainSetup(**method, trained_layers=one) for method, one in product(METHODS[:3], (4, -4))]
-    return [*table, *(setup for setup in spread_setups() if setup not in table), *partial]
+    return [*table, *(setup for setup in layout_setups() if setup not in table), *partial]
 
 
 def request(setup: TrainSetup, **changes: object) -> ExportRequest:

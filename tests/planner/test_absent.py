@@ -12,9 +12,9 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.option_values import choices
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
-from planner.wish import Wish
 
 TAKEN = {*OBJECTIVES, *EXPORTERS, *fields.QUANTIZATIONS, *fields.OPTIMIZERS, *fields.ATTENTIONS, *fields.METHODS}
 
@@ -59,7 +59,7 @@ def test_what_no_layer_and_no_engine_can_train_is_said() -> None:
     model, gpu = catalogue.load("qwen/qwen3-8b"), find_gpu("h100-sxm")
     assert model is not None
     with pytest.raises(PlannerError, match="linear probing"):
-        Wish(fixed={"trained_layers": (0,)}).workload(model, gpu)
-    grpo = Wish(fixed={"objective": ("grpo",), "parallel": ("zero3",)})
+        PlanRequest(fixed={"trained_layers": (0,)}).workload(model, gpu)
+    grpo = PlanRequest(fixed={"objective": ("grpo",), "parallel": ("zero3",)})
     with pytest.raises(PlannerError, match="under zero3 is not modelled"):
         plan_workload(grpo.workload(model, gpu, make_cluster(gpu, 4)))

@@ -13,10 +13,10 @@ from planner.hardware.gpus import find_gpu
 from planner.interchange import asked_setup
 from planner.models import catalogue
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.wish import Wish
 
 RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
 A100 = find_gpu("a100-80gb")
@@ -94,7 +94,7 @@ def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
     """TRL's device memory there errs by 8 % times 1.5; a plan that said the formula's 4 % had no run to show."""
     model, mac = catalogue.load("meta-llama/Llama-3.2-3B"), find_gpu("apple-m4-max")
     assert model is not None
-    plan = plan_workload(Wish().workload(model, mac))
+    plan = plan_workload(PlanRequest().workload(model, mac))
     assert isinstance(plan, Plan)
     assert plan.chosen.formula.memory_band_fraction == 0.12
     assert plan.chosen.formula.peak_device_bytes * 1.12 <= plan.workload.budget_bytes
@@ -105,11 +105,11 @@ def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
 def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
     model = catalogue.load("meta-llama/Llama-3.2-3B")
     assert model is not None
-    plan = plan_workload(Wish(targets=(target,)).workload(model, find_gpu("rtx-4090")))
+    plan = plan_workload(PlanRequest(targets=(target,)).workload(model, find_gpu("rtx-4090")))
     assert isinstance(plan, Plan)
     formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes, gpu=plan.workload.gpu)
     shown = plan.workload.budget_bytes / (1 + formula.memory_band_fraction)
-    assert shown == pytest.approx(limits.surely_bytes(plan.chosen.setup))
+    assert shown == pytest.approx(limits.bytes_with_margin(plan.chosen.setup))
     assert plan.chosen.verdict == "fits"
     assert any(note.startswith(NOBODY) for note in formula.notes) == (target != "trl")
     assert formula.time_band_fraction is not None

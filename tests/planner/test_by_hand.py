@@ -14,7 +14,7 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, Optimizer
 from planner.hardware.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.model import predict_memory
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
@@ -99,7 +99,7 @@ def test_transformers_trainer_keeps_8_bit_states_of_embeddings_in_32_bits() -> N
     """`Trainer.create_optimizer` overrides every nn.Embedding; loops of one's own do not."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw-8bit")
     states = {
-        stack: next(one.size_bytes for one in predict_memory(smol(), A100, setup.with_(stack=stack)).terms
+        stack: next(one.size_bytes for one in predict_memory(smol(), A100, setup.replace(stack=stack)).terms
                     if one.name == "states of adamw-8bit")
         for stack in ("trl", "plain-loop")
     }  # fmt: skip
@@ -264,12 +264,12 @@ def test_quantized_matrices_are_unpacked_by_bytes_and_kernels() -> None:
     """Double quantization takes two more kernels for each of 210 matrices, and no bytes worth counting."""
     model = speed()
     setups = {name: replace(TrainSetup(), method="qlora", quantization=name) for name in ("nf4", "nf4-double", "int8")}
-    from planner.memory.dtypes import flow_of
+    from planner.memory.dtypes import dtype_policy_of
 
     bandwidth = A100.memory_bandwidth_bytes_per_s * model.constants.dequantize_share
     gap = 210 * model.constants.kernel_gap_s
     for name, each, kernels in (("nf4", 2.53, 1), ("nf4-double", 2.53, 3), ("int8", 7.0, 1)):
-        seconds, modules = model.dequantization_s(flow_of(setups[name]), name)
+        seconds, modules = model.dequantization_s(dtype_policy_of(setups[name]), name)
         assert modules == 210
         assert seconds == pytest.approx(LAYERS * WEIGHTS * each / bandwidth + kernels * gap), name
 
@@ -328,10 +328,10 @@ def test_optimizer_steps_move_what_their_form_says(
 def test_paged_states_pay_for_what_has_no_room() -> None:
     """Where peak and states fit, the step of adamw-8bit; on a card that ends at the peak, all of them move."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", expandable_segments=False)
-    roomy, twin = (predict(smol(), A100, setup.with_(optimizer=name)) for name in ("paged-adamw-8bit", "adamw-8bit"))
+    roomy, twin = (predict(smol(), A100, setup.replace(optimizer=name)) for name in ("paged-adamw-8bit", "adamw-8bit"))
     assert roomy.tokens_per_s == pytest.approx(twin.tokens_per_s)
     full = replace(A100, memory_bytes=roomy.peak_device_bytes)
-    paged = predict(smol(), full, setup.with_(optimizer="paged-adamw-8bit"))
+    paged = predict(smol(), full, setup.replace(optimizer="paged-adamw-8bit"))
     states = 2 * (smol().num_params + 4 * (smol().num_params // 256))
     link = SpeedModel(smol(), full, load_calibration(), CURRENT)
     assert link.paging_s("paged-adamw-8bit", smol().num_params, 2) == pytest.approx(2 * states / link.host_rate)
@@ -339,7 +339,7 @@ def test_paged_states_pay_for_what_has_no_room() -> None:
     assert 0 < parts["paging"] <= 2 * states / link.host_rate  # the rest hides behind the host's loop over tensors
     assert paged.tokens_per_s == pytest.approx((roomy.tokens_per_s or 0) * (1 - parts["paging"] / sum(parts.values())))
     half = replace(A100, memory_bytes=roomy.peak_device_bytes + states // 4)  # half of them: what is next was evicted
-    assert predict(smol(), half, setup.with_(optimizer="paged-adamw-8bit")).tokens_per_s == paged.tokens_per_s
+    assert predict(smol(), half, setup.replace(optimizer="paged-adamw-8bit")).tokens_per_s == paged.tokens_per_s
 
 
 @pytest.mark.parametrize(("dtype", "upcast", "dropout", "drag", "compiled", "expected"), [
@@ -362,7 +362,7 @@ def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
     assert model is not None
     (layer,) = model.layer_kinds
     assert layer.mlp is not None
-    flow = flow_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
+    dtypes = dtype_policy_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
     composed, plain, dropless = (
         layer_traffic(
             inventory(
@@ -372,7 +372,7 @@ def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
                     config={**model.config, "resid_pdrop": dropout},
                 )
             ),
-            flow,
+            dtypes,
             CURRENT,
             trained=True,
             mixer=Mixer(),
@@ -391,8 +391,8 @@ def test_a_host_bound_step_has_a_wide_band() -> None:
     """One short sequence of the 135M: the host sets the pace, and a slower one takes its time; not with eight long."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", checkpointing=0)
     short, long = (
-        predict(smol(), A100, setup.with_(seq_len_tokens=128)),
-        predict(smol(), A100, setup.with_(seq_len_tokens=2048, micro_batch_seqs=8)),
+        predict(smol(), A100, setup.replace(seq_len_tokens=128)),
+        predict(smol(), A100, setup.replace(seq_len_tokens=2048, micro_batch_seqs=8)),
     )
     assert (short.time_band_fraction or 0) > 0.5 > 0.2 > (long.time_band_fraction or 0)
     assert any("slower adds" in note for note in short.notes)

@@ -9,7 +9,7 @@ import pytest
 from planner.models import catalogue
 from planner.plan import NoPlan
 from planner.planning.answer import plan_workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.whole import these
 
 CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
@@ -19,7 +19,7 @@ NAMES = these([*ONE_OF_EACH_TYPE.values()][::2], catalogue.names())
 
 def check(model: str, card: str) -> str:
     """Plan one combination; "plan" or "no plan"."""
-    plan = plan_workload(wish(model, card))
+    plan = plan_workload(plan_request(model, card))
     if isinstance(plan, NoPlan):
         assert plan.missing_bytes > 0
         assert plan.nearest.formula.peak_device_bytes > plan.workload.budget_bytes

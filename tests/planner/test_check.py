@@ -519,7 +519,7 @@ def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load:
 @pytest.mark.parametrize("more", [{"expandable_segments": True}, {"packing": True}, {}])
 def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: dict[str, bool]) -> None:
     config = read_text(TRL, "trl.yaml", model=MODEL)
-    config = replace(config, setup=config.setup.with_(**{"expandable_segments": False, "packing": False, **more}))
+    config = replace(config, setup=config.setup.replace(**{"expandable_segments": False, "packing": False, **more}))
     result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
     assert (LENGTHS_ON_FIXED_SEGMENTS in result.notes) == (not more)
 
@@ -530,7 +530,7 @@ def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
         told = replace(config, values={**config.values, **more})
         result = check(told, MODEL, GPU, 2000 * GIB, prediction_of)
         assert (result.verdict, any("compute_metrics" in note for note in result.notes)) == (verdict, not more)
-    scores = replace(config, setup=config.setup.with_(objective="classification", loss="full", packing=False))
+    scores = replace(config, setup=config.setup.replace(objective="classification", loss="full", packing=False))
     assert check(scores, MODEL, GPU, 2000 * GIB, prediction_of).verdict is Verdict.FITS
 
 

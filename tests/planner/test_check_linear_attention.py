@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from planner.check import CheckResult
-from planner.cli.checking import Asked, checked
+from planner.cli.checking import CheckRequest, checked
 
 FILE = """\
 model_name_or_path: Qwen/Qwen3.5-4B
@@ -18,7 +18,7 @@ max_length: 2048
 """
 
 
-def _checked(folder: Path, text: str = FILE, asked: Asked | None = None) -> CheckResult:
+def _checked(folder: Path, text: str = FILE, asked: CheckRequest | None = None) -> CheckResult:
     file = folder / "train.yaml"
     file.write_text(text)
     return checked(file, "rtx-4090", asked)[0]
@@ -63,7 +63,7 @@ def test_a_comment_and_another_package_are_not_it(tmp_path: Path, text: str) -> 
 
 
 def test_the_command_line_can_say_it(tmp_path: Path) -> None:
-    asked = Asked.of(assume=["flash-linear-attention==0.6.0"])
+    asked = CheckRequest.of(assume=["flash-linear-attention==0.6.0"])
     assert _checked(tmp_path, asked=asked).config.setup.linear_attention == "fla"
 
 

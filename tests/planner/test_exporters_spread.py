@@ -17,7 +17,7 @@ from planner.errors import UsageError
 from planner.exporters import EXPORTERS, Launch, LaunchFile
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from tests.planner.launch_sweep import request, setups, spread_setups
+from tests.planner.launch_sweep import layout_setups, request, setups
 
 LAUNCHED = ("hf", "trl", "axolotl", "llamafactory")
 MEETING = {"NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29501", "SLURM_NODEID": "1"}
@@ -45,8 +45,8 @@ def named(launch: Launch, ending: str) -> LaunchFile:
 
 
 def test_the_sweep_spreads_over_several_gpus_in_every_way() -> None:
-    assert len(spread_setups()) >= 60
-    assert {setup.parallel for setup in spread_setups()} == {
+    assert len(layout_setups()) >= 60
+    assert {setup.parallel for setup in layout_setups()} == {
         "none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map",
     }  # fmt: skip
 
@@ -247,7 +247,7 @@ def test_tensor_parallelism_is_named_in_each_tools_words() -> None:
         "tp_size": 2, "fsdp_size": 4, "dp_replicate_size": 2, "fsdp_mixed_precision": True,
     }  # fmt: skip
     assert trl["save_only_model"] is True
-    axolotl = yaml.safe_load(EXPORTERS["axolotl"](request(setup.with_(loss="full"))).files[0].text)
+    axolotl = yaml.safe_load(EXPORTERS["axolotl"](request(setup.replace(loss="full"))).files[0].text)
     assert (axolotl["tensor_parallel_size"], axolotl["dp_shard_size"], axolotl["dp_replicate_size"]) == (2, 4, 2)
 
 

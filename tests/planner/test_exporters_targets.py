@@ -192,7 +192,7 @@ def test_a_damaged_file_is_not_read_back(name: str) -> None:
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
 def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> None:
-    """Gemma 4's audio tower refuses SDPA when it is named, and runs eager beside an SDPA text when it is not."""
+    """Gemma 4's audio encoder refuses SDPA when it is named, and runs eager beside an SDPA text when it is not."""
     setup = TrainSetup(attention="sdpa", lora_targets="attention")
     heard, plain = (
         EXPORTERS[target](request(setup, model=catalogue.load(name)))
@@ -251,11 +251,11 @@ def test_unsloths_names_adapt_the_planned_matrices_of_every_type(targets: str) -
 
 @pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "unsloth"])
 def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
-    """Qwen 3.5 and Llama 4 are published as classes with a vision tower; the plan is of the text model alone."""
+    """Qwen 3.5 and Llama 4 are published as classes with a vision encoder; the plan is of the text model alone."""
     for name in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-35B-A3B", "meta-llama/Llama-4-Scout-17B-16E"):
         setup = TrainSetup(loss="chunked" if target in ("trl", "unsloth") else "full", lora_targets="attention")
         assert "with its towers" in EXPORTERS[target](request(setup, model=loaded(name))).refused
-        assert not EXPORTERS["hf"](request(setup.with_(loss="full"), model=loaded(name))).refused
+        assert not EXPORTERS["hf"](request(setup.replace(loss="full"), model=loaded(name))).refused
 
 
 LOSS = {"hf": "full", "unsloth": "chunked"}
@@ -287,7 +287,7 @@ def test_every_model_gets_the_settings_of_its_kind() -> None:
             setup = TrainSetup(lora_targets=targets, attention=attentions[0], loss="chunked")
             found.append([bool(one.refusal(setup, spec)) for one in TARGETS.values()])
             for target in ("hf", "unsloth"):  # the others write what hf does
-                text = EXPORTERS[target](request(setup.with_(loss=LOSS[target]), model=spec)).files
+                text = EXPORTERS[target](request(setup.replace(loss=LOSS[target]), model=spec)).files
                 lines = text[0].text.splitlines() if text else []
                 found.append([line for line in lines if any(name in line for name in names)])
         return found
@@ -321,8 +321,8 @@ def test_axolotl_trains_a_whole_model_in_16_bits_with_flash_attention_or_fsdp_al
 
     def refused(attention: str, parallel: str) -> str:
         num_gpus = 1 if parallel == "none" else 4
-        spread: dict[str, Any] = {"attention": attention, "parallel": parallel, "num_gpus": num_gpus}
-        setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", loss="full", **spread)
+        layout: dict[str, Any] = {"attention": attention, "parallel": parallel, "num_gpus": num_gpus}
+        setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", loss="full", **layout)
         return EXPORTERS["axolotl"](request(setup)).refused
 
     assert "embeddings and norms in fp32" in refused(attention, parallel)

@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from planner.exporters import EXPORTERS, Launch, trl
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import FEWER, request, setups
@@ -93,7 +93,7 @@ def test_a_card_without_bf16_gets_adapters_that_its_loss_scaler_can_unscale(quan
     """PyTorch's GradScaler refuses fp16 gradients and has no bf16 kernel: one rule for memory and every file."""
     setup = TrainSetup(method="qlora", quantization=quantization, precision=precision, loss="full")
     assert setup.resolved_adapter_dtype == "fp32"
-    assert flow_of(setup).adapter == "fp32"
+    assert dtype_policy_of(setup).adapter == "fp32"
     script = EXPORTERS["hf"](request(setup))
     assert "ADAPTER_DTYPE = torch.float32" in script.files[0].text
     assert "fp16=True" in script.files[0].text
@@ -105,7 +105,7 @@ def test_a_card_without_bf16_gets_adapters_that_its_loss_scaler_can_unscale(quan
     assert "cannot unscale" in refused
     assert "hf target" in refused
     for dtype in ("bf16", "fp16"):  # asked for by hand
-        assert "cannot unscale" in EXPORTERS["hf"](request(setup.with_(adapter_dtype=dtype))).refused
+        assert "cannot unscale" in EXPORTERS["hf"](request(setup.replace(adapter_dtype=dtype))).refused
 
 
 def test_a_trl_file_that_the_loss_scaler_stops_is_said_to_stop() -> None:

@@ -35,7 +35,7 @@ def model_of(name: str) -> ModelSpec:
     return model
 
 
-def wish(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed: tuple[object, ...]) -> Workload:
+def plan_request(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed: tuple[object, ...]) -> Workload:
     card = find_gpu(gpu)
     return Workload(
         model=model_of(name),
@@ -75,7 +75,7 @@ JOBS = [(LLAMA, "rtx-4090"), ("Qwen/Qwen3-14B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B
 @pytest.mark.parametrize(("target", "job"), paired(ONE_GPU_TARGETS, JOBS, 1))
 def test_the_plan_for_a_target_is_what_its_file_runs_and_it_fits(target: str, job: tuple[str, str]) -> None:
     name, gpu = job
-    plan = plan_workload(wish(name, gpu, target))
+    plan = plan_workload(plan_request(name, gpu, target))
     if isinstance(plan, NoPlan):  # TRL cannot train a quantized base in fp16
         assert (target, gpu) == ("trl", "t4")
         return
@@ -95,7 +95,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
     Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
     """
     every = {"kernels": KERNEL_FAMILIES, "attention": ATTENTIONS}  # none is left out for being outrun
-    free = wish(LLAMA, "rtx-4090", method=("qlora",), **every)
+    free = plan_request(LLAMA, "rtx-4090", method=("qlora",), **every)
     families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
     images = {as_run("axolotl", family, free) for family in families}
     points = list(walk(replace(free, targets=("axolotl",))))
@@ -106,7 +106,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "deepspeed", "torchtitan"])
 def test_several_gpus_are_spread_only_as_the_target_can(target: str) -> None:
-    plan = plan_workload(wish(LLAMA, "a100-80gb", target, num_gpus=4, method=("full",), loss=("full", "liger")))
+    plan = plan_workload(plan_request(LLAMA, "a100-80gb", target, num_gpus=4, method=("full",), loss=("full", "liger")))
     assert isinstance(plan, Plan)
     assert as_run(target, plan.chosen.setup, plan.workload) == plan.chosen.setup
 
@@ -114,7 +114,7 @@ def test_several_gpus_are_spread_only_as_the_target_can(target: str) -> None:
 def test_the_second_target_has_to_fit_as_well() -> None:
     """Axolotl's fp32 adapters: a card on which the bf16 ones just fit is not enough for both."""
     fixed = {"method": ("qlora",), "micro_batch_seqs": (1,), "lora_rank": (256,), "kernels": ("eager",)}
-    both = wish(LLAMA, "rtx-4090", "trl", "axolotl", **fixed)
+    both = plan_request(LLAMA, "rtx-4090", "trl", "axolotl", **fixed)
     alone = plan_workload(replace(both, targets=("trl",)))
     assert isinstance(alone, Plan)
     model, gpu = both.model, both.gpu
@@ -133,13 +133,16 @@ def test_the_second_target_has_to_fit_as_well() -> None:
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (wish(LLAMA, "rtx-4090", "torchtitan"), "written for several GPUs"),
-        (wish(LLAMA, "rtx-4090", "deepspeed"), "on several GPUs"),
-        (wish(LLAMA, "a100-80gb", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
-        (wish(LLAMA, "a100-80gb", "trl", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
-        (wish(LLAMA, "t4", "trl", method=("qlora",)), "loss scaler cannot unscale"),
-        (wish(LLAMA, "rtx-4090", "trl", loss=("full",)), "TRL 1.16 always computes the loss in chunks"),
-        (wish("openai-community/gpt2", "a100-80gb", "torchtitan", num_gpus=2, parallel=("ddp",)), "not this model"),
+        (plan_request(LLAMA, "rtx-4090", "torchtitan"), "written for several GPUs"),
+        (plan_request(LLAMA, "rtx-4090", "deepspeed"), "on several GPUs"),
+        (plan_request(LLAMA, "a100-80gb", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
+        (plan_request(LLAMA, "a100-80gb", "trl", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
+        (plan_request(LLAMA, "t4", "trl", method=("qlora",)), "loss scaler cannot unscale"),
+        (plan_request(LLAMA, "rtx-4090", "trl", loss=("full",)), "TRL 1.16 always computes the loss in chunks"),
+        (
+            plan_request("openai-community/gpt2", "a100-80gb", "torchtitan", num_gpus=2, parallel=("ddp",)),
+            "not this model",
+        ),
     ],
     ids=lambda value: value.targets[-1] if isinstance(value, Workload) else "",
 )
@@ -151,13 +154,13 @@ def test_a_target_that_can_express_nothing_says_why(workload: Workload, reason: 
 
 
 def test_where_only_the_target_stands_in_the_way_the_remedy_is_to_leave_it_out() -> None:
-    answer = plan_workload(wish(LLAMA, "t4", "trl"))
+    answer = plan_workload(plan_request(LLAMA, "t4", "trl"))
     assert isinstance(answer, NoPlan)
     assert answer.remedies[0].action.startswith("leave --target out")
 
 
 def test_targets_are_plain_data_of_the_wish() -> None:
-    assert to_jsonable(wish(LLAMA, "rtx-4090", "trl", "hf"))["targets"] == ["trl", "hf"]
+    assert to_jsonable(plan_request(LLAMA, "rtx-4090", "trl", "hf"))["targets"] == ["trl", "hf"]
 
 
 @pytest.mark.parametrize(("name", "fixed", "said"), [
@@ -169,7 +172,7 @@ def test_targets_are_plain_data_of_the_wish() -> None:
 def test_a_plan_says_what_no_file_can_and_no_mask_does(
     name: str, fixed: dict[str, tuple[object, ...]], said: str
 ) -> None:
-    plan = plan_workload(wish(name, "rtx-4090", **fixed))
+    plan = plan_workload(plan_request(name, "rtx-4090", **fixed))
     assert isinstance(plan, Plan)
     found = [one for one in notes_of(plan) if one.startswith(("no launch file", "packed samples"))]
     assert [one.startswith(said) for one in found] == ([True] if said else [])
@@ -177,7 +180,7 @@ def test_a_plan_says_what_no_file_can_and_no_mask_does(
 
 @pytest.mark.parametrize(
     ("name", "gpu", "num_gpus", "seq_len", "fixed"),
-    [  # what is fastest there and nobody's file: Ulysses, OFT, a hybrid with a tower, each with a chunked loss
+    [  # what is fastest there and nobody's file: Ulysses, OFT, a hybrid with an encoder, each with a chunked loss
         (LLAMA, "rtx-4090", 4, 65_536, {"context_degree": (4,)}),
         ("bigcode/starcoder2-7b", "v100-32gb", 1, 512, {"adapter": ("oft",)}),
         ("Qwen/Qwen3.5-4B", "rtx-4090", 1, 2048, {}),  # the plain script alone, which has no chunked loss
@@ -186,7 +189,7 @@ def test_a_plan_says_what_no_file_can_and_no_mask_does(
 def test_a_plan_for_no_target_in_particular_has_a_file(
     name: str, gpu: str, num_gpus: int, seq_len: int, fixed: dict[str, tuple[object, ...]]
 ) -> None:
-    plan = plan_workload(replace(wish(name, gpu, num_gpus=num_gpus, **fixed), seq_len_tokens=seq_len))
+    plan = plan_workload(replace(plan_request(name, gpu, num_gpus=num_gpus, **fixed), seq_len_tokens=seq_len))
     assert isinstance(plan, Plan)
     assert not unwritten(plan.workload, plan.chosen.setup)
     (target,) = plan.workload.targets
@@ -195,7 +198,7 @@ def test_a_plan_for_no_target_in_particular_has_a_file(
 
 
 def test_a_plan_of_what_no_target_trains_says_so() -> None:
-    plan = plan_workload(replace(wish("google-t5/t5-small", "rtx-4090"), seq_len_tokens=512))
+    plan = plan_workload(replace(plan_request("google-t5/t5-small", "rtx-4090"), seq_len_tokens=512))
     assert isinstance(plan, Plan)
     assert not plan.workload.targets
     assert any(str(note).startswith("no launch file can be written: launch files train causal") for note in plan.notes)
@@ -203,6 +206,6 @@ def test_a_plan_of_what_no_target_trains_says_so() -> None:
 
 def test_an_adapter_that_a_targets_stack_computes_in_fewer_precisions_is_planned_in_those() -> None:
     """VeRA of the plain script under pure bf16 cannot be built; its other precisions were refused with it."""
-    plan = plan_workload(wish(LLAMA, "h200", "hf", adapter=("vera",)))
+    plan = plan_workload(plan_request(LLAMA, "h200", "hf", adapter=("vera",)))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.precision == "bf16-autocast"

@@ -8,14 +8,14 @@ from planner.cli.first import FOLLOWS, say_first
 from planner.models.adapters import spec_from_sizes
 from planner.models.spec import ModelSpec
 from planner.workload import Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 SEED = {"model_type": "seed_oss", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 155136}  # fmt: skip
 
 
 def asked(spec: ModelSpec) -> Workload:
-    return replace(wish(), model=spec)
+    return replace(plan_request(), model=spec)
 
 
 @pytest.mark.parametrize(

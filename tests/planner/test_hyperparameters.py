@@ -25,9 +25,9 @@ def test_lora_takes_ten_times_the_rate_of_full_fine_tuning() -> None:
 
 def test_adam_scales_with_the_root_of_the_batch_and_sgd_linearly() -> None:
     """Sources: Malladi et al. 2022; Goyal et al. 2017."""
-    large = LORA.with_(accumulation_steps=4 * PUBLISHED_BATCH_SEQS[1])
+    large = LORA.replace(accumulation_steps=4 * PUBLISHED_BATCH_SEQS[1])
     assert rate(large) == pytest.approx(2 * rate(LORA), rel=ROUNDING)
-    assert rate(large.with_(optimizer="sgd")) == pytest.approx(4 * rate(LORA.with_(optimizer="sgd")), rel=ROUNDING)
+    assert rate(large.replace(optimizer="sgd")) == pytest.approx(4 * rate(LORA.replace(optimizer="sgd")), rel=ROUNDING)
     assert batch_factor("adamw", PUBLISHED_BATCH_SEQS[0] // 2) == pytest.approx(1 / sqrt(2))
 
 
@@ -54,15 +54,15 @@ def test_the_published_rates_are_given_back(
 
 def test_pretraining_decays_and_forgets_faster() -> None:
     """Sources: Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3."""
-    chosen = [choose(FULL.with_(objective=name)) for name in ("pretrain", "sft")]
+    chosen = [choose(FULL.replace(objective=name)) for name in ("pretrain", "sft")]
     assert [(one.weight_decay, one.adam_beta2) for one in chosen] == [(0.1, 0.95), (0.0, 0.999)]
-    assert choose(LORA.with_(objective="pretrain")).weight_decay == 0.0
+    assert choose(LORA.replace(objective="pretrain")).weight_decay == 0.0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_gets_a_rate_that_grows_with_the_batch(optimizer: str) -> None:
-    setup = LORA.with_(optimizer=optimizer)
-    rates = [rate(setup.with_(accumulation_steps=steps)) for steps in (1, 8, 64, 512)]
+    setup = LORA.replace(optimizer=optimizer)
+    rates = [rate(setup.replace(accumulation_steps=steps)) for steps in (1, 8, 64, 512)]
     assert rates == sorted(rates)
     assert rates[0] > 0
     reasons = choose(setup).reasons
@@ -70,7 +70,7 @@ def test_every_optimizer_gets_a_rate_that_grows_with_the_batch(optimizer: str) -
 
 
 def test_only_the_effective_batch_counts_not_how_it_is_split() -> None:
-    assert rate(LORA.with_(micro_batch_seqs=8, accumulation_steps=4)) == rate(LORA)
+    assert rate(LORA.replace(micro_batch_seqs=8, accumulation_steps=4)) == rate(LORA)
 
 
 def test_notes_say_when_data_exceeds_what_the_adapter_can_store() -> None:

@@ -182,7 +182,7 @@ def test_a_value_is_changed_where_it_is_written(name: str, tmp_path: Path) -> No
     file = tmp_path / "t.py"
     file.write_text(HEAD + before + LOAD + CALL.format(batch=batch, steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     text = fixed_text(file, config, found, MODEL)
     ast.parse(text)
@@ -197,7 +197,7 @@ def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"b": 8}')
     file.write_text(HEAD + before + LOAD + CALL.format(batch="B", steps=2, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     with pytest.raises(ConfigError, match="no literal in the call") as caught:
         fixed_text(file, config, found, MODEL)
@@ -209,11 +209,11 @@ def test_what_follows_from_another_value_is_left_as_it_is(steps: str, tmp_path: 
     file = tmp_path / "t.py"
     file.write_text("import os\n" + HEAD + "B = 8\n" + LOAD + CALL.format(batch="B", steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.with_(micro_batch_seqs=4, accumulation_steps=4)
+    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
     found = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     text = fixed_text(file, config, found, MODEL)
     assert text == file.read_text().replace("B = 8", "B = 4")
-    other = replace(found, setup=config.setup.with_(accumulation_steps=3))
+    other = replace(found, setup=config.setup.replace(accumulation_steps=3))
     with pytest.raises(ConfigError, match="computed in the call"):
         fixed_text(file, config, other, MODEL)
 
@@ -272,7 +272,7 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     (tmp_path / "t.py").write_text(text)
     config_read = read_config(tmp_path / "t.py")
     before = config_read.setup
-    halved = before.with_(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
+    halved = before.replace(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
     found = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
     written = fixed_text(tmp_path / "t.py", config_read, found, MODEL)
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written

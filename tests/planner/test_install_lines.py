@@ -39,7 +39,7 @@ RESOLVED = Path(__file__).with_name("resolved_installs.txt")
 SOURCE_ONLY = ("flash-attn", "causal-conv1d")
 EMBEDDING = TrainSetup(objective="embedding", micro_batch_seqs=8)
 EMBEDDINGS = tuple(
-    EMBEDDING.with_(attention=attention, **how)
+    EMBEDDING.replace(attention=attention, **how)
     for attention in ("sdpa", "flash-attention-2")
     for how in ({}, {"method": "qlora", "quantization": "nf4-double"})
 )

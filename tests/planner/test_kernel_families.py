@@ -37,7 +37,7 @@ from planner.planning.walk import walk
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request
 
 GPU = find_gpu("rtx-4090")
@@ -67,7 +67,7 @@ def test_liger_keeps_what_its_functions_save() -> None:
     Source: liger-kernel 0.8.5 `ops/rms_norm.py` and `ops/swiglu.py`, save_for_backward.
     """
     setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
-    eager, liger = kept(setup), kept(setup.with_(kernels="liger"))
+    eager, liger = kept(setup), kept(setup.replace(kernels="liger"))
     tokens, layers, hidden, inner = 1024, 32, 4096, 14336
     assert eager["norm"] - liger["norm"] == 2 * layers * 2 * tokens * hidden
     assert liger["norm"] == 2 * layers * (2 * tokens * hidden + 4 * tokens)
@@ -235,14 +235,14 @@ def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and
 
 
 def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> None:
-    plan = plan_workload(wish(LLAMA, targets=("trl",)))
+    plan = plan_workload(plan_request(LLAMA, targets=("trl",)))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.kernels == "liger"
     assert any(note.startswith("Liger kernels: -") and "% faster, needs liger-kernel and Triton" in note
                for note in plan.notes)  # fmt: skip
     assert any("pairs of runs measured on an A100, none on this card" in note for note in plan.chosen.notes)
     for model, gpu in (("openai-community/gpt2", "rtx-4090"), (LLAMA, "apple-m3-max"), (LLAMA, "p100")):
-        other = plan_workload(wish(model, gpu))
+        other = plan_workload(plan_request(model, gpu))
         assert isinstance(other, Plan)
         assert other.chosen.setup.kernels == "eager"
 
@@ -261,8 +261,8 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
     alone = TrainSetup(compile=True, attention="flash-attention-2")
     assert not alone.compiled
     for change in ({"checkpointing": 0}, {"stack": "torchtitan"}, {"attention": "sdpa"}):
-        assert alone.with_(**change).compiled
-    eager = alone.with_(compile=False)
+        assert alone.replace(**change).compiled
+    eager = alone.replace(compile=False)
     assert (
         predict_memory(load(LLAMA), GPU, alone).peak_device_bytes
         == predict_memory(load(LLAMA), GPU, eager).peak_device_bytes
@@ -270,25 +270,25 @@ def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> N
     both = [speed_profile(unprofiled(), GPU, one).step_time(one) for one in (alone, eager)]
     assert both[0].step_time_s == both[1].step_time_s
     assert any("compile gains nothing" in note for note in both[0].notes)
-    plan = plan_workload(wish(LLAMA, fixed={"compile": (True,)}))
+    plan = plan_workload(plan_request(LLAMA, fixed={"compile": (True,)}))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.compiled
     fixed = {"compile": (True,), "attention": ("flash-attention-2",), "checkpointing": (1,)}
     with pytest.raises(UsageError, match="leaves torch"):
-        plan_workload(wish(LLAMA, fixed=fixed))
+        plan_workload(plan_request(LLAMA, fixed=fixed))
 
 
 def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_says_what_it_would_buy() -> None:
-    plan = plan_workload(wish(LLAMA, targets=("trl",)))
+    plan = plan_workload(plan_request(LLAMA, targets=("trl",)))
     assert isinstance(plan, Plan)
     said = next(answer for answer in plan.tree if answer.question == "torch.compile?")
     assert (plan.chosen.setup.compile, said.choice) == (False, "no")
     assert "is predicted" in said.reason
     assert "in a step of one sequence, such gains are off by 28 %" in said.reason
-    mixture = plan_workload(wish("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
+    mixture = plan_workload(plan_request("openai/gpt-oss-20b", gpu="h100-sxm"))  # eager attention: 2.1 times the speed
     assert isinstance(mixture, Plan)
     assert mixture.chosen.setup.compile
-    stacked = plan_workload(wish("Qwen/Qwen3-30B-A3B", gpu="h100-sxm"))
+    stacked = plan_workload(plan_request("Qwen/Qwen3-30B-A3B", gpu="h100-sxm"))
     assert isinstance(stacked, Plan)
     said = next(answer for answer in stacked.tree if answer.question == "torch.compile?")
     assert (stacked.chosen.setup.compile, "stacked experts end dynamo's graphs" in said.reason) == (False, True)
@@ -324,7 +324,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
 ) -> None:
     """Liger gains some 15 % here: were that much given for fewer packages, eager kernels would stay."""
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
-    asked = wish(LLAMA, "h200", fixed=narrow)
+    asked = plan_request(LLAMA, "h200", fixed=narrow)
     assert {point.shared.kernels for point in walk(asked)} == {"liger"}
     for room in ("planner.planning.walk", "planner.decision.facts"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
@@ -335,7 +335,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
 
 
 def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stands_beside() -> None:
-    here = replace(wish(LLAMA), absent_packages=("liger-kernel", "flash-attn", "axolotl"))
+    here = replace(plan_request(LLAMA), absent_packages=("liger-kernel", "flash-attn", "axolotl"))
     plan = plan_workload(here)
     assert isinstance(plan, Plan)
     assert (plan.chosen.setup.kernels, plan.chosen.setup.loss) == ("eager", "chunked")
@@ -353,10 +353,10 @@ def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stand
 
 
 def test_the_walk_holds_the_families_asked_for() -> None:
-    asked = wish(LLAMA, fixed={"kernels": ("liger", "eager"), "method": ("lora",)})
+    asked = plan_request(LLAMA, fixed={"kernels": ("liger", "eager"), "method": ("lora",)})
     found = {point.shared.kernels for point in walk(asked)}
     assert found == {"liger", "eager"}
-    unknown = wish("openai-community/gpt2", fixed={"kernels": ("liger", "eager")})
+    unknown = plan_request("openai-community/gpt2", fixed={"kernels": ("liger", "eager")})
     assert dimension_values(unknown)["kernels"] == ("eager",)
 
 
@@ -377,7 +377,7 @@ def test_the_flags_reach_the_setup(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_offloaded_checkpoints_leave_two_inputs_on_the_device() -> None:
     """By hand: 32 inputs of 1,024 tokens x 4,096 x 2 bytes become two; the recomputed layer gets its own back."""
     setup = TrainSetup(seq_len_tokens=1024)
-    here, away = (activation_parts(load(LLAMA), GPU, setup.with_(activation_offload=off)) for off in (False, True))
+    here, away = (activation_parts(load(LLAMA), GPU, setup.replace(activation_offload=off)) for off in (False, True))
     one = 2 * 1024 * 4096
     assert (here.stored["inputs"], away.stored["inputs"]) == (32 * one, 2 * one)
     assert away.recomputed - here.recomputed == one
@@ -387,8 +387,8 @@ def test_offloading_costs_the_copies_over_the_link() -> None:
     """Llama-3.1-8B, 2,048 tokens, PCIe 4.0 x16 at 82 % of 31.5 GB/s: 32 inputs out and back, on the compute stream."""
     setup = TrainSetup()
     plain, away = (
-        speed_profile(unprofiled(), GPU, setup.with_(activation_offload=off)).step_time(
-            setup.with_(activation_offload=off)
+        speed_profile(unprofiled(), GPU, setup.replace(activation_offload=off)).step_time(
+            setup.replace(activation_offload=off)
         )
         for off in (False, True)
     )
@@ -421,8 +421,8 @@ def test_every_tool_says_offloading_in_its_words_and_is_read_back(target: str, l
 
 
 def test_offloading_is_walked_where_checkpoints_are_large() -> None:
-    assert dimension_values(wish(LLAMA))["activation_offload"] == (False,)
-    long = wish(LLAMA, seq_len=65_536)
+    assert dimension_values(plan_request(LLAMA))["activation_offload"] == (False,)
+    long = plan_request(LLAMA, seq_len=65_536)
     assert dimension_values(long)["activation_offload"] == (False, True)
     assert {point.shared.checkpointing for point in walk(long) if point.shared.activation_offload} == {1}
 
@@ -437,7 +437,7 @@ def test_olmos_query_and_key_norms_stay_eager() -> None:
     """OLMo-3 7B, bf16, 1,024 tokens, by hand: two of four norms per layer keep 2 bytes in place of 4 per element; the
     norms of queries and keys, as wide as the stream, are left by Liger (dry run and formula were 6.7 % apart)."""
     setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
-    eager, liger = (kept(setup.with_(kernels=one), "allenai/olmo-3-1025-7b") for one in ("eager", "liger"))
+    eager, liger = (kept(setup.replace(kernels=one), "allenai/olmo-3-1025-7b") for one in ("eager", "liger"))
     assert eager["norm"] - liger["norm"] == 32 * 2 * 2 * 1024 * 4096
 
 
@@ -448,7 +448,7 @@ def test_sdpa_on_hopper_is_cudnns_attention() -> None:
         gpu = find_gpu(card)
         sdpa, flash = (
             speed_profile(unprofiled(), gpu, one).step_time(one).parts_s["attention"]
-            for one in (long, long.with_(attention="flash-attention-2"))
+            for one in (long, long.replace(attention="flash-attention-2"))
         )
         assert flash / sdpa == pytest.approx(times)
 
@@ -458,8 +458,8 @@ def test_a_mask_costs_sdpa_the_causal_half() -> None:
     square on an A100; cuDNN takes the mask on an H100 (1.7) and a B200. torch.compile keeps every mask that
     transformers makes; a model that is compiled layer by layer makes none."""
     long = TrainSetup(seq_len_tokens=8192)
-    packed, compiled = long.with_(packing=True), long.with_(compile=True)
-    alone = compiled.with_(stack="torchtitan")
+    packed, compiled = long.replace(packing=True), long.replace(compile=True)
+    alone = compiled.replace(stack="torchtitan")
     for card, times in (("a100-80gb", 2 / 0.6), ("h100-sxm", 2.0), ("b200", 2.0)):
         attention = {
             one: speed_profile(unprofiled(), find_gpu(card), one).step_time(one).parts_s["attention"]
@@ -492,7 +492,7 @@ def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> 
     """By hand, 32 layers of 4,096 tokens: 4,096 wide output in 2 bytes and 32 heads' fp32 sums; what is recomputed is
     less by one layer of it. The dry run's peak moves by the same 495 MiB (Llama-3.2-1B, 8,192 tokens)."""
     plain = TrainSetup(seq_len_tokens=4096)
-    kept = plain.with_(selective_checkpointing=True)
+    kept = plain.replace(selective_checkpointing=True)
     one = 4096 * (2 * 4096 + 4 * 32)
     before, after = (activation_parts(load(LLAMA), GPU, setup) for setup in (plain, kept))
     assert after.stored["attention"] - before.stored["attention"] == 32 * one
@@ -516,16 +516,16 @@ def test_selective_checkpointing_is_written_and_read_back(target: str, line: str
 
 
 def test_selective_checkpointing_is_walked_for_long_sequences() -> None:
-    assert dimension_values(wish(LLAMA))["selective_checkpointing"] == (False,)
-    long = wish(LLAMA, seq_len=16_384)
+    assert dimension_values(plan_request(LLAMA))["selective_checkpointing"] == (False,)
+    long = plan_request(LLAMA, seq_len=16_384)
     assert {point.shared.checkpointing for point in walk(long) if point.shared.selective_checkpointing} == {1}
 
 
 def test_compile_is_planned_where_asked_and_refused_where_triton_is_not() -> None:
-    assert "compile" not in dimension_values(wish(LLAMA))
-    plan = plan_workload(wish(LLAMA, fixed={"compile": (True,)}))
+    assert "compile" not in dimension_values(plan_request(LLAMA))
+    plan = plan_workload(plan_request(LLAMA, fixed={"compile": (True,)}))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.compile
     assert any("torch.compile" in note for note in plan.chosen.formula.notes)
     with pytest.raises(UsageError, match=r"torch\.compile's kernels are Triton's"):
-        dimension_values(wish(LLAMA, gpu="p100", fixed={"compile": (True,)}))
+        dimension_values(plan_request(LLAMA, gpu="p100", fixed={"compile": (True,)}))

@@ -17,9 +17,9 @@ from planner.hardware.kernels import (
 )
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.plan_request import PlanRequest
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from tests.planner.launch_sweep import request
 
 
@@ -90,7 +90,7 @@ def test_attention_sinks_need_a_kernel_with_their_gradient() -> None:
 def test_an_attention_that_cannot_train_the_model_cannot_be_asked_for(model: str, attention: str) -> None:
     spec, gpu = load(model), find_gpu("a100-80gb")
     with pytest.raises(UsageError, match="--attention cannot be kept"):
-        dimension_values(Wish(fixed={"attention": [attention]}).workload(spec, gpu))
+        dimension_values(PlanRequest(fixed={"attention": [attention]}).workload(spec, gpu))
 
 
 def test_no_plan_of_the_catalogue_has_an_attention_that_cannot_train_it() -> None:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.spread_formula_vs_dryrun import formula, rows_of
+from benchmarks.layout_formula_vs_dryrun import formula, rows_of
 from planner.evidence.bands import (
+    LAYOUT_BAND,
+    LAYOUT_BANDS,
     MIXER_BAND,
     SMALL_MODEL_BAND,
-    SPREAD_BAND,
-    SPREAD_BANDS,
     TREE_BAND,
     USUAL_BAND,
     WIDE_BAND,
@@ -35,7 +35,7 @@ def test_band_widens_where_the_comparison_does() -> None:
     assert memory_band(llama, plain) == USUAL_BAND
     assert memory_band(small, plain) == SMALL_MODEL_BAND
     assert memory_band(gpt2, plain) == WIDE_BAND
-    assert memory_band(llama, plain.with_(lora_dropout=0.1)) == WIDE_BAND
+    assert memory_band(llama, plain.replace(lora_dropout=0.1)) == WIDE_BAND
     assert memory_band(llama, TrainSetup(method="qlora", quantization="int8")) == WIDE_BAND
     assert USUAL_BAND < SMALL_MODEL_BAND < WIDE_BAND
 
@@ -66,12 +66,12 @@ def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:
 def test_several_gpus_widen_the_band_by_what_followed_their_engine() -> None:
     llama = catalogue.load("meta-llama/llama-3.1-8b")
     assert llama is not None
-    for parallel, more in (*SPREAD_BANDS.items(), ("zero3", SPREAD_BAND)):
+    for parallel, more in (*LAYOUT_BANDS.items(), ("zero3", LAYOUT_BAND)):
         setup = TrainSetup(num_gpus=8, parallel=parallel)
         assert memory_band(llama, setup) == USUAL_BAND + more
         if parallel == "fsdp2":
             for fields in ({"tensor_degree": 2}, {"pipeline_degree": 2}, {"offload": "parameters"}):
-                assert memory_band(llama, setup.with_(**fields)) == USUAL_BAND + SPREAD_BAND
+                assert memory_band(llama, setup.replace(**fields)) == USUAL_BAND + LAYOUT_BAND
 
 
 def test_the_bands_of_several_gpus_hold_the_dry_runs_of_their_ranks() -> None:
@@ -79,9 +79,9 @@ def test_the_bands_of_several_gpus_hold_the_dry_runs_of_their_ranks() -> None:
     errors: dict[str, list[float]] = {}
     for row in rows_of(RECORDED):
         setup = setup_from_dict(row["setup"])
-        if setup.parallel in SPREAD_BANDS and setup.offload == "none":
+        if setup.parallel in LAYOUT_BANDS and setup.offload == "none":
             error = formula(row["model"], setup).peak_allocated_bytes / row["allocated"] - 1
             errors.setdefault(setup.parallel, []).append(abs(error))
     assert {name: len(found) for name, found in errors.items()} == {"ddp": 71, "fsdp2": 165}
     for name, found in errors.items():
-        assert sum(error > SPREAD_BANDS[name] + 0.01 for error in found) <= 0.05 * len(found)
+        assert sum(error > LAYOUT_BANDS[name] + 0.01 for error in found) <= 0.05 * len(found)

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.dtypes import Flow, flow_of
+from planner.memory.dtypes import DtypePolicy, dtype_policy_of
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
@@ -26,8 +26,8 @@ def load(name: str) -> ModelSpec:
     return spec
 
 
-def flow(**fields: object) -> Flow:
-    return flow_of(TrainSetup(**fields))  # type: ignore[arg-type]
+def dtypes(**fields: object) -> DtypePolicy:
+    return dtype_policy_of(TrainSetup(**fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def flow(**fields: object) -> Flow:
     ],
 )
 def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept: int, backward: int) -> None:
-    types = flow(**fields)
+    types = dtypes(**fields)
     found = eager_scores(types, traits_of(load(name)), types.attention_input)
     assert (found.kept, found.backward) == (kept, backward)
 
@@ -85,7 +85,7 @@ def test_a_tied_embeddings_halves_stay_apart_without_a_cast() -> None:
     assert halves_stay_apart(tied, pure)
     assert not halves_stay_apart(untied, pure)
     assert not halves_stay_apart(tied, TrainSetup(**FULL, precision="bf16-mixed"))  # type: ignore[arg-type]
-    assert not halves_stay_apart(tied, pure.with_(loss="liger"))
+    assert not halves_stay_apart(tied, pure.replace(loss="liger"))
 
 
 @pytest.mark.parametrize(("name", "copies"), [("qwen/qwen2.5-0.5b", 1), ("qwen/qwen2.5-7b", 0)])
@@ -98,7 +98,7 @@ def test_the_embeddings_gradient_comes_last_and_alone(name: str, copies: int, ac
     end = backward_gradients(model, setup, trained, accumulated=accumulated)["end"]
     embedding = 2 * trained.embeddings
     assert end == (0 if accumulated else trained.size_bytes) + (copies + int(accumulated)) * embedding
-    apart = backward_gradients(model, setup.with_(loss="full"), trained, accumulated=accumulated)["end"]
+    apart = backward_gradients(model, setup.replace(loss="full"), trained, accumulated=accumulated)["end"]
     assert apart == end + copies * embedding  # only a tied one has halves
 
 
@@ -111,7 +111,7 @@ def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
     plain, copying = (
         [one for one in parts.layer_moments if (one.dequantized > 0) is copies] for copies in (False, True)
     )
-    assert max(one.transient for one in copying) < max(one.transient for one in plain)
+    assert max(one.temporary for one in copying) < max(one.temporary for one in plain)
 
 
 def test_an_encoder_decoders_backward_begins_with_all_its_activations() -> None:
@@ -146,7 +146,7 @@ def test_a_single_head_of_keys_is_repeated_by_a_view() -> None:
     attention = model.layer_kinds[0].attention
     assert attention is not None
     assert attention.num_kv_heads == 1
-    flash = activation_parts(model, A100, setup.with_(attention="flash-attention-2"))
+    flash = activation_parts(model, A100, setup.replace(attention="flash-attention-2"))
     masked = activation_parts(model, A100, setup)
     assert masked.stored["scores"] > 0  # the window's mask: the memory-efficient kernel
     assert masked.stored["attention"] == flash.stored["attention"]
@@ -157,7 +157,7 @@ def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
     elements = 1024 * model.vocab_size
     pure = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=1024)  # type: ignore[arg-type]
     assert loss_parts(model, pure).backward_bytes == 6 * elements
-    assert loss_parts(model, pure.with_(precision="bf16-mixed")).backward_bytes >= 12 * elements
+    assert loss_parts(model, pure.replace(precision="bf16-mixed")).backward_bytes >= 12 * elements
 
 
 def test_a_gelu_of_products_keeps_every_factor() -> None:
@@ -182,7 +182,7 @@ def test_a_gelu_of_products_keeps_every_factor() -> None:
 def test_attention_sinks_softmax_names_its_own_type(
     fields: dict[str, object], kept: int, forward: int, backward: int
 ) -> None:
-    types, model = flow(**fields), load("openai/gpt-oss-20b")
+    types, model = dtypes(**fields), load("openai/gpt-oss-20b")
     attention = model.layer_kinds[0].attention
     assert attention is not None
     assert attention.sinks
@@ -200,7 +200,7 @@ def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them
     def kept(setup: TrainSetup) -> tuple[int, int]:
         """(bytes per layer and token, bytes per layer that do not grow with the tokens) of the MLPs."""
         short, long = (
-            activation_parts(model, A100, setup.with_(seq_len_tokens=tokens)).stored["mlp"] // 48
+            activation_parts(model, A100, setup.replace(seq_len_tokens=tokens)).stored["mlp"] // 48
             for tokens in (1000, 2000)
         )
         return (long - short) // 1000, 2 * short - long
@@ -209,8 +209,8 @@ def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them
     # every token in each expert: fp32 repeat, gate, up and activated gate in bf16; the router's; the shared one in fp32
     routed = 16 * (4 * 5120 + 3 * 2 * 8192 + 40) + 4 * 16
     assert kept(cast) == (routed + 3 * 4 * 8192, copies)
-    assert kept(cast.with_(kbit_fp32_cast=False))[1] == 0
-    again = activation_parts(model, A100, cast.with_(checkpointing=1, seq_len_tokens=1000))
+    assert kept(cast.replace(kbit_fp32_cast=False))[1] == 0
+    again = activation_parts(model, A100, cast.replace(checkpointing=1, seq_len_tokens=1000))
     assert again.recomputed > copies  # a recomputed layer makes them anew
     # adapted experts: the copy of the merged stack, as large
-    assert kept(cast.with_(lora_targets="all-linear"))[1] == copies
+    assert kept(cast.replace(lora_targets="all-linear"))[1] == copies

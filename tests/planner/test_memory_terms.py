@@ -11,7 +11,7 @@ from planner.hardware.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.allocator import fixed_segments_gap_bytes
 from planner.memory.loss import loss_parts
-from planner.memory.micro_batch import activation_parts, step_flow
+from planner.memory.micro_batch import activation_parts, step_dtype_policy
 from planner.memory.model import predict_memory
 from planner.memory.moments import computing
 from planner.memory.rank_part import rank_parts
@@ -90,9 +90,9 @@ def test_composed_gelu_keeps_fp32_under_autocast() -> None:
 
 def test_quantized_layer_norm_models_have_an_fp32_stream() -> None:
     setup = TrainSetup(method="qlora", quantization="nf4", precision="bf16-autocast")
-    assert step_flow(load("openai-community/gpt2-large"), setup).residual == "fp32"
-    assert step_flow(load("meta-llama/llama-3.1-8b"), setup).residual == "bf16"
-    assert step_flow(load("allenai/olmo-7b-hf"), setup).residual == "bf16"  # its LayerNorm casts back
+    assert step_dtype_policy(load("openai-community/gpt2-large"), setup).residual == "fp32"
+    assert step_dtype_policy(load("meta-llama/llama-3.1-8b"), setup).residual == "bf16"
+    assert step_dtype_policy(load("allenai/olmo-7b-hf"), setup).residual == "bf16"  # its LayerNorm casts back
 
 
 def test_traits_of_known_classes() -> None:
@@ -171,19 +171,19 @@ def test_memory_never_falls(
     )  # fmt: skip
     peak = predict_memory(model, A100, base).peak_allocated_bytes
     for more in ({"micro_batch_seqs": micro + 1}, {"seq_len_tokens": 2 * seq}, {"lora_rank": 2 * rank}):
-        assert predict_memory(model, A100, base.with_(**more)).peak_allocated_bytes >= peak, more
+        assert predict_memory(model, A100, base.replace(**more)).peak_allocated_bytes >= peak, more
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [0, 1, 2])
 def test_parts_are_affine_in_the_micro_batch(name: str, checkpointing: int) -> None:
     model, setup = load(name), TrainSetup(checkpointing=checkpointing, seq_len_tokens=512, attention="eager")
-    one, two, five = (activation_parts(model, A100, setup.with_(micro_batch_seqs=n)) for n in (1, 2, 5))
+    one, two, five = (activation_parts(model, A100, setup.replace(micro_batch_seqs=n)) for n in (1, 2, 5))
     for first, second, fifth in zip(*(computing(model, parts) for parts in (one, two, five)), strict=True):
         line = first.size_bytes + 4 * (second.size_bytes - first.size_bytes)
         assert fifth.size_bytes == pytest.approx(line, rel=WHOLE_BYTES), first.name
     assert five.recomputed == pytest.approx(one.recomputed + 4 * (two.recomputed - one.recomputed))
-    chain = [loss_parts(model, setup.with_(micro_batch_seqs=n)).backward_bytes for n in (1, 2, 5)]
+    chain = [loss_parts(model, setup.replace(micro_batch_seqs=n)).backward_bytes for n in (1, 2, 5)]
     assert chain[2] == chain[0] + 4 * (chain[1] - chain[0])
 
 
@@ -208,16 +208,16 @@ def test_modules_to_save_by_hand() -> None:
     assert model is not None
     table = 151_936 * 896
     plain = TrainSetup(seq_len_tokens=128)
-    saved = plain.with_(modules_to_save=("embed_tokens", "lm_head"))
+    saved = plain.replace(modules_to_save=("embed_tokens", "lm_head"))
     trained = trained_parameters(model, saved)
     assert (trained.copies, trained.copies_dtype, trained.dtype) == (2 * table, "bf16", "fp32")
     assert trained.size_bytes - trained_parameters(model, plain).size_bytes == 2 * 2 * table
     steps = [predict_memory(model, find_gpu("a100-80gb"), one).phase_bytes["step"] for one in (plain, saved)]
     assert steps[1] - steps[0] == 2 * table * (2 + 2 + 2 + 2)
     quantized = {"method": "qlora", "quantization": "nf4"}
-    folded = trained_parameters(model, saved.with_(**quantized))
+    folded = trained_parameters(model, saved.replace(**quantized))
     assert (folded.copies, folded.dtype) == (0, "bf16")
-    assert folded.num - trained_parameters(model, plain.with_(**quantized)).num == 2 * table
+    assert folded.num - trained_parameters(model, plain.replace(**quantized)).num == 2 * table
 
 
 def test_modules_to_save_are_embeddings_and_heads() -> None:

@@ -20,7 +20,7 @@ from planner.setup import TrainSetup
 from planner.throughput import CURRENT, throughput_profile
 from planner.units import GIB
 from tests.planner import textbook
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
@@ -169,7 +169,7 @@ def test_lora_is_18_percent_faster_than_full_fine_tuning() -> None:
 
 
 def test_lora_at_its_best_is_27_percent_faster_than_full_fine_tuning_at_its_best() -> None:
-    plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "h200", targets=("trl",), fixed={"compile": (False,)}))
+    plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "h200", targets=("trl",), fixed={"compile": (False,)}))
     assert isinstance(plan, Plan)
     full = next(one.candidate for one in plan.alternatives if one.label == "full fine-tuning")
     assert plan.chosen.setup.method == "lora"

@@ -1,5 +1,5 @@
-"""More memory, a longer batch, shorter sequences, more GPUs and a looser wish never give a slower plan within a class,
-beyond what the stated preferences may cost."""
+"""More memory, a longer batch, shorter sequences, more GPUs and a looser request never give a slower plan within a
+class, beyond what the stated preferences may cost."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.monotone_plans import ALONG, GIVEN_FRACTION, PAIRS, rising, slower
 from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, Facts
+from planner.decision.facts import PREFERENCE_FRACTION, WalkResults
+from planner.decision.layouts import ONE_GPU
 from planner.decision.node import node_of_setup
-from planner.decision.spreads import ONE_GPU
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.whole import WHOLE, some
 
 NUM_BUDGETS = 20
@@ -69,26 +69,26 @@ def test_the_thirty_pairs_are_thirty() -> None:
 
 
 def test_what_a_walk_computed_serves_wishes_that_differ_in_memory_alone() -> None:
-    known, runs = Known(), []
+    known, runs = WalkCache(), []
     for gib in (20.0, 23.0):
-        asked = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
+        asked = plan_request("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
         values = dimension_values(asked)
-        assert choose(asked, values, Facts()) == choose(asked, values, Facts(known=known))
+        assert choose(asked, values, WalkResults()) == choose(asked, values, WalkResults(known=known))
         runs.append(known.runs(asked, values, [ONE_GPU]))
     assert runs[0] is runs[1]
-    other = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, seq_len=1024)
+    other = plan_request("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, seq_len=1024)
     assert known.runs(other, dimension_values(other), [ONE_GPU]) is not runs[0]
 
 
 @pytest.mark.parametrize("name", ["optimizer", "attention", "checkpointing", "loss", "precision"])
 def test_a_looser_wish_is_never_slower_in_the_same_class(name: str) -> None:
-    free = wish("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",)})
+    free = plan_request("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",)})
     values = dimension_values(free)
-    _, best = choose(free, values, Facts())
+    _, best = choose(free, values, WalkResults())
     assert best is not None
     for value in values[name]:
-        narrow = wish("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",), name: (value,)})
-        node, point = choose(narrow, dimension_values(narrow), Facts())
+        narrow = plan_request("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",), name: (value,)})
+        node, point = choose(narrow, dimension_values(narrow), WalkResults())
         if point is not None:
             assert node == node_of_setup(best.shared)
             assert best.tokens_per_s >= point.tokens_per_s * (1 - PREFERENCE_FRACTION)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from planner.cli.answer import workload_for
-from planner.cli.wish_options import WishOptions
+from planner.cli.request_options import RequestOptions
 from planner.errors import UnknownGpuError, UnknownModelError, UsageError
 from planner.hardware.gpus import all_gpus, card_and_count, find_gpu, find_gpus
 from planner.models import catalogue
@@ -89,8 +89,8 @@ def test_what_is_typed_plans_what_its_names_plan(model: str, card: str) -> None:
     """Spoken model x card as the box says it: the same work as from hub id and key."""
     name, num = card_and_count(card, None)
     key, _ = CARDS[card]
-    typed = workload_for(model, name, WishOptions(gpus=num))
-    named = workload_for(SPOKEN[model], key, WishOptions(gpus=num))
+    typed = workload_for(model, name, RequestOptions(gpus=num))
+    named = workload_for(SPOKEN[model], key, RequestOptions(gpus=num))
     assert typed == named
     assert typed.num_gpus == (num or 1)
 

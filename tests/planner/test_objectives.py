@@ -20,17 +20,17 @@ from planner.memory.model import predict_memory
 from planner.memory.weights import weight_bytes
 from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.space import PREFERENCE_FRACTION
 from planner.predict import predict
-from planner.readers import Surroundings
+from planner.readers import FileContext
 from planner.readers.read import read_text
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.throughput import CURRENT, throughput_profile
 from planner.throughput.types import WITHOUT_GRADIENTS
-from planner.wish import Wish
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
@@ -70,10 +70,10 @@ def test_what_is_for_one_gpu_says_why() -> None:
             setup_of("grpo", num_gpus=2, parallel=parallel, rollout={"generator": generator})
 
 
-@pytest.mark.parametrize("spread", [{"parallel": "dp"}, {"parallel": "fsdp2", "tensor_degree": 2}])
-def test_a_spread_that_no_reference_was_followed_under_is_refused_by_name(spread: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", [{"parallel": "dp"}, {"parallel": "fsdp2", "tensor_degree": 2}])
+def test_a_spread_that_no_reference_was_followed_under_is_refused_by_name(layout: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="'dpo' is planned on several GPUs with ddp, fsdp2, zero1, zero2, zero3"):
-        setup_of("dpo", num_gpus=4, **spread)
+        setup_of("dpo", num_gpus=4, **layout)
 
 
 def test_orpo_on_several_gpus_is_accelerates_to_launch() -> None:
@@ -88,19 +88,19 @@ def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
     assert model is not None
     fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
     with pytest.raises(UsageError, match="adapter 'dora' is planned for supervised fine-tuning, got objective 'dpo'"):
-        plan_workload(Wish(fixed=fixed).workload(model, CARD))
+        plan_workload(PlanRequest(fixed=fixed).workload(model, CARD))
 
 
 @pytest.mark.parametrize("objective", OTHERS)
 def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) -> None:
-    wish = Wish(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(
+    plan_request = PlanRequest(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(
         load("meta-llama/Llama-3.2-1B"), CARD
     )
-    found = plan_workload(wish)
+    found = plan_workload(plan_request)
     assert isinstance(found, Plan)
     assert found.chosen.setup.objective == objective
     assert found.chosen.setup.loss in OBJECTIVES[objective].losses
-    assert not TARGETS[found.chosen.setup.stack].refusal(found.chosen.setup, wish.model)
+    assert not TARGETS[found.chosen.setup.stack].refusal(found.chosen.setup, plan_request.model)
 
 
 @pytest.mark.parametrize("objective", UNLIKE)
@@ -108,7 +108,7 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(o
     """KTO's smallest micro-batch is two: no point of its walk has one."""
     fixed = {"objective": (objective,), "method": ("full",)}
     found = plan_workload(
-        Wish(fixed=fixed, seq_len=1024, global_batch=8).workload(load("meta-llama/Llama-3.1-8B"), CARD)
+        PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(load("meta-llama/Llama-3.1-8B"), CARD)
     )
     assert isinstance(found, NoPlan)
     assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
@@ -116,9 +116,11 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(o
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
-    wish = Wish(fixed={"objective": ("dpo",), "loss": ("liger",)}).workload(load("meta-llama/Llama-3.2-1B"), CARD)
+    plan_request = PlanRequest(fixed={"objective": ("dpo",), "loss": ("liger",)}).workload(
+        load("meta-llama/Llama-3.2-1B"), CARD
+    )
     with pytest.raises(UsageError, match="--objective dpo"):
-        plan_workload(wish)
+        plan_workload(plan_request)
 
 
 @pytest.mark.parametrize("objective", UNLIKE)
@@ -140,7 +142,7 @@ def test_a_pair_is_two_sequences_and_the_reference_a_second_copy_of_the_weights(
         plain = TrainSetup(
             method=method, lora_rank=rank, loss="chunked", precision="bf16-pure", micro_batch_seqs=4, checkpointing=0
         )
-        pairs = plain.with_(objective="dpo", micro_batch_seqs=2)
+        pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
         more = predict_memory(model, CARD, pairs).peak_allocated_bytes
         more -= predict_memory(model, CARD, plain).peak_allocated_bytes
         copy = sum(weight_bytes(model, plain).values()) if method == "full" else 160 * 2**20
@@ -152,7 +154,7 @@ def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, for
     """By hand: full fine-tuning loses the second copy of the weights; TRL's and Axolotl's files say it and are read."""
     model = load("meta-llama/Llama-3.2-1B")
     asked = setup_of(objective, method="full", precision="bf16-pure")
-    known = asked.with_(precomputed_reference=True)
+    known = asked.replace(precomputed_reference=True)
     assert known.extra_forwards == forwards
     less = predict_memory(model, CARD, asked).peak_allocated_bytes
     less -= predict_memory(model, CARD, known).peak_allocated_bytes
@@ -166,7 +168,7 @@ def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, for
 def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_counts_its_flops() -> None:
     model = load("meta-llama/Llama-3.2-1B")
     plain = TrainSetup(loss="chunked", micro_batch_seqs=4, checkpointing=0)
-    pairs = plain.with_(objective="dpo", micro_batch_seqs=2)
+    pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
     sft, dpo = (speed_profile(model, CARD, one).step_time(one) for one in (plain, pairs))
     assert plain.tokens_per_step == pairs.tokens_per_step
     # a LoRA step multiplies forward and for the inputs' gradient: one more forward is half as much again, adapters off
@@ -192,15 +194,15 @@ def asked_length(found: ReadConfig, objective: str) -> TrainSetup:
 def test_trl_files_are_read_back(objective: str, method: str) -> None:
     setup = setup_of(objective, method=method, accumulation_steps=4, seq_len_tokens=512).run_by("trl")
     if method == "qlora":
-        setup = setup.with_(adapter_dtype="bf16")
+        setup = setup.replace(adapter_dtype="bf16")
     if OBJECTIVES[objective].rolls_out:
-        setup = setup.with_(
+        setup = setup.replace(
             micro_batch_seqs=4,
             rollout=ROLLOUT if method == "full" else replace(ROLLOUT, generator="transformers", vllm_fraction=0.3),
         )
     found = read_text(text_of(setup), f"{objective}.yaml")
     assert not found.unknown_keys
-    assert asked_length(found, objective).with_(seq_len_tokens=512) == setup.with_(adapter_dtype="auto")
+    assert asked_length(found, objective).replace(seq_len_tokens=512) == setup.replace(adapter_dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -214,20 +216,20 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
     assert (runs.loss, runs.stack) == ("full", target)
     found = read_text(text_of(setup, target), f"{target}.yaml")
     assert not found.unknown_keys
-    assert found.setup.with_(adapter_dtype="auto") == runs.with_(adapter_dtype="auto")
+    assert found.setup.replace(adapter_dtype="auto") == runs.replace(adapter_dtype="auto")
 
 
 def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
     model = load("meta-llama/Llama-3.2-1B")
     sft, text = (
-        plan_workload(Wish(fixed=fixed, seq_len=1024, global_batch=8).workload(model, CARD))
+        plan_workload(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(model, CARD))
         for fixed in ({"packing": (True,)}, {"objective": ("pretrain",)})
     )
     assert isinstance(sft, Plan)
     assert isinstance(text, Plan)
     setup = text.chosen.setup
     assert setup.packing
-    assert setup.with_(objective="sft") == sft.chosen.setup
+    assert setup.replace(objective="sft") == sft.chosen.setup
     assert text.chosen.formula.peak_device_bytes == sft.chosen.formula.peak_device_bytes
     assert text.chosen.formula.step_time_s == sft.chosen.formula.step_time_s
     llamafactory = text_of(setup, "llamafactory")
@@ -240,7 +242,9 @@ def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
 def test_a_plan_for_a_target_is_for_its_own_step(target: str) -> None:
     fixed = {"objective": ("dpo",)}
     model = load("meta-llama/Llama-3.2-1B")
-    found = plan_workload(Wish(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(model, CARD))
+    found = plan_workload(
+        PlanRequest(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(model, CARD)
+    )
     assert isinstance(found, Plan)
     assert (found.chosen.setup.loss, found.chosen.setup.stack) == ("full", target)
 
@@ -269,7 +273,7 @@ def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_
     text = "model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\nmax_prompt_length: 128\n"
     with pytest.raises(NotPlanned, match=r"TRL 0\.28 \(the newest that takes max_prompt_length there\)"):
         read_text(text, "dpo.yaml")
-    found = read_text(text, "dpo.yaml", around=Surroundings(versions={"trl": "1.16"}))
+    found = read_text(text, "dpo.yaml", around=FileContext(versions={"trl": "1.16"}))
     assert (found.setup.objective, found.setup.loss) == ("dpo", "chunked")
 
 
@@ -290,19 +294,21 @@ def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
 ) -> None:
     from planner.cli.answer import workload_for
     from planner.cli.data_options import DataOptions
-    from planner.cli.wish_options import WishOptions
+    from planner.cli.request_options import RequestOptions
 
     data = tmp_path / "pairs.jsonl"
     row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
     data.write_text((json.dumps(row) + "\n") * 200)
-    wish = workload_for("gpt2", "rtx-4090", WishOptions(objective="dpo"), data=DataOptions(dataset=str(data)))
-    assert 500 <= wish.seq_len_tokens <= 512  # 2,001 bytes, 4 a token, up to the next 64
-    assert wish.data.epoch_seqs == 200
-    assert wish.fixed["packing"] == (False,)
-    assert wish.data.epoch_tokens is not None
-    assert wish.data.epoch_tokens > 2 * 200 * 400
+    plan_request = workload_for(
+        "gpt2", "rtx-4090", RequestOptions(objective="dpo"), data=DataOptions(dataset=str(data))
+    )
+    assert 500 <= plan_request.seq_len_tokens <= 512  # 2,001 bytes, 4 a token, up to the next 64
+    assert plan_request.data.epoch_seqs == 200
+    assert plan_request.fixed["packing"] == (False,)
+    assert plan_request.data.epoch_tokens is not None
+    assert plan_request.data.epoch_tokens > 2 * 200 * 400
     with pytest.raises(UsageError, match=r"preference columns.*") as refused:
-        workload_for("gpt2", "rtx-4090", WishOptions(), data=DataOptions(dataset=str(data)))
+        workload_for("gpt2", "rtx-4090", RequestOptions(), data=DataOptions(dataset=str(data)))
     assert "--objective dpo" in str(refused.value.hint)
     capsys.readouterr()
 
@@ -327,8 +333,8 @@ def test_programs_with_trls_trainers_are_read(objective: str) -> None:
         objective, lora_rank=8, micro_batch_seqs=4, accumulation_steps=2, seq_len_tokens=512, expandable_segments=False
     )
     if OBJECTIVES[objective].rolls_out:
-        expected = expected.with_(seq_len_tokens=1024, rollout=Rollout(), lora_dropout=0.1)
-    assert asked_length(found, objective).with_(expandable_segments=False) == expected
+        expected = expected.replace(seq_len_tokens=1024, rollout=Rollout(), lora_dropout=0.1)
+    assert asked_length(found, objective).replace(expandable_segments=False) == expected
 
 
 def test_programs_of_an_older_trl_are_refused_by_what_they_hand_over() -> None:
@@ -385,7 +391,7 @@ def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None
     """A generation of 32 serves one step of 32 completions and, in turn, parts of steps of 48: asked in one process."""
     model = load("meta-llama/Llama-3.2-1B")
     even, odd = (
-        generated(rollout={"generation_batch_seqs": 32}).with_(micro_batch_seqs=2, accumulation_steps=steps)
+        generated(rollout={"generation_batch_seqs": 32}).replace(micro_batch_seqs=2, accumulation_steps=steps)
         for steps in (16, 24)
     )
     assert (even.extra_forwards, odd.extra_forwards) == (0, 1)
@@ -396,7 +402,7 @@ def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None
 def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     """And what the walk said of its memory is what the composition says."""
     fixed = {"objective": ("grpo",), "method": ("lora",)}
-    asked = Wish(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
+    asked = PlanRequest(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
     found = plan_workload(asked)
     assert isinstance(found, Plan)
     setup = found.chosen.setup
@@ -405,7 +411,7 @@ def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     predicted = predict_memory(asked.model, CARD, setup).peak_device_bytes
     assert found.chosen.formula.peak_device_bytes == predicted <= asked.budget_bytes
     with pytest.raises(UsageError, match="whole groups of 8"):
-        plan_workload(Wish(fixed=fixed, seq_len=2048, global_batch=12).workload(asked.model, CARD))
+        plan_workload(PlanRequest(fixed=fixed, seq_len=2048, global_batch=12).workload(asked.model, CARD))
 
 
 @pytest.mark.parametrize(
@@ -426,7 +432,7 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
     gpu = find_gpu(card)
     cluster = make_cluster(gpu, num_gpus) if num_gpus > 1 else None
     fixed = {"objective": ("grpo",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",), **fixed}
-    asked = Wish(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
+    asked = PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), gpu, cluster)
     found = plan_workload(asked)
     assert isinstance(found, Plan)
     setup = found.chosen.setup
@@ -444,7 +450,7 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
 def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm", vllm_fraction=0.1),)}
     with pytest.raises(UsageError, match=r"10% of the card has 7\.92 GiB, its weights"):
-        plan_workload(Wish(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
+        plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
@@ -460,16 +466,16 @@ def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None
 
 
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
-    from planner.cli.wish_options import WishOptions
+    from planner.cli.request_options import RequestOptions
 
-    asked = WishOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
+    asked = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
     assert {(one.num_generations, one.generator) for one in asked} == {(4, "vllm")}
-    plain = WishOptions(objective="grpo", no_extra_packages=True).fixed()["rollout"]
+    plain = RequestOptions(objective="grpo", no_extra_packages=True).fixed()["rollout"]
     assert [one.generator for one in plain] == ["transformers"]
     with pytest.raises(UsageError, match="contradicts --generator"):
-        WishOptions(objective="grpo", no_extra_packages=True, generator="vllm").fixed()
+        RequestOptions(objective="grpo", no_extra_packages=True, generator="vllm").fixed()
     with pytest.raises(UsageError, match="objectives that generate"):
-        WishOptions(generator="vllm").fixed()
+        RequestOptions(generator="vllm").fixed()
     with pytest.raises(SetupError, match="no room for a prompt"):
         setup_of("grpo", seq_len_tokens=512, rollout={"completion_tokens": 512})
 
@@ -481,7 +487,7 @@ def test_a_classifier_is_a_script_of_transformers_that_is_read_back(method: str)
     emitted = TARGETS["hf"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
     found = read_text(next(file.text for file in emitted.files if file.path.endswith(".py")), "train.py")
     assert not found.missing
-    assert found.setup.with_(expandable_segments=True) == setup.with_(
+    assert found.setup.replace(expandable_segments=True) == setup.replace(
         adapter_dtype=found.setup.adapter_dtype, lora_targets=found.setup.lora_targets
     )
 
@@ -499,15 +505,15 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     """Accumulation adds none, so a plan's micro-batch is the batch, and a batch that does not fit is refused."""
     model = load("meta-llama/Llama-3.2-1B")
     fixed = {"objective": ("embedding",), "method": ("lora",)}
-    plan = plan_workload(Wish(seq_len=256, global_batch=16, fixed=fixed).workload(model, CARD))
+    plan = plan_workload(PlanRequest(seq_len=256, global_batch=16, fixed=fixed).workload(model, CARD))
     assert isinstance(plan, Plan)
     assert {(one.setup.micro_batch_seqs, one.setup.accumulation_steps) for one in plan.ranked} == {(16, 1)}
     assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
     whole = fixed | {"cached_seqs": (0,)}
-    refused = plan_workload(Wish(seq_len=2048, global_batch=256, fixed=whole).workload(model, CARD))
+    refused = plan_workload(PlanRequest(seq_len=2048, global_batch=256, fixed=whole).workload(model, CARD))
     assert isinstance(refused, NoPlan)
     (less,) = [one.action for one in refused.remedies if one.action.startswith("--global-batch")]
-    fewer = Wish(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(model, CARD)
+    fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(model, CARD)
     assert isinstance(plan_workload(fewer), Plan)
 
 
@@ -516,14 +522,15 @@ def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     the batch fits."""
     model, fixed = load("meta-llama/Llama-3.2-1B"), {"objective": ("embedding",), "method": ("lora",)}
     large, small = (
-        plan_workload(Wish(seq_len=2048, global_batch=batch, fixed=fixed).workload(model, CARD)) for batch in (256, 4)
+        plan_workload(PlanRequest(seq_len=2048, global_batch=batch, fixed=fixed).workload(model, CARD))
+        for batch in (256, 4)
     )
     assert isinstance(large, Plan)
     assert isinstance(small, Plan)
     assert large.chosen.setup.cached_seqs > 0
     assert small.chosen.setup.cached_seqs == 0
     cached = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=32, cached_seqs=4)
-    twice = predict_memory(model, CARD, cached.with_(micro_batch_seqs=64))
+    twice = predict_memory(model, CARD, cached.replace(micro_batch_seqs=64))
     assert predict_memory(model, CARD, cached).phase_bytes == twice.phase_bytes
     plain = setup_from_dict({"seq_len_tokens": 256, "micro_batch_seqs": 4, "accumulation_steps": 2, "stack": "hf"})
     one, other = (predict_memory(model, CARD, one).phase_bytes["backward"] for one in (cached, plain))
@@ -534,7 +541,7 @@ def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
 
 def test_a_hard_negative_is_one_more_column() -> None:
     pairs = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
-    triples = pairs.with_(hard_negatives=1)
+    triples = pairs.replace(hard_negatives=1)
     assert triples.tokens_per_step == 3 * pairs.tokens_per_step // 2
     assert triples.forward_tokens == pairs.forward_tokens
     with pytest.raises(SetupError, match="contrasts no samples"):

@@ -34,32 +34,32 @@ def model(name: str) -> ModelSpec:
 def test_a_rank_of_one_holds_what_two_hold_together(parallel: str, offload: str) -> None:
     """The states on the host are all of them; on the card are fewer bytes than without, and PCIe costs time."""
     llama, card = model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
-    one = FULL.with_(parallel=parallel, offload=offload)
-    two = FULL.with_(parallel=parallel, offload=offload, num_gpus=2)
+    one = FULL.replace(parallel=parallel, offload=offload)
+    two = FULL.replace(parallel=parallel, offload=offload, num_gpus=2)
     assert host_bytes_per_node(llama, one, 1) == pytest.approx(host_bytes_per_node(llama, two, 1), rel=0.001)
     alone, found = predict(llama, card, FULL), predict(llama, card, one)
     assert found.peak_allocated_bytes < alone.peak_allocated_bytes - 20 * GIB
     assert found.time_parts_s["offload"] > 0
     assert found.tokens_per_s < alone.tokens_per_s
-    more_often = predict(llama, card, one.with_(micro_batch_seqs=1, accumulation_steps=16))
+    more_often = predict(llama, card, one.replace(micro_batch_seqs=1, accumulation_steps=16))
     assert more_often.time_parts_s["offload"] > found.time_parts_s["offload"]  # weights pass once a micro-batch
 
 
 @pytest.mark.parametrize(("parallel", "offload"), [*product(("none", "ddp", "dp"), ("optimizer", "parameters"))])
 def test_an_engine_is_needed_for_it(parallel: str, offload: str) -> None:
     with pytest.raises(SetupError):
-        FULL.with_(parallel=parallel, offload=offload)
+        FULL.replace(parallel=parallel, offload=offload)
 
 
 def test_several_gpus_without_copies_have_nothing_to_shard() -> None:
     with pytest.raises(SetupError, match="does not suit 1 data-parallel copies"):
-        FULL.with_(num_gpus=2, tensor_degree=2, parallel="fsdp2", offload="parameters")
+        FULL.replace(num_gpus=2, tensor_degree=2, parallel="fsdp2", offload="parameters")
 
 
 def test_one_gpu_shards_nothing_else() -> None:
     for fields in ({"parallel": "fsdp2"}, {"tensor_degree": 2}, {"shard_degree": 2}):
         with pytest.raises(SetupError, match="more than one GPU"):
-            FULL.with_(**fields)
+            FULL.replace(**fields)
 
 
 @pytest.mark.parametrize("checkpointing", [0, 1])
@@ -69,7 +69,7 @@ def test_formula_and_dry_run_agree(checkpointing: int) -> None:
     from probes.dryrun.api import dry_run
 
     qwen, card = model("Qwen/Qwen2.5-0.5B"), find_gpu("rtx-3060")
-    setup = FULL.with_(parallel="fsdp2", offload="parameters", micro_batch_seqs=2, checkpointing=checkpointing)
+    setup = FULL.replace(parallel="fsdp2", offload="parameters", micro_batch_seqs=2, checkpointing=checkpointing)
     found = dry_run(qwen, card, setup)
     assert isinstance(found, Prediction)
     assert predict(qwen, card, setup).peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.03)

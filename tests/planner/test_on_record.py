@@ -29,7 +29,7 @@ EVERY = 6
 ROUNDING = 1e-6
 """Of seconds: another library's pow and log may differ in the last digits."""
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0, "num_gpus": 8, "accumulation_steps": 8}
-SPREADS: tuple[dict[str, Any], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 8, "parallel": "ddp"},
     {**FULL, "parallel": "fsdp2"},
     {"num_gpus": 8, "parallel": "fsdp2", "reshard_after_forward": False, "checkpointing": 0},
@@ -49,7 +49,7 @@ SPREADS: tuple[dict[str, Any], ...] = (
 DEALT = TrainSetup(
     **FULL, parallel="fsdp2", expert_degree=4, precision="bf16-mixed", micro_batch_seqs=2, seq_len_tokens=2048
 )
-NUM_SPREAD = 2 * len(SPREADS) + 1
+NUM_LAYOUT = 2 * len(LAYOUTS) + 1
 
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
@@ -57,9 +57,9 @@ def points() -> list[tuple[str, str, str, TrainSetup]]:
     rows = frozen()[::EVERY]
     found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
-        for spread in SPREADS:
-            setup = TrainSetup(**spread, micro_batch_seqs=2, seq_len_tokens=2048)
-            found.append((f"spread: {spread['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
+        for layout in LAYOUTS:
+            setup = TrainSetup(**layout, micro_batch_seqs=2, seq_len_tokens=2048)
+            found.append((f"spread: {layout['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
     return [*found, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", DEALT)]
 
 
@@ -85,7 +85,7 @@ def figures() -> dict[str, dict[str, float]]:
             sums[group][term_name] += weight * amount
     for condition in fields(Conditions):  # other stacks, which calibration and holdout measure
         value = 0.5 if condition.name == "optimizer_part" else not getattr(CURRENT, condition.name)
-        for weight, (_, name, card, setup) in enumerate(points()[:-NUM_SPREAD:40], start=1):
+        for weight, (_, name, card, setup) in enumerate(points()[:-NUM_LAYOUT:40], start=1):
             model, gpu = models[name], find_gpu(card)
             assert model is not None
             speed = step_time(model, gpu, setup, conditions=Conditions(**{condition.name: value}))

@@ -7,25 +7,25 @@ import pytest
 
 from planner.app.climb import SHORTER, answered
 from planner.choices.rollouts import Rollout
-from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeFacts, collect_into
-from planner.decision.spreads import ONE_GPU
+from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, collect_into
+from planner.decision.layouts import ONE_GPU
 from planner.errors import UsageError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.notes import Place, place_of
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.refine import ANY_SETUP, CorrectionKey, correction_key
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import Point, walk
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GIB
-from planner.wish import Wish
 from planner.workload import Data, Workload
-from tests.planner.helpers import known_of, wish
+from tests.planner.helpers import known_of, plan_request
 from tests.whole import these
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
@@ -33,7 +33,7 @@ CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
 
 
 def planned(**options: object) -> Plan:
-    asked = wish(**options)  # type: ignore[arg-type]
+    asked = plan_request(**options)  # type: ignore[arg-type]
     plan = plan_workload(asked, known=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
@@ -47,7 +47,7 @@ def test_walk_covers_at_least_5000_setups() -> None:
 
 def test_walk_predicts_what_predict_predicts() -> None:
     """The shared parts of the walk and the single prediction are one model."""
-    workload = wish(global_batch=8)
+    workload = plan_request(global_batch=8)
     points = list(walk(workload))[::97]
     assert len(points) > 20
     for point in points:
@@ -60,10 +60,10 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     """What differs in memory is told apart (kernels, cuBLAS's workspaces), what differs in speed and size only is
     computed once."""
     lora = {"method": ("lora",)}
-    known, asked = Known(), wish("Qwen/Qwen2.5-0.5B", global_batch=4, fixed=lora)
+    known, asked = WalkCache(), plan_request("Qwen/Qwen2.5-0.5B", global_batch=4, fixed=lora)
     runs = {}
     for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
-        mine = replace(wish("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=asked.model)
+        mine = replace(plan_request("Qwen/Qwen2.5-0.5B", card, global_batch=4, fixed=lora), model=asked.model)
         assert list(walk(mine, known=known)) == list(walk(mine))
         runs[card] = known.runs(mine, dimension_values(mine), ())
     assert runs["l4"] is runs["rtx-4090"]
@@ -79,16 +79,16 @@ def listing_all(asked: Workload, corrections: dict[CorrectionKey, float] | None 
 
 def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
     """A plan walks less than everything and answers the same, and every setup is counted."""
-    memory, model = Known(), wish("Qwen/Qwen2.5-1.5B").model
+    memory, model = WalkCache(), plan_request("Qwen/Qwen2.5-1.5B").model
     cards = [("t4", 720), ("apple-m3-max", 60), ("h200", 60), ("rtx-4090", 60), ("mi300x", 60)]
     for card, batch in these(cards[:2], cards):
-        asked = replace(wish("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
+        asked = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
         whole = listing_all(asked)
         assert plan_workload(asked, known=memory) == whole
         short = plan_workload(asked, known=memory, num_ranked=1)
         if isinstance(whole, Plan):
             assert short == replace(whole, ranked=whole.ranked[:1])
-        every = list(walk(asked, spreads=[ONE_GPU]))
+        every = list(walk(asked, layouts=[ONE_GPU]))
         listed = list(walk(asked, None, [ONE_GPU], memory, lambda _, most=asked.budget_bytes: most))
         assert sum(1 + point.beyond for point in listed) == len(every)
         fitting = [point for point in every if point.peak_device_bytes <= asked.budget_bytes]
@@ -98,7 +98,7 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
 
 
 def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
-    asked, memory = wish("Qwen/Qwen2.5-7B", "rtx-4090"), Known()
+    asked, memory = plan_request("Qwen/Qwen2.5-7B", "rtx-4090"), WalkCache()
     first = plan_workload(asked, {}, memory)
     assert isinstance(first, Plan)
     assert first == listing_all(asked, {})
@@ -109,14 +109,14 @@ def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
 
 @pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])
 def test_the_largest_peak_that_fits_when_corrected_is_the_largest(ratio: float) -> None:
-    asked = wish("Qwen/Qwen2.5-7B", "rtx-4090")
+    asked = plan_request("Qwen/Qwen2.5-7B", "rtx-4090")
     limits = Limits(asked.model, asked.budget_bytes, {ANY_SETUP: ratio})
     largest = limits.fitting_bytes(TrainSetup())
     assert int(largest * ratio) <= asked.budget_bytes < int((largest + 1) * ratio) + (ratio < 1)
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:
-    for point in list(walk(wish(global_batch=24)))[::50]:
+    for point in list(walk(plan_request(global_batch=24)))[::50]:
         assert point.setup.global_batch_seqs == 24
 
 
@@ -142,7 +142,7 @@ def test_more_memory_never_gives_a_slower_plan(model: str) -> None:
     """Holds up to the share of the speed that is given for what is preferred."""
     speeds = []
     for memory in (12, 16, 24, 40, 80):
-        plan = plan_workload(wish(model, "a100-80gb", memory_gib=memory, fixed={"method": ("lora",)}))
+        plan = plan_workload(plan_request(model, "a100-80gb", memory_gib=memory, fixed={"method": ("lora",)}))
         if isinstance(plan, Plan):
             speeds.append(plan.chosen.tokens_per_s)
     assert len(speeds) >= 2
@@ -155,8 +155,8 @@ def test_memory_to_spare_is_worth_a_little_speed() -> None:
     comes nearest to it."""
 
     def chosen(*rivals: tuple[float, int]) -> int:
-        known = NodeFacts()
-        model = wish().model
+        known = NodeResults()
+        model = plan_request().model
         points = [Point(TrainSetup(), "sdpa", "full", "adamw-fused", 1, 32, peak, speed) for speed, peak in rivals]
         collect_into(points, Limits(model, 1000), lambda shared: known)
         best = known.best()
@@ -201,10 +201,10 @@ def test_rank_never_falls_below_its_floor() -> None:
 
 
 def test_rank_floor_grows_with_the_data_set() -> None:
-    small = wish(data=Data(epoch_tokens=100_000)).min_rank
-    large = wish(data=Data(epoch_tokens=2_000_000_000)).min_rank
+    small = plan_request(data=Data(epoch_tokens=100_000)).min_rank
+    large = plan_request(data=Data(epoch_tokens=2_000_000_000)).min_rank
     assert small < large
-    assert "bits" in wish(data=Data(epoch_tokens=100_000)).min_rank_reason
+    assert "bits" in plan_request(data=Data(epoch_tokens=100_000)).min_rank_reason
 
 
 def test_full_fine_tuning_that_nobody_asked_for_stands_beside() -> None:
@@ -222,7 +222,7 @@ def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
 
 @pytest.mark.parametrize(("model", "said"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen3-4B", False)])
 def test_a_package_that_a_speed_stands_on_is_named(model: str, *, said: bool) -> None:
-    asked = wish(model, "h100-sxm", fixed={"method": ("lora",)})
+    asked = plan_request(model, "h100-sxm", fixed={"method": ("lora",)})
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert any("flash-linear-attention's kernels" in one for one in plan.chosen.formula.notes) == said
@@ -231,7 +231,7 @@ def test_a_package_that_a_speed_stands_on_is_named(model: str, *, said: bool) ->
 
 
 def test_without_the_package_a_plan_counts_the_loop_and_says_what_it_would_give() -> None:
-    asked = wish("Qwen/Qwen3.5-4B", "h100-sxm", fixed={"method": ("lora",)})
+    asked = plan_request("Qwen/Qwen3.5-4B", "h100-sxm", fixed={"method": ("lora",)})
     plan = plan_workload(replace(asked, absent_packages=("flash-linear-attention",)))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.linear_attention == "torch"
@@ -243,17 +243,17 @@ def test_without_the_package_a_plan_counts_the_loop_and_says_what_it_would_give(
 def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:
     """Unsloth's xformers keeps no tokens x tokens matrix on a T4."""
     asked = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
-    refused = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", **asked))
+    refused = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", **asked))
     assert isinstance(refused, NoPlan)
     action = refused.remedies[0].action
-    plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **asked))
+    plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **asked))
     assert isinstance(plan, Plan)
     assert action == f"--target unsloth: 4-bit QLoRA fits at {plan.chosen.tokens_per_s:,.0f} tokens/s"
     assert plan.chosen.formula.peak_device_bytes < 11 * 2**30
 
 
 def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
-    no_plan = plan_workload(wish("meta-llama/Llama-3.1-70B", "t4"))
+    no_plan = plan_workload(plan_request("meta-llama/Llama-3.1-70B", "t4"))
     assert isinstance(no_plan, NoPlan)
     assert no_plan.missing_bytes > GIB
     assert no_plan.nearest.formula.peak_device_bytes - no_plan.workload.budget_bytes == no_plan.missing_bytes
@@ -264,45 +264,47 @@ def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
 
 
 def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
-    no_plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", seq_len=131_072))
+    no_plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "t4", seq_len=131_072))
     assert isinstance(no_plan, NoPlan)
     action = next(remedy.action for remedy in no_plan.remedies if remedy.action.startswith("--seq-len"))
-    shorter = no_plan.nearest.setup.with_(seq_len_tokens=int(action.split()[1]))
+    shorter = no_plan.nearest.setup.replace(seq_len_tokens=int(action.split()[1]))
     workload = no_plan.workload
     assert predict(workload.model, workload.gpu, shorter).peak_device_bytes <= workload.budget_bytes
 
 
 def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:
-    no_plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
+    no_plan = plan_workload(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
     assert isinstance(no_plan, NoPlan)
     assert no_plan.remedies[0].action.startswith("leave --method out: ")
 
 
 def test_contradicting_wishes_are_an_error() -> None:
     with pytest.raises(UsageError):
-        plan_workload(wish(fixed={"method": ("full",), "quantization": ("nf4",)}))
+        plan_workload(plan_request(fixed={"method": ("full",), "quantization": ("nf4",)}))
 
 
 def test_old_cards_get_fp16() -> None:
-    values = dimension_values(wish(gpu="t4"))
+    values = dimension_values(plan_request(gpu="t4"))
     assert not any(precision.startswith("bf16") for precision in values["precision"])
 
 
 def test_headroom_shrinks_the_budget() -> None:
-    workload = wish(headroom_gib=3.0)
+    workload = plan_request(headroom_gib=3.0)
     assert workload.budget_bytes == workload.memory_bytes - 3 * GIB
     assert replace(workload, headroom_bytes=0).budget_bytes == workload.memory_bytes
 
 
 def test_apple_gpus_get_only_what_runs_on_them() -> None:
-    workload = wish("meta-llama/Llama-3.2-3B", "apple-m3-max")
+    workload = plan_request("meta-llama/Llama-3.2-3B", "apple-m3-max")
     values = dimension_values(workload)
     assert values["optimizer"] == ("adamw-fused",)
     assert "liger" not in values["loss"]
     with pytest.raises(UsageError, match="flash-attention 2"):
-        dimension_values(wish(gpu="t4", fixed={"attention": ("flash-attention-2",)}))
+        dimension_values(plan_request(gpu="t4", fixed={"attention": ("flash-attention-2",)}))
     with pytest.raises(UsageError, match="Apple"):
-        dimension_values(wish("meta-llama/Llama-3.2-3B", "apple-m3-max", fixed={"optimizer": ("paged-adamw-8bit",)}))
+        dimension_values(
+            plan_request("meta-llama/Llama-3.2-3B", "apple-m3-max", fixed={"optimizer": ("paged-adamw-8bit",)})
+        )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_apple_gpus_get_only_what_runs_on_them() -> None:
 )
 def test_a_contradiction_is_named(fixed: dict[str, tuple[str, ...]], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        plan_workload(wish("Qwen/Qwen2.5-0.5B", "rtx-3060", fixed=fixed))
+        plan_workload(plan_request("Qwen/Qwen2.5-0.5B", "rtx-3060", fixed=fixed))
 
 
 @pytest.mark.parametrize(("gpu", "fused"), [("a100-80gb", True), ("t4", False), ("apple-m3-max", False)])
@@ -350,21 +352,21 @@ def test_contradictions_on_several_gpus_are_named_too() -> None:
     model, card = "Qwen/Qwen2.5-0.5B", "a100-80gb"
     cluster = make_cluster(find_gpu(card), 4)
     with pytest.raises(UsageError, match="unquantized"):
-        plan_workload(wish(model, card, cluster=cluster, fixed={"method": ("lora",), "quantization": ("nf4",)}))
+        plan_workload(plan_request(model, card, cluster=cluster, fixed={"method": ("lora",), "quantization": ("nf4",)}))
     with pytest.raises(UsageError, match="global batch") as caught:
-        plan_workload(wish(model, card, cluster=cluster, global_batch=3))
+        plan_workload(plan_request(model, card, cluster=cluster, global_batch=3))
     assert "--global-batch 4" in caught.value.hint
 
 
 @pytest.mark.parametrize("layers", [29, -29, 400])
 def test_more_trained_layers_than_the_model_has_are_refused(layers: int) -> None:
     with pytest.raises(UsageError, match="has 28 layers"):
-        wish(fixed={"trained_layers": (layers,)})
+        plan_request(fixed={"trained_layers": (layers,)})
 
 
 def test_what_would_help_is_said_by_the_level_that_refused() -> None:
     """A dry run that shows a tenth more: missing bytes and the length that fits follow it, not the formula."""
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=17, fixed={"method": ("lora",)})
+    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=17, fixed={"method": ("lora",)})
     plain, corrected = (plan_workload(asked, learned) for learned in (None, {ANY_SETUP: 1.1}))
     assert isinstance(plain, NoPlan)
     assert isinstance(corrected, NoPlan)
@@ -378,13 +380,13 @@ def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
     """A 20B on a T4 at 2,048 tokens lacks a few MiB: planned for less, it trains."""
     neox, t4 = catalogue.load("EleutherAI/gpt-neox-20b"), find_gpu("t4")
     assert neox is not None
-    plan = answered(Wish().workload(neox, t4), dry_run=False, history=False)
+    plan = answered(PlanRequest().workload(neox, t4), dry_run=False, history=False)
     assert isinstance(plan, Plan)
     assert plan.workload.seq_len_tokens in SHORTER
     assert plan.chosen.setup.seq_len_tokens == plan.workload.seq_len_tokens
     assert place_of(plan.notes[0]) is Place.RISK
     assert "2,048 tokens, planned where no length is said" in plan.notes[0]
-    assert isinstance(answered(Wish(seq_len=2048).workload(neox, t4), dry_run=False, history=False), NoPlan)
+    assert isinstance(answered(PlanRequest(seq_len=2048).workload(neox, t4), dry_run=False, history=False), NoPlan)
 
 
 def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal() -> None:
@@ -392,5 +394,5 @@ def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal() -> None
     llama, card = catalogue.load("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
     assert llama is not None
     rollout = replace(Rollout.usual(2048), completion_tokens=1024)
-    asked = Wish(fixed={"objective": ("grpo",), "rollout": (rollout,)}).workload(llama, card)
+    asked = PlanRequest(fixed={"objective": ("grpo",), "rollout": (rollout,)}).workload(llama, card)
     assert isinstance(answered(asked, dry_run=False, history=False), NoPlan)

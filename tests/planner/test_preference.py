@@ -6,30 +6,30 @@ import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
 from planner.decision.choosing import choose
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, collect_into
+from planner.decision.facts import PREFERENCE_FRACTION, Limits, NodeResults, WalkResults, collect_into
 from planner.decision.node import node_of_setup
-from planner.decision.simplicity import simplicity
+from planner.decision.tie_break import tie_break
 from planner.decision.tree import METHOD_BAND
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.refine import correction_key
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
-from planner.wish import Wish
 from planner.workload import Data, Workload
 from reports.text import memory_sentence
 from tests.planner.helpers import known_of
 
 
-def wish(model: str, gpu: str, **options: object) -> Workload:
-    return Wish(**options).workload(resolve_model(model), find_gpu(gpu))  # type: ignore[arg-type]
+def plan_request(model: str, gpu: str, **options: object) -> Workload:
+    return PlanRequest(**options).workload(resolve_model(model), find_gpu(gpu))  # type: ignore[arg-type]
 
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
-    asked = wish(model, gpu, **options)
+    asked = plan_request(model, gpu, **options)
     plan = plan_workload(asked, known=known_of(asked))
     assert isinstance(plan, Plan)
     return plan
@@ -37,7 +37,7 @@ def chosen(model: str, gpu: str, **options: object) -> Plan:
 
 def fastest_of(asked: Workload, node: str) -> float:
     """Tokens/s of the fastest setup of a class that surely fits, over the whole space."""
-    known = NodeFacts()
+    known = NodeResults()
     points = (point for point in walk(asked, dimension_values(asked)) if node_of_setup(point.shared) == node)
     collect_into(points, Limits(asked.model, asked.budget_bytes), lambda _: known)
     return max(point.tokens_per_s for point in known.sure)
@@ -95,11 +95,11 @@ def test_standard_precision_wins_where_the_gain_cannot_be_known() -> None:
 
 def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
     """Llama-8B at 14, 15 to 17, 18 and 20 GiB: 2,049, 1,448 (int8), 1,861 and 2,498 tokens/s before."""
-    known = Known()
+    known = WalkCache()
     classes = {}
     for gib in (14, 15, 16, 17, 18, 20):
-        asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
-        classes[gib] = choose(asked, dimension_values(asked), Facts(known=known))[0]
+        asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
+        classes[gib] = choose(asked, dimension_values(asked), WalkResults(known=known))[0]
     assert classes == dict.fromkeys((14, 15, 16, 17), "qlora-4bit") | {18: "lora", 20: "lora"}
 
 
@@ -117,7 +117,7 @@ def test_fewer_matrices_are_adapted_before_a_base_is_quantized() -> None:
 def test_a_tight_fit_does_not_win() -> None:
     """At 23 GiB LoRA with half its layers checkpointed has 0.4 GiB of the budget left, less than the formula errs: what
     surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back."""
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
+    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert plan.chosen.verdict == "fits"
@@ -177,12 +177,12 @@ def test_the_band_between_methods_is_the_one_that_was_measured() -> None:
 
 
 def test_rank_is_never_below_16_for_small_data() -> None:
-    assert wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=86_000)).min_rank == 16
+    assert plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=86_000)).min_rank == 16
 
 
 def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:
     for model, gpu in (("Qwen/Qwen2.5-0.5B", "t4"), ("Qwen/Qwen2.5-7B", "a100-80gb")):
-        asked = wish(model, gpu)
+        asked = plan_request(model, gpu)
         plan = plan_workload(asked)
         assert isinstance(plan, Plan)
         fastest = fastest_of(asked, node_of_setup(plan.chosen.setup))
@@ -194,7 +194,7 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
     speeds = {}
     for prefer in ("quality", "speed"):
         fixed = {"method": ("lora",), "kernels": ("liger", "eager")}
-        asked = wish("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
+        asked = plan_request("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
         plan = plan_workload(asked)
         assert isinstance(plan, Plan)
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0
@@ -213,14 +213,14 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
 def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: str) -> None:
     """Twice the rank floor and peft's cast, each beside the same setup without it; 105,390 points of 18 pairs looked
     at, none was. And a plan walks neither, where a search has both."""
-    asked = wish(model, gpu)
+    asked = plan_request(model, gpu)
     points = {}
     for point in walk(asked):
         at = (point.attention, point.loss, point.optimizer, point.micro_batch_seqs)
         points[(point.shared, *at)] = point
     num_compared = 0
     for (shared, *at), point in points.items():
-        lean = shared.trusted_with(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
+        lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, asked.min_rank))
         twin = points.get((lean, *at))
         if lean == shared or twin is None:  # its rival outran it
             continue
@@ -232,20 +232,20 @@ def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: s
     assert (len(values["lora_rank"]), len(values["kbit_fp32_cast"])) == (2, 2)
     planned = planned_values(asked, values)
     assert (planned["lora_rank"], planned["kbit_fp32_cast"]) == ((asked.min_rank,), (False,))
-    fixed = wish(model, gpu, fixed={"method": ("qlora",), "lora_rank": (32, 64), "kbit_fp32_cast": (True,)})
+    fixed = plan_request(model, gpu, fixed={"method": ("qlora",), "lora_rank": (32, 64), "kbit_fp32_cast": (True,)})
     kept = planned_values(fixed, dimension_values(fixed))
     assert (kept["lora_rank"], kept["kbit_fp32_cast"]) == ((32, 64), (True,))
 
 
 def test_of_setups_alike_in_all_that_is_preferred_the_fastest_is_taken() -> None:
     """GRPO's peak is its generation's, whatever the micro-batch: 2 were taken where 8 are 1 % faster."""
-    asked = wish("google/gemma-3-12b-it", "rtx-4090", fixed={"objective": ("grpo",)})
-    facts = Facts()
+    asked = plan_request("google/gemma-3-12b-it", "rtx-4090", fixed={"objective": ("grpo",)})
+    facts = WalkResults()
     node, best = choose(asked, dimension_values(asked), facts)
     assert node is not None
     assert best is not None
-    preferred = simplicity(best.setup), best.peak_device_bytes
-    alike = [one for one in facts.nodes()[node].sure if (simplicity(one.setup), one.peak_device_bytes) == preferred]
+    preferred = tie_break(best.setup), best.peak_device_bytes
+    alike = [one for one in facts.nodes()[node].sure if (tie_break(one.setup), one.peak_device_bytes) == preferred]
     assert len({one.micro_batch_seqs for one in alike}) > 1
     assert best.tokens_per_s == max(one.tokens_per_s for one in alike)
 

@@ -18,7 +18,7 @@ from planner.planning.answer import plan_workload
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request
 
 QWEN, GPU = "qwen/qwen3-30b-a3b", find_gpu("rtx-4090")
@@ -36,7 +36,7 @@ def test_experts_weigh_four_and_a_half_bits() -> None:
     with one fp32 scale per 64."""
     model = load(QWEN)
     experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
-    plain, packed = (weight_bytes(model, one)["layers"] for one in (PACKED.with_(quantize_experts=False), PACKED))
+    plain, packed = (weight_bytes(model, one)["layers"] for one in (PACKED.replace(quantize_experts=False), PACKED))
     assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
 
 
@@ -44,10 +44,10 @@ def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
     """As above, one fp32 scale per row; Axolotl's README of GLM-4.7-Flash: about 35 GiB so, 24 in 4 bits."""
     model = load(QWEN)
     rows, experts = 48 * 128 * (1536 + 2048), 48 * 128 * (1536 * 2048 + 2048 * 768)
-    eight = PACKED.with_(quantization="int8")
-    plain, packed = (weight_bytes(model, one)["layers"] for one in (eight.with_(quantize_experts=False), eight))
+    eight = PACKED.replace(quantization="int8")
+    plain, packed = (weight_bytes(model, one)["layers"] for one in (eight.replace(quantize_experts=False), eight))
     assert plain - packed == experts - 4 * rows
-    kept = [activation_parts(model, GPU, one).recomputed for one in (eight.with_(quantize_experts=False), eight)]
+    kept = [activation_parts(model, GPU, one).recomputed for one in (eight.replace(quantize_experts=False), eight)]
     assert kept[1] - kept[0] == 4 * 128 * (1536 * 2048 + 2048 * 768)
 
 
@@ -55,8 +55,8 @@ def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_tim
     model = load(QWEN)
     layer = 2 * 128 * (1536 * 2048 + 2048 * 768)
     for checkpointing, layers in ((0, 48), (1, 0)):
-        setup = PACKED.with_(checkpointing=checkpointing)
-        plain, packed = (activation_parts(model, GPU, one) for one in (setup.with_(quantize_experts=False), setup))
+        setup = PACKED.replace(checkpointing=checkpointing)
+        plain, packed = (activation_parts(model, GPU, one) for one in (setup.replace(quantize_experts=False), setup))
         assert packed.stored["mlp"] - plain.stored["mlp"] == layers * layer
         if checkpointing:
             assert packed.recomputed - plain.recomputed == layer
@@ -66,7 +66,7 @@ def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_tim
 def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> None:
     model = load(QWEN)
     plain, packed = (
-        speed_profile(model, GPU, one).step_time(one) for one in (PACKED.with_(quantize_experts=False), PACKED)
+        speed_profile(model, GPU, one).step_time(one) for one in (PACKED.replace(quantize_experts=False), PACKED)
     )
     assert packed.parts_s["dequantization"] > 5 * plain.parts_s["dequantization"]
     assert packed.parts_s["recompute"] > plain.parts_s["recompute"]
@@ -79,7 +79,7 @@ def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> No
     [
         (QWEN, "rtx-4090", PACKED, ""),
         (QWEN, "mi300x", PACKED, "CUDA"),
-        (QWEN, "rtx-4090", PACKED.with_(lora_targets="all-linear"), "--targets attention"),
+        (QWEN, "rtx-4090", PACKED.replace(lora_targets="all-linear"), "--targets attention"),
         ("meta-llama/Llama-3.1-8B", "rtx-4090", PACKED, "no experts"),
     ],
 )
@@ -100,7 +100,7 @@ def test_impossible_combinations_cannot_be_built(fields: dict[str, object]) -> N
 
 
 def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by_name() -> None:
-    asked = request(PACKED.with_(loss="chunked"), model=load(QWEN))
+    asked = request(PACKED.replace(loss="chunked"), model=load(QWEN))
     text = EXPORTERS["axolotl"](asked).files[0].text
     assert "quantize_moe_experts: true" in text
     assert read_text(text, "axolotl.yaml", model=load(QWEN)).setup.quantize_experts
@@ -111,21 +111,21 @@ def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by
 
 def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_it() -> None:
     """Published for Qwen3-30B-A3B QLoRA: 17.5 GB (Unsloth)."""
-    plan = plan_workload(wish(QWEN))
+    plan = plan_workload(plan_request(QWEN))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.quantize_experts
     assert plan.workload.targets == ("axolotl",)
     assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
-    assert isinstance(plan_workload(wish(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
-    assert isinstance(plan_workload(wish(QWEN, targets=("trl",))), NoPlan)
-    roomy = plan_workload(wish(QWEN, "a100-80gb"))
+    assert isinstance(plan_workload(plan_request(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
+    assert isinstance(plan_workload(plan_request(QWEN, targets=("trl",))), NoPlan)
+    roomy = plan_workload(plan_request(QWEN, "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert not roomy.chosen.setup.quantize_experts
 
 
 def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> None:
     """The published MXFP4 weights do not train and are not quantized again (planner.models.stored)."""
-    plan = plan_workload(wish("openai/gpt-oss-20b"))
+    plan = plan_workload(plan_request("openai/gpt-oss-20b"))
     assert isinstance(plan, Plan)
     assert plan.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
     assert plan.workload.model == load("unsloth/gpt-oss-20b-bf16")
@@ -133,15 +133,15 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     assert plan.chosen.setup.quantize_experts
     assert plan.chosen.verdict == "fits"
     assert "planned for its 16-bit copy unsloth/gpt-oss-20b-BF16" in plan.notes[0]
-    roomy = plan_workload(wish("openai/gpt-oss-20b", "a100-80gb"))
+    roomy = plan_workload(plan_request("openai/gpt-oss-20b", "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert roomy.workload.model.model_id == "openai/gpt-oss-20b"
     for card, kind in (("a100-80gb", Plan), ("t4", NoPlan)):  # TRL's command unpacks nothing
-        by_trl = plan_workload(wish("openai/gpt-oss-20b", card, targets=("trl",)))
+        by_trl = plan_workload(plan_request("openai/gpt-oss-20b", card, targets=("trl",)))
         assert isinstance(by_trl, kind)
         assert by_trl.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
         assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]
-    other = wish("openai/gpt-oss-20b")
+    other = plan_request("openai/gpt-oss-20b")
     found = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
     assert isinstance(found, NoPlan)  # weights of which no copy is known
     assert any("16-bit copy" in one.action and one.fits for one in found.remedies)

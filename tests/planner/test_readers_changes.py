@@ -11,8 +11,8 @@ from planner.hardware.gpus import find_gpu
 from planner.improvement import improve
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
-from planner.readers import Surroundings, read_text
-from planner.readers.supply import parse_sets, supply
+from planner.readers import FileContext, read_text
+from planner.readers.overrides import overrides, parse_sets
 from planner.readers.types import ReadConfig
 
 HEAD = """
@@ -33,7 +33,7 @@ TRAIN = (
 
 
 def read(before: str = "", after: str = "", more: str = "", train: str = TRAIN) -> ReadConfig:
-    return read_text(HEAD + before + MODEL + after + train.replace("{more}", more), "train.py", around=Surroundings())
+    return read_text(HEAD + before + MODEL + after + train.replace("{more}", more), "train.py", around=FileContext())
 
 
 FIELDS = {
@@ -106,7 +106,7 @@ def test_what_changes_nothing_is_not_asked_for(name: str) -> None:
 
 def test_a_person_says_what_lies_beside() -> None:
     found = read(after=TEACHER)
-    said = supply(found, parse_sets(["beside=16"]))
+    said = overrides(found, parse_sets(["beside=16"]))
     assert (said.missing, said.beside_bytes) == ((), 16 << 30)
     card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")
     assert model is not None
@@ -177,13 +177,13 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_tools_files_say_what_they_evaluate(name: str) -> None:
     text, seqs = FILES[name]
-    found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=Surroundings())
+    found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
     assert found.eval_seqs == seqs
 
 
 def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
     train = TRAIN.replace("512)", '1024, eval_strategy="steps", gradient_checkpointing=True), eval_dataset=(rows)')
-    versions = Surroundings(versions={"trl": "0.19.1", "transformers": "4.53.0"})
+    versions = FileContext(versions={"trl": "0.19.1", "transformers": "4.53.0"})
     found = read_text(HEAD + MODEL + train.replace("{more}", ", peft_config=LoraConfig(r=8)"), "t.py", around=versions)
     card, model = find_gpu("rtx-4090"), catalogue.load("Llama-3.1-8B")
     assert model is not None
@@ -206,18 +206,18 @@ def test_an_evaluation_that_decides_is_judged_said_and_fixed() -> None:
 def test_settings_of_swifts_reinforcement_learning_are_no_supervised_run() -> None:
     text = "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n"
     with pytest.raises(NotPlanned, match=r"reinforcement learning \(num_generations, reward_funcs\)"):
-        read_text(text, "grpo.yaml", around=Surroundings())
+        read_text(text, "grpo.yaml", around=FileContext())
 
 
 def test_a_program_of_pictures_asks_what_a_sample_shows() -> None:
     vision = MODEL.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
     program = f"{HEAD}from transformers import AutoModelForImageTextToText\n{vision}{TRAIN.replace('{more}', '')}"
-    found = read_text(program, "train.py", around=Surroundings())
+    found = read_text(program, "train.py", around=FileContext())
     assert [one.field for one in found.missing] == ["images"]
-    assert supply(found, parse_sets(["images=none"])).missing == ()
-    assert supply(found, parse_sets(["images=2x448x448"])).setup.images is not None
+    assert overrides(found, parse_sets(["images=none"])).missing == ()
+    assert overrides(found, parse_sets(["images=2x448x448"])).setup.images is not None
     with pytest.raises(NotPlanned, match="vision"):
-        read_text(program, "train.py", model=catalogue.load("Llama-3.1-8B"), around=Surroundings())
+        read_text(program, "train.py", model=catalogue.load("Llama-3.1-8B"), around=FileContext())
     with pytest.raises(NotPlanned, match="vision"):
         read_text(program.replace("AutoModelForImageTextToText", "MllamaForConditionalGeneration"), "train.py")
 
@@ -239,16 +239,16 @@ Seq2SeqTrainer(args=args, model=model, train_dataset=rows, eval_dataset=rows, co
 
 def test_a_program_of_sound_is_read_as_the_course_has_it() -> None:
     whisper = catalogue.load("openai/whisper-small")
-    found = read_text(SOUND.format(more=""), "train.py", model=whisper, around=Surroundings())
+    found = read_text(SOUND.format(more=""), "train.py", model=whisper, around=FileContext())
     setup = found.setup
     assert (setup.method, setup.precision, setup.seq_len_tokens, setup.loss) == ("full", "fp16-mixed", 225, "full")
     assert (setup.micro_batch_seqs, setup.frozen_encoder, found.missing) == (16, False, ())
     assert any("225 tokens" in one for one in found.assumptions)
     assert not found.eval_logits  # an evaluation that generates keeps tokens
-    frozen = read_text(SOUND.format(more="model.freeze_encoder()"), "train.py", model=whisper, around=Surroundings())
+    frozen = read_text(SOUND.format(more="model.freeze_encoder()"), "train.py", model=whisper, around=FileContext())
     assert frozen.setup.frozen_encoder
     with pytest.raises(NotPlanned, match="speech"):
-        read_text(SOUND.format(more=""), "train.py", model=catalogue.load("google-t5/t5-base"), around=Surroundings())
+        read_text(SOUND.format(more=""), "train.py", model=catalogue.load("google-t5/t5-base"), around=FileContext())
 
 
 LEFT_OUT = {
@@ -268,12 +268,12 @@ ASKED = {
 
 def test_settings_that_no_model_follows_are_said_and_those_that_make_another_run_are_asked_for() -> None:
     for name, (text, word) in LEFT_OUT.items():
-        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=Surroundings())
+        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
         assert any(word in said for said in found.approximations), name
     for name, (text, field) in ASKED.items():
-        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=Surroundings())
+        found = read_text(text.replace("NAME", "meta-llama/Llama-3.1-8B"), name, around=FileContext())
         assert field in {one.field for one in found.missing}, name
     halved = read_text(
-        "model_name_or_path: a\nmax_length: 9\nauto_find_batch_size: true\n", "t.yaml", around=Surroundings()
+        "model_name_or_path: a\nmax_length: 9\nauto_find_batch_size: true\n", "t.yaml", around=FileContext()
     )
     assert any("halved" in said for said in halved.assumptions)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError
-from planner.readers import Surroundings, read_config, read_text
+from planner.readers import FileContext, read_config, read_text
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -174,7 +174,7 @@ TOML = {
         "float32 or bfloat16",
     ),
 }
-SPREADS = {
+LAYOUTS = {
     "fsdp is a word": ("fsdp_config: yes\nfsdp_version: 2", "block of settings"),
     "half a mesh": ("dp_shard_size: [2]", "whole number"),
     "more cuts than GPUs": ("tensor_parallel_size: 3", "cannot be cut"),
@@ -193,11 +193,11 @@ def test_hostile_toml_gets_a_clear_error(name: str, tmp_path: Path) -> None:
     assert words in caught.value.message, caught.value.message
 
 
-@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_spreads_that_make_no_sense_get_a_clear_error(name: str) -> None:
-    lines, words = SPREADS[name]
+    lines, words = LAYOUTS[name]
     with pytest.raises(ConfigError) as caught:
-        read_text(f"base_model: x\n{lines}\n", "config.yaml", around=Surroundings(num_gpus=4))
+        read_text(f"base_model: x\n{lines}\n", "config.yaml", around=FileContext(num_gpus=4))
     assert words in caught.value.message, caught.value.message
 
 

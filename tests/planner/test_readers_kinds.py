@@ -9,8 +9,8 @@ from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.predict import predict
-from planner.readers import ReadConfig, Surroundings, read_config, read_text
-from planner.readers.supply import parse_sets, supply
+from planner.readers import FileContext, ReadConfig, read_config, read_text
+from planner.readers.overrides import overrides, parse_sets
 
 HEAD = """
 import os, sys, torch
@@ -27,7 +27,7 @@ TRAINED = "SFTTrainer(model=model, args=args, train_dataset=ds).train()\n"
 
 
 def read(body: str, num_gpus: int = 1) -> ReadConfig:
-    return read_text(HEAD + body, "train.py", around=Surroundings(num_gpus=num_gpus))
+    return read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
 
 
 def open_fields(found: ReadConfig) -> set[str]:
@@ -111,7 +111,7 @@ UNSLOTH = "from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel
     ],
 )
 def test_unsloth_gives_its_logits_back_where_it_is_told_to(said: str, environment: dict[str, str], loss: str) -> None:
-    around = Surroundings(environment=environment)
+    around = FileContext(environment=environment)
     assert read_text(HEAD + said + UNSLOTH, "train.py", around=around).setup.loss == loss
 
 
@@ -223,15 +223,15 @@ OWN_YAML = "model_name: Qwen/Qwen3-0.6B\nuse_lora: true\nlora_r: 8\ntarget_modul
     ],
 )
 def test_other_programs_settings_say_how_their_jobs_are_spread(block: str, parallel: str) -> None:
-    found = read_text(OWN_YAML + block, "conf.yaml", around=Surroundings(num_gpus=2))
+    found = read_text(OWN_YAML + block, "conf.yaml", around=FileContext(num_gpus=2))
     assert found.format == "own settings"
     assert (found.setup.parallel, "parallel" in open_fields(found)) == (parallel, False)
 
 
 def test_an_engine_whose_stage_nothing_says_is_asked_for() -> None:
-    found = read_text(OWN_YAML + "engine: deepspeed\n", "conf.yaml", around=Surroundings(num_gpus=2))
+    found = read_text(OWN_YAML + "engine: deepspeed\n", "conf.yaml", around=FileContext(num_gpus=2))
     assert "parallel" in open_fields(found)
-    assert supply(found, parse_sets(["parallel=zero3"])).setup.parallel == "zero3"
+    assert overrides(found, parse_sets(["parallel=zero3"])).setup.parallel == "zero3"
 
 
 AXOLOTL = "base_model: Qwen/Qwen3-0.6B\nmicro_batch_size: 1\nsequence_len: 4098\nadapter: lora\nlora_r: 8\n" + (
@@ -266,19 +266,19 @@ CUT = {
 @pytest.mark.parametrize("name", CUT)
 def test_gpus_that_share_a_sequence_are_no_copies(name: str) -> None:
     text, file, parallel, tokens = CUT[name]
-    setup = read_text(text, file, around=Surroundings(num_gpus=8)).setup
+    setup = read_text(text, file, around=FileContext(num_gpus=8)).setup
     assert (setup.parallel, setup.context_degree, setup.data_degree) == (parallel, 4, 2)
     assert setup.seq_len_tokens == tokens
     if not file.endswith(".sh"):
         with pytest.raises(Undetermined, match="over 4 GPUs, of 1"):
             read_text(text, file)
-    whole = read_text(text.replace(" 4\n", " 1\n"), file, around=Surroundings(num_gpus=8)).setup
+    whole = read_text(text.replace(" 4\n", " 1\n"), file, around=FileContext(num_gpus=8)).setup
     assert (whole.context_degree, whole.seq_len_tokens, whole.data_degree) == (1, 4098, 8)
 
 
 def test_sequences_cut_beside_whole_states_are_refused_by_name() -> None:
     with pytest.raises(NotPlanned, match="beside states that nothing shards"):
-        read_text(SWIFT.replace("lora", "full") + "--sequence_parallel_size 2", "a.sh", around=Surroundings(num_gpus=2))
+        read_text(SWIFT.replace("lora", "full") + "--sequence_parallel_size 2", "a.sh", around=FileContext(num_gpus=2))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_deepspeed_on_one_gpu_holds_its_own_states(zero: str, expected: tuple[st
 
 def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
     found = read_text(AXOLOTL + "deepspeed: {zero_optimization: {stage: 2}}\n", "a.yml")
-    setup = supply(found, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
+    setup = overrides(found, parse_sets(["images=1x512x512", "attention=sdpa", "kernels=eager"])).setup
     assert (setup.parallel, setup.images is None) == ("none", False)
 
 
@@ -314,16 +314,16 @@ def test_pictures_on_one_gpu_are_counted_without_zero() -> None:
     ],
 )
 def test_a_deepspeed_file_says_by_its_name_whether_it_offloads(name: str, parallel: str, offload: str) -> None:
-    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=Surroundings(num_gpus=2))
+    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
     assert (found.setup.parallel, found.setup.offload) == (parallel, offload)
     assert "offload" not in open_fields(found)
 
 
 @pytest.mark.parametrize("name", ["ds_config_zero3.json", "configs/zero2_mine.json", "stage3.yaml"])
 def test_what_the_name_of_anybodys_deepspeed_file_does_not_say_is_asked_for(name: str) -> None:
-    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=Surroundings(num_gpus=2))
+    found = read_text(AXOLOTL + f"deepspeed: {name}\n", "a.yml", around=FileContext(num_gpus=2))
     assert "offload" in open_fields(found)
-    settled = supply(found, parse_sets(["offload=optimizer"]))
+    settled = overrides(found, parse_sets(["offload=optimizer"]))
     assert (settled.setup.offload, "offload" in open_fields(settled)) == ("optimizer", False)
 
 

@@ -10,9 +10,9 @@ from planner.choices.images import Images
 from planner.errors import ConfigError, Undetermined, UsageError
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.readers import Surroundings, read_config, read_text
+from planner.readers import FileContext, read_config, read_text
+from planner.readers.overrides import overrides, parse_sets
 from planner.readers.rewrite import rewrite
-from planner.readers.supply import parse_sets, supply
 from planner.readers.types import TEXT_ALONE, ReadConfig
 
 PROGRAM = """
@@ -361,9 +361,9 @@ PICTURES = (
 def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
     found = read_text(PICTURES, "mm.yaml", model=catalogue.load("google/gemma-3-4b-it"))
     assert [one.field for one in found.missing] == ["images"]
-    given = supply(found, parse_sets(["images=2x512x384"]))
+    given = overrides(found, parse_sets(["images=2x512x384"]))
     assert (given.setup.images, given.missing) == (Images(num=2, width=512, height=384), ())
-    alone = supply(found, parse_sets(["images=none"]))
+    alone = overrides(found, parse_sets(["images=none"]))
     assert (alone.setup.images, alone.missing) == (None, ())
     with pytest.raises(UsageError, match="NUMxWIDTHxHEIGHT"):
         parse_sets(["images=many"])
@@ -373,7 +373,7 @@ def test_what_a_sample_shows_is_known_to_the_data_alone() -> None:
         model=catalogue.load("google/gemma-3-4b-it"),
     )
     assert TEXT_ALONE in said.assumptions
-    assert TEXT_ALONE not in supply(said, parse_sets(["images=1x512x512"])).assumptions
+    assert TEXT_ALONE not in overrides(said, parse_sets(["images=1x512x512"])).assumptions
     blind = read_text(PICTURES, "mm.yaml", model=catalogue.load("meta-llama/Llama-3.1-8B"))
     assert not blind.missing
     assert "images are not counted, text tokens only" in blind.approximations
@@ -544,7 +544,7 @@ def test_segments_are_fixed_where_a_launch_does_not_say_more(words: str, segment
 
 def test_a_program_may_set_the_allocator_itself() -> None:
     body = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n" + PROGRAM
-    around = Surroundings(written={"train.py": body})
+    around = FileContext(written={"train.py": body})
     assert read_text("python train.py\n", "run.sh", around=around).setup.expandable_segments
 
 
@@ -562,7 +562,7 @@ def test_ms_swift_lays_a_model_over_the_gpus_that_one_process_sees() -> None:
 
 @pytest.mark.parametrize(("version", "optimizer"), [("4.47.0", "adamw"), ("4.57.0", "adamw-fused")])
 def test_the_trainers_own_optimizer_is_that_of_its_version(version: str, optimizer: str) -> None:
-    around = Surroundings(versions={"transformers": version})
+    around = FileContext(versions={"transformers": version})
     factory = "stage: sft\ndo_train: true\nmodel_name_or_path: gpt2\ncutoff_len: 512\n"
     for name, text in (("run.sh", SWIFT + "--max_length 512\n"), ("a.yaml", factory)):
         setup = read_text(text, name, around=around).setup

@@ -7,8 +7,8 @@ import pytest
 
 from planner.errors import ConfigError, Undetermined, UsageError
 from planner.hardware.gpus import find_gpu
-from planner.readers import Surroundings, hydra, read_config, read_text
-from planner.readers.supply import determined, parse_sets, parse_versions, supply
+from planner.readers import FileContext, hydra, read_config, read_text
+from planner.readers.overrides import determined, overrides, parse_sets, parse_versions
 from planner.readers.types import ReadConfig
 
 HEAD = """
@@ -25,7 +25,7 @@ trainer.train()
 
 
 def read(body: str, *, name: str = "train.py", arguments: tuple[str, ...] | None = None, gpu: str = "") -> ReadConfig:
-    outside = Surroundings(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
+    outside = FileContext(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
     return read_text(HEAD + body, name, around=outside)
 
 
@@ -92,7 +92,7 @@ def test_what_only_running_would_tell_is_asked_for(name: str) -> None:
         determined(found)
     assert caught.value.exit_code == 3
     assert "--set micro_batch=N" in caught.value.hint
-    answered = determined(supply(found, parse_sets(["micro_batch=2"])))
+    answered = determined(overrides(found, parse_sets(["micro_batch=2"])))
     assert answered.setup.micro_batch_seqs == 2
     assert answered.origins["micro_batch_seqs"] == "--set"
 
@@ -277,7 +277,7 @@ def test_a_card_that_emulates_bf16_says_yes_to_torch_alone(question: str, on_t4:
 def test_unsloths_own_file_takes_the_cards_16_bit_type() -> None:
     own = "model: gpt2\ntraining:\n  training_type: lora\n  max_seq_length: 64\nlora: {}\n"
     for key, precision in (("t4", "fp16-autocast"), ("a100-80gb", "bf16-autocast")):
-        assert read_text(own, "unsloth.yaml", around=Surroundings(gpu=find_gpu(key))).setup.precision == precision
+        assert read_text(own, "unsloth.yaml", around=FileContext(gpu=find_gpu(key))).setup.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None
 
 def test_a_version_that_is_said_decides_the_defaults() -> None:
     body = "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=1)).train()\n"
-    old = read_text(HEAD + body, "train.py", around=Surroundings(versions=parse_versions(["trl==0.18.2"])))
+    old = read_text(HEAD + body, "train.py", around=FileContext(versions=parse_versions(["trl==0.18.2"])))
     new = read_text(HEAD + body, "train.py")
     assert (old.setup.checkpointing, old.setup.loss) == (0, "full")
     assert (new.setup.checkpointing, new.setup.loss) == (1, "chunked")
@@ -452,7 +452,7 @@ def test_files_that_only_spread_a_job_ask_for_the_job() -> None:
     found = read_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", "a.yaml")
     assert {"model", "method", "micro_batch_seqs", "seq_len_tokens"} <= open_fields(found)
     sets = ["method=qlora", "rank=16", "micro_batch=1", "accumulation=4", "seq_len=512", "checkpointing=true"]
-    answered = supply(found, parse_sets([*sets, "precision=bf16-autocast"]))
+    answered = overrides(found, parse_sets([*sets, "precision=bf16-autocast"]))
     assert open_fields(answered) == {"model"}
     assert (answered.setup.parallel, answered.setup.quantization) == ("fsdp2", "nf4-double")
 
@@ -626,7 +626,7 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
         + "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=four)\n"
         + "SFTTrainer(model, args=TrainingArguments(), peft_config=LoraConfig(r=8), max_seq_length=64).train()\n",
         "train.py",
-        around=Surroundings(versions={"trl": "0.4.7"}),
+        around=FileContext(versions={"trl": "0.4.7"}),
     )
     assert (first.setup.checkpointing, first.setup.kbit_fp32_cast) == (1, True)
     halved = read_text(
@@ -635,7 +635,7 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
         + "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=four)\n"
         + "SFTTrainer(model, args=TrainingArguments(bf16=True), peft_config=LoraConfig(r=8), packing=True).train()\n",
         "train.py",
-        around=Surroundings(versions={"trl": "0.7.1"}),
+        around=FileContext(versions={"trl": "0.7.1"}),
     )
     assert halved.setup.checkpointing == 1  # whatever the base is cast to afterwards
 
@@ -726,7 +726,7 @@ packed_sequence: {{packed_sequence_size: {packed}}}
 
 def test_recipes_of_nemo_automodel_are_read() -> None:
     recipe = "TrainFinetuneRecipeForNextTokenPrediction"
-    found = read_text(RECIPE.format(recipe=recipe, packed=1024), "a.yaml", around=Surroundings(num_gpus=2))
+    found = read_text(RECIPE.format(recipe=recipe, packed=1024), "a.yaml", around=FileContext(num_gpus=2))
     setup = found.setup
     assert (found.format, found.model_id, open_fields(found)) == ("nemo-automodel", "gpt2", set())
     assert (setup.method, setup.lora_rank, setup.precision) == ("lora", 16, "bf16-pure")
@@ -790,7 +790,7 @@ def test_a_deepspeed_file_that_is_not_there_is_asked_for_where_it_decides() -> N
     )
     assert any("shards nothing" in one for one in read(body).approximations)
     with pytest.raises(Undetermined, match="decides how the job is spread"):
-        read_text(HEAD + body, "train.py", around=Surroundings(num_gpus=8))
+        read_text(HEAD + body, "train.py", around=FileContext(num_gpus=8))
 
 
 def _hydra_folder(folder: Path) -> Path:

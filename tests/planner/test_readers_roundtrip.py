@@ -10,9 +10,9 @@ from planner.choices.rollouts import Rollout
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.exporters.install import install_calls
 from planner.models import catalogue
-from planner.readers import Surroundings, canonical, read_text
-from planner.setup import AROUND_FIELDS, OF_OTHERS, SPREAD_FIELDS, TrainSetup
-from tests.planner.launch_sweep import FEWER, objective_spreads, request, setups
+from planner.readers import FileContext, canonical, read_text
+from planner.setup import AROUND_FIELDS, LAYOUT_FIELDS, OF_OTHERS, TrainSetup
+from tests.planner.launch_sweep import FEWER, objective_layouts, request, setups
 
 SETUPS = setups(FEWER)
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
@@ -42,7 +42,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         back = read_text(
             launch.files[0].text,
             launch.files[0].path,
-            around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)),
+            around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             launcher=launcher,
         )
         expected = launch.runs_as(setup)
@@ -57,13 +57,13 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
 def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path: Path) -> None:
     (tmp_path / "launch" / target).mkdir(parents=True)
     read_back = 0
-    for setup in objective_spreads():
+    for setup in objective_layouts():
         launch = EXPORTERS[target](request(setup))
         if launch.refused:
             continue
         laid_out(launch, tmp_path / "launch")
         launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
-        around = Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,))
+        around = FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,))
         back = read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
         assert canonical(back.setup) == canonical(launch.runs_as(setup)), (target, setup)
         read_back += 1
@@ -103,10 +103,10 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path
                 launch.files[0].text,
                 Path(launch.files[0].path).name,
                 base=TrainSetup(**{**plain(setup), "accumulation_steps": 1}),
-                around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)),
+                around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             )
             assert (back.setup.num_gpus, back.setup.parallel) == (setup.num_gpus, setup.parallel)
-            assert back.setup.spread == setup.spread
+            assert back.setup.layout == setup.layout
             if target == "deepspeed":
                 assert back.setup.micro_batch_seqs == setup.micro_batch_seqs
                 assert back.setup.accumulation_steps == setup.accumulation_steps
@@ -116,7 +116,7 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path
 
 def plain(setup: TrainSetup) -> dict[str, Any]:
     """The fields of a setup on one GPU."""
-    values = {name: getattr(setup, name) for name in TrainSetup.__dataclass_fields__ if name not in SPREAD_FIELDS}
+    values = {name: getattr(setup, name) for name in TrainSetup.__dataclass_fields__ if name not in LAYOUT_FIELDS}
     return {**values, "num_gpus": 1, "parallel": "none"}
 
 
@@ -124,68 +124,68 @@ def plain(setup: TrainSetup) -> dict[str, Any]:
 def test_every_field_is_written_or_declared(target: str) -> None:
     """Changing any field changes the files, or the target declares the difference or refuses."""
     base = TrainSetup(method="qlora", quantization="nf4-double", loss="chunked")
-    full = base.with_(method="full", quantization="none", lora_rank=0, loss="full")
-    contrastive = base.with_(objective="embedding", loss="full", micro_batch_seqs=2)
+    full = base.replace(method="full", quantization="none", lora_rank=0, loss="full")
+    contrastive = base.replace(objective="embedding", loss="full", micro_batch_seqs=2)
     changes = {
-        "method": base.with_(method="lora", quantization="none"),
-        "precision": base.with_(precision="bf16-pure"),
-        "quantization": base.with_(quantization="int8"),
-        "kbit_fp32_cast": base.with_(kbit_fp32_cast=True),
-        "modules_to_save": base.with_(modules_to_save=("lm_head",)),
-        "trained_layers": base.with_(trained_layers=2),
-        "adapter": base.with_(adapter="rslora"),
-        "lora_rank": base.with_(lora_rank=32),
-        "lora_targets": base.with_(lora_targets="attention"),
-        "lora_dropout": base.with_(lora_dropout=0.1),
-        "adapter_dtype": base.with_(adapter_dtype="fp32"),
-        "optimizer": base.with_(optimizer="paged-adamw-8bit"),
-        "attention": base.with_(attention="eager"),
-        "checkpointing": base.with_(checkpointing=0),
-        "loss": base.with_(loss="full"),
-        "objective": base.with_(objective="dpo"),
-        "rollout": base.with_(objective="grpo", accumulation_steps=8, rollout=Rollout(completion_tokens=64)),
-        "precomputed_reference": base.with_(objective="dpo", precomputed_reference=True),
-        "hard_negatives": contrastive.with_(hard_negatives=1),
-        "cached_seqs": contrastive.with_(cached_seqs=1),
-        "micro_batch_seqs": base.with_(micro_batch_seqs=2),
-        "accumulation_steps": base.with_(accumulation_steps=2),
-        "seq_len_tokens": base.with_(seq_len_tokens=512),
-        "packing": base.with_(packing=True),
-        "frozen_encoder": base.with_(method="full", quantization="none", lora_rank=0, frozen_encoder=True),
-        "images": base.with_(images=Images(width=336, height=336)),
-        "compile": base.with_(compile=True),
-        "kernels": base.with_(kernels="liger"),
-        "activation_offload": base.with_(activation_offload=True),
-        "selective_checkpointing": base.with_(selective_checkpointing=True),
-        "quantize_experts": base.with_(quantize_experts=True),
-        "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
-        "parallel": base.with_(num_gpus=2, parallel="zero2"),
-        "tensor_degree": base.with_(num_gpus=2, tensor_degree=2),
-        "context_degree": base.with_(num_gpus=4, parallel="fsdp2", context_degree=2),
-        "expert_degree": full.with_(num_gpus=4, parallel="fsdp2", expert_degree=2),
-        "pipeline_degree": base.with_(num_gpus=2, pipeline_degree=2),
-        "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2, pipeline_schedule="gpipe"),
-        "shard_degree": base.with_(num_gpus=4, parallel="fsdp2", shard_degree=2),
-        "reshard_after_forward": base.with_(num_gpus=4, parallel="fsdp2", reshard_after_forward=False),
-        "offload": base.with_(num_gpus=4, parallel="fsdp2", offload="parameters"),
+        "method": base.replace(method="lora", quantization="none"),
+        "precision": base.replace(precision="bf16-pure"),
+        "quantization": base.replace(quantization="int8"),
+        "kbit_fp32_cast": base.replace(kbit_fp32_cast=True),
+        "modules_to_save": base.replace(modules_to_save=("lm_head",)),
+        "trained_layers": base.replace(trained_layers=2),
+        "adapter": base.replace(adapter="rslora"),
+        "lora_rank": base.replace(lora_rank=32),
+        "lora_targets": base.replace(lora_targets="attention"),
+        "lora_dropout": base.replace(lora_dropout=0.1),
+        "adapter_dtype": base.replace(adapter_dtype="fp32"),
+        "optimizer": base.replace(optimizer="paged-adamw-8bit"),
+        "attention": base.replace(attention="eager"),
+        "checkpointing": base.replace(checkpointing=0),
+        "loss": base.replace(loss="full"),
+        "objective": base.replace(objective="dpo"),
+        "rollout": base.replace(objective="grpo", accumulation_steps=8, rollout=Rollout(completion_tokens=64)),
+        "precomputed_reference": base.replace(objective="dpo", precomputed_reference=True),
+        "hard_negatives": contrastive.replace(hard_negatives=1),
+        "cached_seqs": contrastive.replace(cached_seqs=1),
+        "micro_batch_seqs": base.replace(micro_batch_seqs=2),
+        "accumulation_steps": base.replace(accumulation_steps=2),
+        "seq_len_tokens": base.replace(seq_len_tokens=512),
+        "packing": base.replace(packing=True),
+        "frozen_encoder": base.replace(method="full", quantization="none", lora_rank=0, frozen_encoder=True),
+        "images": base.replace(images=Images(width=336, height=336)),
+        "compile": base.replace(compile=True),
+        "kernels": base.replace(kernels="liger"),
+        "activation_offload": base.replace(activation_offload=True),
+        "selective_checkpointing": base.replace(selective_checkpointing=True),
+        "quantize_experts": base.replace(quantize_experts=True),
+        "num_gpus": base.replace(num_gpus=2, parallel="ddp"),
+        "parallel": base.replace(num_gpus=2, parallel="zero2"),
+        "tensor_degree": base.replace(num_gpus=2, tensor_degree=2),
+        "context_degree": base.replace(num_gpus=4, parallel="fsdp2", context_degree=2),
+        "expert_degree": full.replace(num_gpus=4, parallel="fsdp2", expert_degree=2),
+        "pipeline_degree": base.replace(num_gpus=2, pipeline_degree=2),
+        "pipeline_schedule": base.replace(num_gpus=2, pipeline_degree=2, pipeline_schedule="gpipe"),
+        "shard_degree": base.replace(num_gpus=4, parallel="fsdp2", shard_degree=2),
+        "reshard_after_forward": base.replace(num_gpus=4, parallel="fsdp2", reshard_after_forward=False),
+        "offload": base.replace(num_gpus=4, parallel="fsdp2", offload="parameters"),
     }
     # what a field is compared with: the same job without it
-    spread = {
-        "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
-        "expert_degree": full.with_(num_gpus=4, parallel="fsdp2"),
-        "rollout": base.with_(objective="grpo", accumulation_steps=8),
-        "precomputed_reference": base.with_(objective="dpo"),
-        "frozen_encoder": base.with_(method="full", quantization="none", lora_rank=0),
+    layout = {
+        "pipeline_schedule": base.replace(num_gpus=2, pipeline_degree=2),
+        "expert_degree": full.replace(num_gpus=4, parallel="fsdp2"),
+        "rollout": base.replace(objective="grpo", accumulation_steps=8),
+        "precomputed_reference": base.replace(objective="dpo"),
+        "frozen_encoder": base.replace(method="full", quantization="none", lora_rank=0),
         **dict.fromkeys(("hard_negatives", "cached_seqs"), contrastive),
-        **dict.fromkeys(SHARDING, base.with_(num_gpus=4, parallel="fsdp2")),
+        **dict.fromkeys(SHARDING, base.replace(num_gpus=4, parallel="fsdp2")),
     }
     # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`; which
     # linear attention runs is decided by what run.sh installs
     elsewhere = {*AROUND_FIELDS, "fsdp_version", "linear_attention", *OF_OTHERS}
     assert set(changes) == set(TrainSetup.__dataclass_fields__) - elsewhere
-    launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *SPREAD_FIELDS}
+    launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *LAYOUT_FIELDS}
     for field, setup in changes.items():
-        before = EXPORTERS[target](request(spread.get(field, base), hyper=request(base).hyper))
+        before = EXPORTERS[target](request(layout.get(field, base), hyper=request(base).hyper))
         if target in ("accelerate", "deepspeed") and field not in launcher_only:
             continue  # these files hold no method or model, and say so
         launch = EXPORTERS[target](request(setup, hyper=request(base).hyper))

@@ -1,11 +1,11 @@
-"""Configs that people write for several GPUs, read into the fields of a spread."""
+"""Configs that people write for several GPUs, read into the fields of a layout."""
 
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from planner.readers import ReadConfig, Surroundings, read_text
+from planner.readers import FileContext, ReadConfig, read_text
 from planner.setup import TrainSetup
 
 BASE = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast")
@@ -52,7 +52,7 @@ parallelism_config:
 
 
 def read(text: str, *, num_gpus: int = 8) -> ReadConfig:
-    return read_text(AXOLOTL + text, "config.yaml", around=Surroundings(num_gpus=num_gpus))
+    return read_text(AXOLOTL + text, "config.yaml", around=FileContext(num_gpus=num_gpus))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,7 +83,7 @@ def test_the_configs_that_trl_ships(name: str) -> None:
     setup = read_text(text, "accelerate.yaml", base=BASE).setup
     assert setup.parallel == ("ddp" if name == "multi_gpu" else name)
     assert setup.num_gpus == 8
-    assert setup.spread == {}
+    assert setup.layout == {}
 
 
 @pytest.mark.parametrize(("said", "version"), [("", 1), ("  fsdp_version: 2\n", 2), ("  fsdp_version: 1\n", 1)])
@@ -101,7 +101,7 @@ def test_accelerate_follows_deepspeeds_own_file(tmp_path: Path) -> None:
         ' "offload_optimizer": {"device": "cpu"}}}'
     )
     text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: configs/ds.json}\n"
-    setup = read_text(text, "accelerate.yaml", base=BASE, around=Surroundings(roots=(tmp_path,))).setup
+    setup = read_text(text, "accelerate.yaml", base=BASE, around=FileContext(roots=(tmp_path,))).setup
     assert (setup.num_gpus, setup.parallel, setup.offload) == (4, "zero3", "parameters")
 
 
@@ -118,7 +118,7 @@ def test_scripts_that_shard_while_loading(arguments: str) -> None:
         f'model = AutoModelForCausalLM.from_pretrained("x", dtype="bfloat16", {arguments})\n'
         "args = TrainingArguments(per_device_train_batch_size=2, bf16=True)\n"
     )
-    setup = read_text(text, "train.py", around=Surroundings(num_gpus=8)).setup
+    setup = read_text(text, "train.py", around=FileContext(num_gpus=8)).setup
     assert (setup.parallel, setup.tensor_degree, setup.data_degree) == ("fsdp2", 2, 4)
     plan = text.replace(arguments, 'tp_plan="auto"')
-    assert read_text(plan, "train.py", around=Surroundings(num_gpus=8)).setup.tensor_degree == 8
+    assert read_text(plan, "train.py", around=FileContext(num_gpus=8)).setup.tensor_degree == 8

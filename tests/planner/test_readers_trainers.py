@@ -5,7 +5,7 @@ import pytest
 from planner.errors import NotPlanned
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.readers import Surroundings, read_text
+from planner.readers import FileContext, read_text
 from planner.readers.types import ReadConfig
 
 HEAD = """
@@ -23,7 +23,7 @@ model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=to
 
 
 def read(body: str, arguments: tuple[str, ...] | None = None, **versions: str) -> ReadConfig:
-    return read_text(HEAD + body, "train.py", around=Surroundings(arguments=arguments, versions=versions))
+    return read_text(HEAD + body, "train.py", around=FileContext(arguments=arguments, versions=versions))
 
 
 WISHES = 'wishes = {"per_device_train_batch_size": 4, "max_seq_length": 256, "max_length": 512, "gone_long_ago": 1}\n'

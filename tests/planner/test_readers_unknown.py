@@ -9,7 +9,7 @@ from planner.errors import ConfigError, NotPlanned, Undetermined
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.readers import read_config, read_text
-from planner.readers.supply import parse_sets, supply
+from planner.readers.overrides import overrides, parse_sets
 from planner.readers.types import ReadConfig
 
 HEAD = """
@@ -99,7 +99,7 @@ def test_no_evaluation_is_counted_where_none_can_run(name: str) -> None:
 def test_an_evaluation_that_another_file_decides_is_asked_for(arguments: str) -> None:
     found = read(trained(arguments, "eval_dataset=ds['test']"))
     assert open_fields(found) == {"eval_seqs"}
-    answered = supply(found, parse_sets(["eval_batch=4"]))
+    answered = overrides(found, parse_sets(["eval_batch=4"]))
     assert (answered.eval_seqs, answered.missing) == (4, ())
 
 
@@ -123,7 +123,7 @@ def test_whether_a_model_of_unknown_make_has_adapters_is_asked_for(name: str) ->
     found = read(UNKNOWN_MODELS[name])
     assert {"method", "lora_rank"} <= open_fields(found)
     assert ("model" in open_fields(found)) == (found.model_id is None)
-    answered = supply(found, parse_sets(["method=full", "precision=bf16-mixed"]))
+    answered = overrides(found, parse_sets(["method=full", "precision=bf16-mixed"]))
     assert open_fields(answered) <= {"model"}
 
 
@@ -193,7 +193,7 @@ def test_one_condition_decides_everywhere_where_it_stands() -> None:
     )
     found = read(body)
     assert open_fields(found) == {"method"}
-    assert supply(found, parse_sets(["method=lora"])).setup.lora_rank == 4
+    assert overrides(found, parse_sets(["method=lora"])).setup.lora_rank == 4
 
 
 LAUNCHES = {
@@ -370,7 +370,7 @@ def test_a_loop_of_its_own_is_called_one(loop: str) -> None:
     assert "plan trace -- python FILE" in caught.value.hint
 
 
-SPREADS = {
+LAYOUTS = {
     "--use_deepspeed --deepspeed_config_file ds.json --num_processes 4": ("zero3", 4),
     "--num_processes 2 --use_deepspeed --zero_stage 2": ("zero2", 2),
     "--use_fsdp --fsdp_sharding_strategy FULL_SHARD --num_processes=8": ("fsdp2", 8),
@@ -379,13 +379,13 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize("words", SPREADS)
+@pytest.mark.parametrize("words", LAYOUTS)
 def test_what_accelerate_is_told_in_words_is_read_as_its_file_is(words: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "train.py").write_text(HEAD + trained())
     (tmp_path / "run.sh").write_text(f"accelerate launch {words} train.py\n")
     found = read_config(tmp_path / "run.sh")
-    assert (found.setup.parallel, found.setup.num_gpus, found.missing) == (*SPREADS[words], ())
+    assert (found.setup.parallel, found.setup.num_gpus, found.missing) == (*LAYOUTS[words], ())
 
 
 def test_a_case_of_a_known_value_is_followed() -> None:

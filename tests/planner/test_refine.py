@@ -10,11 +10,11 @@ from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
 from planner.planning.answer import plan_workload
 from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, correction_key, exact_bytes, refine
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 
 def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: list[TrainSetup]):  # type: ignore[no-untyped-def]
@@ -36,7 +36,7 @@ def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: 
 
 def planning(workload: Workload) -> PlanWith:
     """Plans again and again, as `plan` does it: what a walk computed serves the next."""
-    known = Known()
+    known = WalkCache()
     return lambda corrections: plan_workload(workload, corrections, known)
 
 
@@ -47,7 +47,7 @@ def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[P
 
 
 def test_refine_confirms_an_exact_formula_with_one_run() -> None:
-    plan, log = refined(wish("meta-llama/Llama-3.1-8B", memory_gib=22), lambda setup: 0.98)
+    plan, log = refined(plan_request("meta-llama/Llama-3.1-8B", memory_gib=22), lambda setup: 0.98)
     assert isinstance(plan, Plan)
     assert len(log) == 1
     assert plan.tree[-1].choice == "confirmed"
@@ -55,7 +55,7 @@ def test_refine_confirms_an_exact_formula_with_one_run() -> None:
 
 
 def test_refine_rejects_what_the_dry_run_cannot_fit() -> None:
-    workload = wish("meta-llama/Llama-3.1-8B")
+    workload = plan_request("meta-llama/Llama-3.1-8B")
     first = plan_workload(workload)
     assert isinstance(first, Plan)
     plan, log = refined(workload, lambda setup: 1.3 if setup.checkpointing == 0 else 1.0)
@@ -68,7 +68,7 @@ def test_refine_rejects_what_the_dry_run_cannot_fit() -> None:
 
 
 def test_refine_lets_in_what_the_formula_rejected_wrongly() -> None:
-    workload = wish("meta-llama/Llama-3.1-8B", fixed={"method": ("lora",)})
+    workload = plan_request("meta-llama/Llama-3.1-8B", fixed={"method": ("lora",)})
     before = plan_workload(workload)
     assert isinstance(before, Plan)
     after, _ = refined(workload, lambda setup: 0.7)
@@ -77,12 +77,12 @@ def test_refine_lets_in_what_the_formula_rejected_wrongly() -> None:
 
 
 def test_refine_ends_in_no_plan_where_nothing_fits() -> None:
-    plan, _ = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 50.0)
+    plan, _ = refined(plan_request("meta-llama/Llama-3.1-8B"), lambda setup: 50.0)
     assert isinstance(plan, NoPlan)
 
 
 def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> None:
-    workload = wish()
+    workload = plan_request()
     failure = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel")
     plan = refine(planning(workload), lambda setup: failure)
     assert isinstance(plan, Plan)
@@ -92,7 +92,7 @@ def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> No
 
 def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
     """The chosen setup has a dry run and its neighbours have none: half the rank is no dearer for that."""
-    plan, _ = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 0.9)
+    plan, _ = refined(plan_request("meta-llama/Llama-3.1-8B"), lambda setup: 0.9)
     assert isinstance(plan, Plan)
     smaller = next(each for each in plan.alternatives if each.label == f"rank {plan.chosen.setup.lora_rank // 2}")
     assert smaller.candidate.dry_run is None
@@ -102,7 +102,7 @@ def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
 
 def stranger(**fields: Any) -> Workload:
     """A model that only its module tree is known of, and no step profile."""
-    workload = wish("Qwen/Qwen2.5-1.5B", **fields)
+    workload = plan_request("Qwen/Qwen2.5-1.5B", **fields)
     config = {**workload.model.config, "bias_of_a_stranger": True}
     return replace(workload, model=replace(workload.model, from_tree=True, config=config))
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.decision.spreads import STAGES, spreads
+from planner.decision.layouts import STAGES, layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of
 from planner.models import catalogue
-from planner.planning.runs import Known
+from planner.planning.runs import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 ROUNDING = 1e-6
 """Whole bytes in the walk's straight lines; every candidate for the peak is extended by itself, so nothing else."""
@@ -67,11 +67,11 @@ def test_what_a_rival_outruns_is_never_smaller(
     """A run is left out for its speed, or because its rival does not fit: no plan that fits may be lost by it. Both by
     closed forms: what is left out has no step profile."""
     monkeypatch.setattr("planner.planning.peaks.profiled_step", lambda *_: None)
-    workload, known = wish(name, gpu, seq_len=seq_len), Known()
+    workload, known = plan_request(name, gpu, seq_len=seq_len), WalkCache()
     if num_gpus > 1:
         workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
     unfused = 0
-    runs = known.runs(workload, dimension_values(workload), spreads(workload, STAGES))
+    runs = known.runs(workload, dimension_values(workload), layouts(workload, STAGES))
     for run in [run for run in runs if run.rival is not None][::7]:
         assert run.rival is not None
         assert run.rival.rival is None
@@ -94,8 +94,8 @@ def test_a_run_is_left_out_where_its_rival_is_faster_by_more_than_a_preference(
             return [1000.0 if self._fused else 1000.0 * (1 - slower)] * len(pairs)
 
     monkeypatch.setattr("planner.planning.walk.family_speeds", lambda _model, _gpu, setup, *_: Fixed(setup))
-    workload = wish("Qwen/Qwen2.5-1.5B", "rtx-4090", seq_len=128)
-    runs = Known().runs(workload, dimension_values(workload), spreads(workload, STAGES))
+    workload = plan_request("Qwen/Qwen2.5-1.5B", "rtx-4090", seq_len=128)
+    runs = WalkCache().runs(workload, dimension_values(workload), layouts(workload, STAGES))
     rivalled = {run.shared for run in runs if run.rival is not None and run.shared.kernels == "eager"}
     walked = {point.shared for point in walk(workload)}
     assert rivalled

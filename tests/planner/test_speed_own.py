@@ -88,9 +88,9 @@ def test_programs_are_held_against_measurements_too() -> None:
     """A model that ships programs: what a card's own number says goes into them."""
     model, h200 = spec("Qwen/Qwen3-8B"), find_gpu("h200")
     lora = TrainSetup(micro_batch_seqs=4, seq_len_tokens=2048, lora_rank=16, kernels="liger", loss="chunked")
-    full = lora.with_(method="full", precision="bf16-mixed", lora_rank=0, checkpointing=1)
+    full = lora.replace(method="full", precision="bf16-mixed", lora_rank=0, checkpointing=1)
     points = []
-    for setup in (lora, lora.with_(checkpointing=0), full, full.with_(seq_len_tokens=1024)):
+    for setup in (lora, lora.replace(checkpointing=0), full, full.replace(seq_len_tokens=1024)):
         speed = program_speed(model, h200, setup)
         assert speed is not None
         rate = setup.tokens_per_step / (1.3 * speed.seconds_at(setup, 1.0))

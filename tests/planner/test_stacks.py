@@ -174,7 +174,7 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
     model, card = catalogue.load("meta-llama/Llama-2-70b-hf"), find_gpu("a100-80gb")
     assert model is not None
     one, two = (
-        predict_memory(model, card, recipe.with_(fsdp_version=version, reentrant_checkpointing=True))
+        predict_memory(model, card, recipe.replace(fsdp_version=version, reentrant_checkpointing=True))
         for version in (1, 2)
     )
     assert one.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
@@ -183,8 +183,11 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
     assert one.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
     small = catalogue.load("Qwen/Qwen2.5-0.5B")
     assert small is not None
-    for other in (recipe.with_(checkpointing=0), TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2")):
-        peaks = {predict_memory(small, card, other.with_(fsdp_version=version)) for version in (1, 2)}
+    for other in (
+        recipe.replace(checkpointing=0),
+        TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2"),
+    ):
+        peaks = {predict_memory(small, card, other.replace(fsdp_version=version)) for version in (1, 2)}
         assert len({one.peak_allocated_bytes for one in peaks}) == 1
     with pytest.raises(SetupError, match="fsdp_version"):
         TrainSetup(num_gpus=2, parallel="ddp", fsdp_version=1)
@@ -213,7 +216,7 @@ def test_a_compiled_step_of_torchtune_needs_what_was_published() -> None:
     values = {"precision": "bf16-pure", "micro_batch_seqs": 2, "method": "qlora", "quantization": "nf4-double"}
     setup = asked_setup({**values, "stack": "torchtune", "loss": "full", "lora_rank": 8, "packing": True})
     compiled, eager = (
-        predict_memory(model, card, setup.with_(compile=on)).peak_allocated_bytes for on in (True, False)
+        predict_memory(model, card, setup.replace(compile=on)).peak_allocated_bytes for on in (True, False)
     )
     assert compiled == pytest.approx(7.4 * GIB, rel=0.03)
     assert eager > 1.25 * compiled
@@ -237,11 +240,11 @@ def test_a_cache_that_fills_while_training_is_there_twice() -> None:
         micro_batch_seqs=4, seq_len_tokens=4096, num_gpus=8, parallel="fsdp2", fsdp_version=1, stack="plain-loop",
         transformers_version="4.33", use_cache=True, expandable_segments=False,
     )  # fmt: skip
-    adapted = full.with_(method="lora", lora_rank=16, lora_targets="attention", lora_dropout=0.05)
+    adapted = full.replace(method="lora", lora_rank=16, lora_targets="attention", lora_dropout=0.05)
     for setup, measured_gib in ((full, 38.668), (adapted, 32.572)):
         assert predict_memory(model, card, setup).peak_allocated_bytes == pytest.approx(measured_gib * GIB, rel=0.03)
     keys = 2 * 32 * 4 * 4096 * 4096 * 2
-    without = predict_memory(model, card, full.with_(use_cache=False)).peak_allocated_bytes
+    without = predict_memory(model, card, full.replace(use_cache=False)).peak_allocated_bytes
     assert predict_memory(model, card, full).peak_allocated_bytes - without == 2 * keys
 
 
@@ -253,16 +256,16 @@ def test_older_libraries_keep_more() -> None:
     def terms(setup: TrainSetup) -> dict[str, int]:
         return {one.name: one.size_bytes for one in predict_memory(MODEL, card, setup).terms}
 
-    today, older = terms(kept), terms(kept.with_(transformers_version="4.53"))
+    today, older = terms(kept), terms(kept.replace(transformers_version="4.53"))
     repeated = 24 * 2 * (14 - 2) * 64 * 2 * TOKENS
     assert older["attention inputs and outputs"] - today["attention inputs and outputs"] == repeated
-    chains = [loss_parts(MODEL, kept.with_(transformers_version=one)).loss_bytes for one in ("4.53", "4.48", "4.44")]
+    chains = [loss_parts(MODEL, kept.replace(transformers_version=one)).loss_bytes for one in ("4.53", "4.48", "4.44")]
     assert [one // LOGITS for one in chains] == [10, 14, 12]
-    packed = kept.with_(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
+    packed = kept.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
     assert "inputs that quantized matrices keep" in terms(packed)
-    assert "inputs that quantized matrices keep" not in terms(packed.with_(bitsandbytes_version="0.43.2"))
+    assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))
     with pytest.raises(SetupError, match="transformers_version"):
-        kept.with_(transformers_version="newest")
+        kept.replace(transformers_version="newest")
 
 
 def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparation_widened() -> None:
@@ -281,6 +284,6 @@ def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparatio
     plain = by("hf", method="qlora", quantization="nf4", attention="flash-attention-2", seq_len_tokens=4096)
     took = [
         step_time(MODEL, find_gpu("a100-80gb"), one).parts_s["attention"]
-        for one in (plain, plain.with_(kbit_fp32_cast=True))
+        for one in (plain, plain.replace(kbit_fp32_cast=True))
     ]
     assert took[0] == took[1]

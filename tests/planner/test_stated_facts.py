@@ -15,7 +15,7 @@ from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
 from planner.memory.weights import weight_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.readers import Surroundings, evaluating, read_text, sharding
+from planner.readers import FileContext, evaluating, read_text, sharding
 from planner.readers.values import Settings
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
@@ -73,7 +73,7 @@ def test_deepspeeds_ways_of_offloading(zero: dict[str, object], offload: str) ->
     """The flags of DeepSpeed before 0.3.16 (`cpu_offload`, `cpu_offload_params`) and the blocks since."""
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
     base = TrainSetup(num_gpus=4, parallel="ddp")
-    assert read_text(text, "ds.json", base=base, around=Surroundings(num_gpus=4)).setup.offload == offload
+    assert read_text(text, "ds.json", base=base, around=FileContext(num_gpus=4)).setup.offload == offload
 
 
 EVALUATED = {
@@ -174,7 +174,7 @@ def test_transformers_mesh(said: str, shard: int, copies: int, tensor: int, stag
     """`DistributedConfig`: each size by its name; a plan for tensor parallelism without a size takes the GPUs left."""
     block = {"fsdp_size": shard, "dp_replicate_size": copies, "pp_size": stages}
     block |= {"tp_size": tensor} if said == "tp_size" else {"tp_plan": "auto"} if tensor > 1 else {}
-    settings = Settings({}, "train.py", Surroundings(num_gpus=shard * copies * tensor * stages))
+    settings = Settings({}, "train.py", FileContext(num_gpus=shard * copies * tensor * stages))
     found = sharding.distributed(settings, block)
     expected: dict[str, object] = {"parallel": "fsdp2"} if shard * copies > 1 else {}
     expected |= {"tensor_degree": tensor} if tensor > 1 else {}
@@ -195,7 +195,7 @@ def test_sequences_that_are_cut(key: str, degree: int) -> None:
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_shards_go_over_the_gpus_of_one_sequence_too(context: int) -> None:
-    settings = Settings({}, "train.py", Surroundings(num_gpus=8 * context))
+    settings = Settings({}, "train.py", FileContext(num_gpus=8 * context))
     found = sharding.hybrid(settings, 8 * context, shard=4, copies=2, tensor=1, context=context)
     assert found == {"shard_degree": 4 * context, **({"context_degree": context} if context > 1 else {})}
 
@@ -212,7 +212,7 @@ WORDS = {
 
 @pytest.mark.parametrize("words", WORDS)
 def test_fsdps_words(words: str) -> None:
-    settings = Settings({}, "train.py", Surroundings(num_gpus=8))
+    settings = Settings({}, "train.py", FileContext(num_gpus=8))
     found = sharding.fsdp_words(settings, f"{words} auto_wrap", {})
     said = found.get("reshard_after_forward", True), found.get("offload", "none")
     assert (found["parallel"], *said) == ("fsdp2", *WORDS[words])
@@ -221,9 +221,15 @@ def test_fsdps_words(words: str) -> None:
 def test_the_losss_moments_have_each_its_own_bytes() -> None:
     trained = SimpleNamespace(head=3, outer_bytes=2)
     state: Any = SimpleNamespace(
-        loss_forward_bytes=10, loss_backward_bytes=200, trained=trained, asked_bytes=3000, arriving_bytes=40_000
+        loss_forward_bytes=10,
+        loss_backward_bytes=200,
+        trained=trained,
+        reference_forward_bytes=3000,
+        arriving_bytes=40_000,
     )
-    chain: Any = SimpleNamespace(within_bytes=1, loss_bytes=2, backward_bytes=3, logits_bytes=4, asked_bytes=5)
+    chain: Any = SimpleNamespace(
+        within_bytes=1, loss_bytes=2, backward_bytes=3, logits_bytes=4, reference_forward_bytes=5
+    )
     found = LossMoment.of(state, chain, 700_000)
     expected = {"within": 700_011, "forward": 700_002, "backward": 203, "head": 10, "asked": 3005, "arriving": 40_000}
     assert found._asdict() == expected

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from planner.choices.spreads import PARALLELS
+from planner.choices.layouts import PARALLELS
 from planner.decision import policy, remedies
 from planner.decision.node import Node
 from planner.decision.tree import (
@@ -20,10 +20,10 @@ from planner.decision.tree import (
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.targets import num_lora_params
+from planner.plan_request import PlanRequest
 from planner.planning.lora_rank import MAX_RANK
 from planner.setup import TrainSetup
 from planner.setup_fields import PRECISIONS
-from planner.wish import Wish
 from planner.workload import Workload
 
 MODEL = catalogue.load("meta-llama/Llama-3.2-1B")
@@ -33,7 +33,7 @@ NODES = {"full": Node.FULL, "lora": Node.LORA, "4": Node.FOUR_BIT, "8": Node.EIG
 
 def workload(gpu: str = "h100-sxm", **wishes: Any) -> Workload:
     assert MODEL is not None
-    return Wish(**wishes).workload(MODEL, find_gpu(gpu))
+    return PlanRequest(**wishes).workload(MODEL, find_gpu(gpu))
 
 
 def known(speed: float | None, *, sure: bool = True) -> Any:
@@ -50,7 +50,7 @@ def taken(speeds: dict[str, float], *, only_may: tuple[str, ...] = (), **how: An
 
 LESS, MORE = 1 - METHOD_BAND, 1 + METHOD_BAND
 TAKEN: list[tuple[dict[str, float], dict[str, Any], str]] = [
-    # speeds of what fits, the wish -> the class taken
+    # speeds of what fits, the request -> the class taken
     ({"lora": 1.0, "4": 5.0, "8": 5.0}, {}, "lora"),
     ({"4": 1.0, "8": 5.0}, {}, "4"),
     ({"8": 1.0, "full": 0.1}, {}, "8"),
@@ -173,8 +173,8 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
 
     needs = {"optimizer": 10 << 30, "parameters": 30 << 30}
 
-    def points(wish: Workload) -> dict[Node, Any]:
-        (offload,) = wish.fixed["offload"]
+    def points(plan_request: Workload) -> dict[Node, Any]:
+        (offload,) = plan_request.fixed["offload"]
         setup = SimpleNamespace(offload=offload)
         return {Node.LORA: SimpleNamespace(setup=setup, tokens_per_s=1.0, peak_device_bytes=0)}
 
@@ -196,7 +196,7 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
 )
 def test_the_simpler_is_preferred_among_what_loses_the_same(other: dict[str, Any], same: bool) -> None:
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed")
-    assert policy.equals(setup, setup.with_(**other)) is same
+    assert policy.equals(setup, setup.replace(**other)) is same
 
 
 def test_a_roomier_card_saves_what_it_has_more() -> None:

@@ -199,7 +199,7 @@ def test_one_sequence_has_its_own_runs() -> None:
 
 @pytest.mark.parametrize(("tokens", "complete"), [(999, True), (1000, True), (1001, False)])
 def test_the_longest_length_that_was_run_is_one_of_them(tokens: int, complete: bool) -> None:
-    setup = SETUP.with_(seq_len_tokens=tokens)
+    setup = SETUP.replace(seq_len_tokens=tokens)
     assert ProfiledStep(profile(("load", False, MIB), longest=1000), model(), setup).complete == complete
 
 

@@ -20,10 +20,10 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.outcome import Rung
 from planner.packed import write_packed
+from planner.plan_request import PlanRequest
 from planner.planning.walk import walk
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.wish import Wish
 
 GPU = find_gpu("a100-80gb")
 NAME = "Qwen/Qwen2.5-0.5B"
@@ -143,9 +143,9 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     model, setup = _fresh(shipped[0]), shipped[1]
     found = predict(model, GPU, setup)
     assert found.rung is Rung.PROFILE
-    assert found.memory_band_fraction < predict(model, GPU, setup.with_(loss="full")).memory_band_fraction
+    assert found.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
     for fields in ({"checkpointing": 0}, {"stack": "axolotl"}, {"num_gpus": 2, "parallel": "fsdp2"}):
-        assert predict(model, GPU, setup.with_(**fields)).rung is Rung.FORMULA
+        assert predict(model, GPU, setup.replace(**fields)).rung is Rung.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]
     mine = memory_of(model, GPU, setup)[0].breakdown
@@ -156,7 +156,7 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
 
 def test_a_rank_of_ddp_holds_what_one_gpu_does_and_its_buckets(shipped: Any) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
-    alone, (rank,) = (memory_of(model, GPU, one) for one in (setup, setup.with_(num_gpus=4, parallel="ddp")))
+    alone, (rank,) = (memory_of(model, GPU, one) for one in (setup, setup.replace(num_gpus=4, parallel="ddp")))
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     assert rank.num_ranks == 4
     assert rank.breakdown.profiled
@@ -182,7 +182,7 @@ def test_a_user_s_own_profiles_come_first_where_the_libraries_are_those_installe
 def test_the_walk_takes_the_same_peaks(shipped: Any, num_gpus: int) -> None:
     model, setup = _fresh(shipped[0]), shipped[1]
     fixed = {"method": ("lora",), "precision": ("bf16-autocast",), "lora_targets": ("all-linear",)}
-    asked = Wish(fixed=fixed, seq_len=1024, global_batch=8).workload(model, GPU)
+    asked = PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(model, GPU)
     if num_gpus > 1:
         asked = replace(asked, cluster=make_cluster(GPU, num_gpus))
     seen = 0

@@ -80,8 +80,8 @@ def test_courses_are_composed_in_any_grouping() -> None:
 @pytest.mark.parametrize(
     ("measured_s", "setup"),
     [
-        (0.545, FULL.with_(micro_batch_seqs=16)),
-        (0.427, FULL.with_(kernels="eager", checkpointing=1)),
+        (0.545, FULL.replace(micro_batch_seqs=16)),
+        (0.427, FULL.replace(kernels="eager", checkpointing=1)),
     ],
 )
 def test_program_is_near_measured_steps(measured_s: float, setup: TrainSetup) -> None:
@@ -90,7 +90,7 @@ def test_program_is_near_measured_steps(measured_s: float, setup: TrainSetup) ->
 
 
 def test_program_answers_alike_short_and_whole() -> None:
-    for setup in (FULL, LORA.with_(accumulation_steps=4, checkpointing=1), LORA.with_(loss="liger")):
+    for setup in (FULL, LORA.replace(accumulation_steps=4, checkpointing=1), LORA.replace(loss="liger")):
         speed = speed_profile(MODEL, H200, setup)
         assert isinstance(speed, ProgramSpeed)
         whole = speed.step_time(setup)
@@ -106,29 +106,29 @@ def test_more_of_anything_takes_longer() -> None:
         speed = speed_profile(MODEL, H200, setup)
         steps = [speed.at(micro, 2)[0] for micro in (1, 2, 3, 5, 8, 16)]
         assert steps == sorted(steps)
-        longer = setup.with_(seq_len_tokens=2 * setup.seq_len_tokens)
+        longer = setup.replace(seq_len_tokens=2 * setup.seq_len_tokens)
         assert (
             speed_profile(MODEL, H200, longer).at(4, 1)[0]
             > speed.at(4, 1)[0]
-            > speed_profile(MODEL, H200, setup.with_(seq_len_tokens=setup.seq_len_tokens // 2)).at(4, 1)[0]
+            > speed_profile(MODEL, H200, setup.replace(seq_len_tokens=setup.seq_len_tokens // 2)).at(4, 1)[0]
         )
-    recomputed = speed_profile(MODEL, H200, FULL.with_(checkpointing=1)).at(8, 1)[0]
+    recomputed = speed_profile(MODEL, H200, FULL.replace(checkpointing=1)).at(8, 1)[0]
     assert recomputed > speed_profile(MODEL, H200, FULL).at(8, 1)[0]
 
 
 def test_what_has_no_program_is_the_formulas() -> None:
-    offloaded = LORA.with_(checkpointing=1, activation_offload=True)
+    offloaded = LORA.replace(checkpointing=1, activation_offload=True)
     scaled = speed_profile(MODEL, H200, offloaded)
     assert isinstance(scaled, ScaledSpeed)
     whole = scaled.step_time(offloaded)
     assert scaled.at(1, 1) == pytest.approx((whole.step_time_s, whole.tokens_per_s))
-    assert whole.step_time_s > speed_profile(MODEL, H200, LORA.with_(checkpointing=1)).at(1, 1)[0]
+    assert whole.step_time_s > speed_profile(MODEL, H200, LORA.replace(checkpointing=1)).at(1, 1)[0]
     assert isinstance(speed_profile(MODEL, find_gpu("mi300x"), LORA), ThroughputProfile)
-    assert isinstance(speed_profile(MODEL, H200, LORA.with_(adapter="dora")), ThroughputProfile)
+    assert isinstance(speed_profile(MODEL, H200, LORA.replace(adapter="dora")), ThroughputProfile)
 
 
 def test_paged_optimizer_moves_its_states() -> None:
-    paged = FULL.with_(optimizer="paged-adamw-32bit")
+    paged = FULL.replace(optimizer="paged-adamw-32bit")
     answer = speed_profile(MODEL, H200, paged).step_time(paged)
     formula = throughput_profile(MODEL, H200, paged, conditions=CURRENT).step_time(paged)
     assert answer.parts_s["paging"] == pytest.approx(formula.parts_s["paging"])

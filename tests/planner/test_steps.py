@@ -1,4 +1,4 @@
-"""Small data gets enough optimizer steps, by a smaller batch and then by more epochs; a wish is never overruled."""
+"""Small data gets enough optimizer steps, by a smaller batch and then by more epochs; a request is never overruled."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import pytest
 
 from planner.cli.answer import workload_for
 from planner.cli.data_options import DataOptions
-from planner.cli.wish_options import WishOptions
+from planner.cli.request_options import RequestOptions
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.job import checkpoint_bytes
 from planner.errors import UsageError
@@ -19,6 +19,7 @@ from planner.hyperparameters import rate_batch
 from planner.memory.around import evaluation_bytes, logits_bytes, occasions
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.samples.dataset import choose_length, measure
 from planner.samples.steps import (
@@ -31,11 +32,10 @@ from planner.samples.steps import (
 )
 from planner.samples.useful import epoch_s, useful_speeds, useful_tokens_per_s
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from planner.workload import Data
 from reports.command import default_next_command
 from reports.text import epoch_sentence
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.planner.launch_sweep import request
 
 
@@ -59,7 +59,7 @@ def test_a_packed_row_counts_as_the_samples_in_it() -> None:
 def test_what_evaluating_and_saving_take() -> None:
     """Evaluation at the micro-batch is below the training peak; at transformers' 8 it would not be on this card."""
     fixed = {"method": ("lora",), "optimizer": ("adamw-fused",)}
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
+    asked = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed=fixed)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     setup = plan.chosen.setup
@@ -109,12 +109,12 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
     model = resolve_model("HuggingFaceTB/SmolLM2-135M")
     data = Data(epoch_tokens=choice.epoch_tokens, epoch_seqs=choice.epoch_seqs)
     options = {"seq_len": choice.seq_len_tokens, "data": data}
-    asked = Wish(**options).workload(model, find_gpu("rtx-4090"))
+    asked = PlanRequest(**options).workload(model, find_gpu("rtx-4090"))
     assert asked.global_batch_seqs == 8
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert any("optimizer steps an epoch" in note for note in plan.notes)
-    asked = Wish(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
+    asked = PlanRequest(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
     assert asked.global_batch_seqs == 64
 
 
@@ -134,14 +134,14 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
 def test_a_job_is_planned_from_numbers_alone(
     fields: dict[str, tuple[object, ...]], options: dict[str, int], epoch: tuple[int | None, int | None, float]
 ) -> None:
-    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, data=Data(**options))
+    asked = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, data=Data(**options))
     data = asked.data
     assert (data.epoch_tokens, data.epoch_seqs, data.samples_per_seq) == epoch
     assert bool(data.real_fractions) == (epoch == (84_000, 500, 1.0))  # rows of the mean: shorter than 2,048
 
 
 def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
-    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
+    asked = plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     notes = " ".join(plan.notes)
@@ -149,7 +149,7 @@ def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
         assert words in notes
     assert "2 epochs of 84 k tokens take" in epoch_sentence(asked, plan.chosen)
     assert "--dataset-tokens 84000 --samples 500" in default_next_command(plan)
-    full = plan_workload(wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
+    full = plan_workload(plan_request("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
     assert isinstance(full, Plan)
     assert "on average" not in " ".join(full.notes)
 
@@ -160,7 +160,7 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps({"text": "word" * number}) for number in [400] * 60 + [1990] * 4))
     epochs = {}
     for packing in (True, False):
-        options = WishOptions(packing=packing, method=["lora"])
+        options = RequestOptions(packing=packing, method=["lora"])
         asked = workload_for("Qwen/Qwen2.5-0.5B", "t4", options, data=DataOptions(dataset=str(file)))
         plan, blind = plan_workload(asked), plan_workload(replace(asked, data=replace(asked.data, real_fractions=())))
         assert isinstance(plan, Plan)
@@ -181,7 +181,7 @@ def test_a_file_has_its_own_number_of_samples(tmp_path: Path) -> None:
     file.write_text('{"text": "hello"}')
     with pytest.raises(UsageError, match="has 1 sample"):
         workload_for(
-            "HuggingFaceTB/SmolLM2-135M", "rtx-4090", WishOptions(samples=3), data=DataOptions(dataset=str(file))
+            "HuggingFaceTB/SmolLM2-135M", "rtx-4090", RequestOptions(samples=3), data=DataOptions(dataset=str(file))
         )
 
 
@@ -196,7 +196,7 @@ def test_ragged_chats_are_packed_whole_and_give_enough_steps(tmp_path: Path, num
     file.write_text(
         "\n".join(json.dumps({"messages": [ASKED, {"role": "assistant", "content": one}]}) for one in words)
     )
-    asked = workload_for("meta-llama/Llama-3.1-8B", "rtx-4090", WishOptions(), data=DataOptions(dataset=str(file)))
+    asked = workload_for("meta-llama/Llama-3.1-8B", "rtx-4090", RequestOptions(), data=DataOptions(dataset=str(file)))
     assert asked.fixed["packing"] == (True,)
     assert asked.seq_len_tokens > max(map(len, words)) / 4  # nothing is cut
     assert asked.min_rank == 16

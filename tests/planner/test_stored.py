@@ -12,11 +12,11 @@ from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.space import dimension_values
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from tests.planner.launch_sweep import request
 
 STORED = {"openai/gpt-oss-20b": "mxfp4", "openai/gpt-oss-120b": "mxfp4", "deepseek-ai/DeepSeek-V3": "fp8"}
@@ -45,7 +45,7 @@ def test_every_file_loads_them_dequantized_or_is_refused(name: str) -> None:
     values = yaml.safe_load(EXPORTERS["axolotl"](request(LORA, model=model)).files[0].text)
     assert values["model_quantization_config"] == wanted
     assert values["model_quantization_config_kwargs"] == {"dequantize": True}
-    trl = EXPORTERS["trl"](request(LORA.with_(loss="chunked"), model=model)).refused
+    trl = EXPORTERS["trl"](request(LORA.replace(loss="chunked"), model=model)).refused
     assert wanted in trl  # YAML holds no object of a class, and transformers compares classes
     assert "hf target" in trl
     assert "conversions of its own" in EXPORTERS["unsloth"](request(LORA, model=model)).refused
@@ -61,10 +61,10 @@ def test_llama_factory_forces_a_kernel_without_gradients_of_sinks() -> None:
 @pytest.mark.parametrize("name", STORED)
 def test_they_are_never_planned_with_a_quantized_base(name: str) -> None:
     model, gpu = load(name), find_gpu("h100-sxm")
-    assert dimension_values(Wish().workload(model, gpu))["method"] == ("full", "lora")
+    assert dimension_values(PlanRequest().workload(model, gpu))["method"] == ("full", "lora")
     with pytest.raises(UsageError, match="cannot quantize again"):
-        dimension_values(Wish(fixed={"method": ["qlora"]}).workload(model, gpu))
-    qlora = LORA.with_(method="qlora", quantization="nf4-double")
+        dimension_values(PlanRequest(fixed={"method": ["qlora"]}).workload(model, gpu))
+    qlora = LORA.replace(method="qlora", quantization="nf4-double")
     assert any("cannot run" in note for note in predict(model, gpu, qlora).notes)
     assert any("loaded dequantized" in note for note in predict(model, gpu, LORA).notes)
     for target in ("trl", "hf", "axolotl", "llamafactory", "unsloth"):
@@ -122,21 +122,21 @@ def test_a_name_is_no_part_of_a_number() -> None:
 
 def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
     model = published("meta-llama/Llama-3.1-8B", DYNAMIC)
-    plan = plan_workload(Wish().workload(model, find_gpu("h100-sxm")))
+    plan = plan_workload(PlanRequest().workload(model, find_gpu("h100-sxm")))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.quantization == "nf4-double"
     assert any("3 % of its matrices in 16 bits" in note for note in plan.chosen.formula.notes)
     with pytest.raises(UsageError, match="loads as that"):
-        dimension_values(Wish(fixed={"method": ("lora",)}).workload(model, find_gpu("h100-sxm")))
+        dimension_values(PlanRequest(fixed={"method": ("lora",)}).workload(model, find_gpu("h100-sxm")))
     assert "16-bit copy" in EXPORTERS["hf"](request(LORA, model=model)).refused
 
 
 def test_a_base_of_which_nothing_is_quantized_is_not_planned_quantized() -> None:
     """Falcon's layers are a class of its own, which bitsandbytes leaves in 16 bits."""
     falcon, gpu = load("tiiuae/falcon-7b"), find_gpu("rtx-4090")
-    assert dimension_values(Wish().workload(falcon, gpu))["quantization"] == ("none",)
+    assert dimension_values(PlanRequest().workload(falcon, gpu))["quantization"] == ("none",)
     with pytest.raises(UsageError, match="quantizes no matrix of falcon"):
-        dimension_values(Wish(fixed={"method": ("qlora",)}).workload(falcon, gpu))
+        dimension_values(PlanRequest(fixed={"method": ("qlora",)}).workload(falcon, gpu))
 
 
 @pytest.mark.parametrize("names", [None, "lm_head", [], [1, None, ""], ["(a+)+$"] * 6000])

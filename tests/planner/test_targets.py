@@ -50,7 +50,7 @@ def test_counts_grow_with_rank_and_with_targets() -> None:
 
 
 def test_explicit_attention_names_adapt_what_attention_adapts() -> None:
-    """But for idle towers, whose modules may carry the same names."""
+    """But for idle encoders, whose modules may carry the same names."""
     for name in catalogue.names():
         model = load(name)
         if not model.idle_layers:

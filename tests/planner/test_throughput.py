@@ -117,7 +117,7 @@ def test_matmul_s_thin_is_bound_by_memory() -> None:
 
 def test_flops_full_is_six_per_weight_and_token() -> None:
     """Kaplan et al. 2020, section 2.1: 6 N per token, and half of 12 x layers x width x tokens for causal attention."""
-    setup = SETUPS["full"].with_(seq_len_tokens=1024)
+    setup = SETUPS["full"].replace(seq_len_tokens=1024)
     weights = SMALL.num_active_params
     attention = 6 * SMALL.num_layers * 32 * 64 * 1024 * setup.tokens_per_step
     expected = 6 * weights * setup.tokens_per_step + attention
@@ -126,21 +126,21 @@ def test_flops_full_is_six_per_weight_and_token() -> None:
 
 def test_flops_lora_lacks_the_weight_gradients() -> None:
     full = step_time(MISTRAL, A100, SETUPS["full"]).flops
-    lora = step_time(MISTRAL, A100, SETUPS["full"].with_(method="lora", lora_rank=8)).flops
+    lora = step_time(MISTRAL, A100, SETUPS["full"].replace(method="lora", lora_rank=8)).flops
     assert 0.66 < lora / full < 0.70
 
 
 def test_flops_of_partial_training_are_those_that_the_backward_reaches() -> None:
     """The last 4 of 32 layers: forwards of all, gradients of 4 layers' inputs and weights, of the head's input; the
     first 4: of all inputs. Under checkpointing transformers' backward goes through all layers whatever trains."""
-    plain = SETUPS["full"].with_(precision="bf16-autocast", checkpointing=0)
+    plain = SETUPS["full"].replace(precision="bf16-autocast", checkpointing=0)
     head, tokens = MISTRAL.vocab_size * MISTRAL.hidden_size, plain.tokens_per_step
     layers = MISTRAL.num_active_params - head
-    whole, last, first = (step_time(MISTRAL, A100, plain.with_(trained_layers=one)).flops for one in (0, 4, -4))
+    whole, last, first = (step_time(MISTRAL, A100, plain.replace(trained_layers=one)).flops for one in (0, 4, -4))
     attention = whole - 6 * (layers + head) * tokens
     assert last == pytest.approx((2.5 * layers + 4 * head) * tokens + attention * (1 + 2 / 8) / 3, rel=0.001)
     assert first == pytest.approx((4.25 * layers + 4 * head) * tokens + attention, rel=0.001)
-    checkpointed = step_time(MISTRAL, A100, plain.with_(checkpointing=1, trained_layers=4)).flops
+    checkpointed = step_time(MISTRAL, A100, plain.replace(checkpointing=1, trained_layers=4)).flops
     assert checkpointed == pytest.approx(first, rel=1e-9)
 
 
@@ -158,7 +158,7 @@ def test_step_time_parts_sum_up(name: str) -> None:
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.parametrize(("micro", "steps"), [(1, 1), (3, 5), (8, 2)])
 def test_profile_at_equals_step_time(name: str, micro: int, steps: int) -> None:
-    setup = SETUPS[name].with_(micro_batch_seqs=micro, accumulation_steps=steps)
+    setup = SETUPS[name].replace(micro_batch_seqs=micro, accumulation_steps=steps)
     answer = step_time(MISTRAL, A100, setup)
     seconds, tokens_per_s = throughput_profile(MISTRAL, A100, setup).at(micro, steps)
     assert seconds == pytest.approx(answer.step_time_s, rel=SUM_TOLERANCE)
@@ -169,17 +169,17 @@ def test_profile_at_equals_step_time(name: str, micro: int, steps: int) -> None:
 def test_step_time_rises_with_work(name: str) -> None:
     setup = SETUPS[name]
     base = step_time(MISTRAL, A100, setup).step_time_s
-    assert step_time(MISTRAL, A100, setup.with_(micro_batch_seqs=setup.micro_batch_seqs * 2)).step_time_s > base
-    assert step_time(MISTRAL, A100, setup.with_(seq_len_tokens=setup.seq_len_tokens * 2)).step_time_s > base
-    assert step_time(MISTRAL, A100, setup.with_(accumulation_steps=2)).step_time_s > base
+    assert step_time(MISTRAL, A100, setup.replace(micro_batch_seqs=setup.micro_batch_seqs * 2)).step_time_s > base
+    assert step_time(MISTRAL, A100, setup.replace(seq_len_tokens=setup.seq_len_tokens * 2)).step_time_s > base
+    assert step_time(MISTRAL, A100, setup.replace(accumulation_steps=2)).step_time_s > base
     if setup.method != "full":
-        assert step_time(MISTRAL, A100, setup.with_(lora_rank=256)).step_time_s > base
+        assert step_time(MISTRAL, A100, setup.replace(lora_rank=256)).step_time_s > base
 
 
 def test_step_time_saturates_with_the_micro_batch() -> None:
     """Each doubling buys less; the largest micro-batch may be slightly slower (its tensors leave the L2 cache)."""
-    setup = SETUPS["lora"].with_(seq_len_tokens=512, checkpointing=0)
-    speeds = [step_time(SMALL, A100, setup.with_(micro_batch_seqs=2**power)).tokens_per_s for power in range(7)]
+    setup = SETUPS["lora"].replace(seq_len_tokens=512, checkpointing=0)
+    speeds = [step_time(SMALL, A100, setup.replace(micro_batch_seqs=2**power)).tokens_per_s for power in range(7)]
     gains = [after / before for before, after in pairwise(speeds)]
     assert all(gain >= 1.0 - CACHE_TOLERANCE for gain in gains)
     assert gains[0] > 1.3
@@ -190,18 +190,18 @@ def test_checkpointing_costs_about_one_more_forward() -> None:
     """ms-swift measured 1.42 and 1.44 for Qwen-7B with LoRA on an A100; here 1.2 to 1.5 for any method."""
     for name in ("full", "lora", "qlora"):
         setup = SETUPS[name]
-        on = step_time(MISTRAL, A100, setup.with_(checkpointing=1)).step_time_s
-        half = step_time(MISTRAL, A100, setup.with_(checkpointing=2)).step_time_s
-        off = step_time(MISTRAL, A100, setup.with_(checkpointing=0)).step_time_s
+        on = step_time(MISTRAL, A100, setup.replace(checkpointing=1)).step_time_s
+        half = step_time(MISTRAL, A100, setup.replace(checkpointing=2)).step_time_s
+        off = step_time(MISTRAL, A100, setup.replace(checkpointing=0)).step_time_s
         assert off < half < on
         assert 1.2 < on / off < 1.5
 
 
 def test_quantization_is_never_free() -> None:
-    lora = SETUPS["lora"].with_(adapter_dtype="bf16", lora_dropout=0.0)
-    nf4 = lora.with_(method="qlora", quantization="nf4")
-    double = lora.with_(method="qlora", quantization="nf4-double")
-    cast = double.with_(kbit_fp32_cast=True)
+    lora = SETUPS["lora"].replace(adapter_dtype="bf16", lora_dropout=0.0)
+    nf4 = lora.replace(method="qlora", quantization="nf4")
+    double = lora.replace(method="qlora", quantization="nf4-double")
+    cast = double.replace(kbit_fp32_cast=True)
     times = [step_time(MISTRAL, A100, setup).step_time_s for setup in (lora, nf4, double, cast)]
     assert times == sorted(times)
     assert step_time(MISTRAL, A100, nf4).parts_s["dequantization"] > 0
@@ -210,10 +210,10 @@ def test_quantization_is_never_free() -> None:
 
 def test_fused_choices_are_not_slower() -> None:
     setup = SETUPS["full"]
-    foreach = step_time(MISTRAL, A100, setup.with_(optimizer="adamw")).step_time_s
-    assert step_time(MISTRAL, A100, setup.with_(optimizer="adamw-fused")).step_time_s < foreach
-    eager = step_time(MISTRAL, A100, setup.with_(attention="eager", seq_len_tokens=4096)).step_time_s
-    assert step_time(MISTRAL, A100, setup.with_(attention="sdpa", seq_len_tokens=4096)).step_time_s < eager
+    foreach = step_time(MISTRAL, A100, setup.replace(optimizer="adamw")).step_time_s
+    assert step_time(MISTRAL, A100, setup.replace(optimizer="adamw-fused")).step_time_s < foreach
+    eager = step_time(MISTRAL, A100, setup.replace(attention="eager", seq_len_tokens=4096)).step_time_s
+    assert step_time(MISTRAL, A100, setup.replace(attention="sdpa", seq_len_tokens=4096)).step_time_s < eager
     fused = Conditions(fused_norm_rope=True, fused_loss=True)
     assert step_time(MISTRAL, A100, setup, conditions=fused).step_time_s < step_time(MISTRAL, A100, setup).step_time_s
 
@@ -229,7 +229,7 @@ def test_step_time_emulated_bf16_is_named_and_slow() -> None:
 
 
 def test_step_time_faster_cards_are_faster() -> None:
-    setup = SETUPS["lora"].with_(precision="bf16-autocast")
+    setup = SETUPS["lora"].replace(precision="bf16-autocast")
     speeds = [
         step_time(MISTRAL, find_gpu(key), setup).tokens_per_s for key in ("rtx-3090", "rtx-4090", "a100-80gb", "h200")
     ]
@@ -277,9 +277,9 @@ def test_a_familys_key_has_every_field_but_those_it_does_not_know() -> None:
     setup = TrainSetup(attention="sdpa", seq_len_tokens=4096)
     llama = model("meta-llama/llama-3.1-8b")
     padded = step_time(llama, A100, setup)
-    packed = step_time(llama, A100, setup.with_(packing=True))
+    packed = step_time(llama, A100, setup.replace(packing=True))
     assert packed.parts_s["attention"] != padded.parts_s["attention"]
-    assert step_time(llama, A100, setup.with_(loss="liger")).parts_s["attention"] == padded.parts_s["attention"]
+    assert step_time(llama, A100, setup.replace(loss="liger")).parts_s["attention"] == padded.parts_s["attention"]
 
 
 def test_the_stages_of_a_pipeline_need_the_operations_of_the_whole_model() -> None:
@@ -306,7 +306,7 @@ def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
     setup = TrainSetup(method="full", lora_rank=0, precision="fp32", checkpointing=0)
     host = {
         (attention, precision): throughput_profile(
-            model, A100, setup.with_(attention=attention, precision=precision), conditions=Conditions()
+            model, A100, setup.replace(attention=attention, precision=precision), conditions=Conditions()
         ).family.host_s
         for attention in ("sdpa", "eager")
         for precision in ("fp32", "bf16-mixed")
@@ -336,7 +336,7 @@ def test_a_small_compiled_step_waits_for_its_launches() -> None:
         method="full", lora_rank=0, seq_len_tokens=128, checkpointing=0, precision="bf16-pure", stack="nanogpt"
     )
     eager, compiled = (
-        throughput_profile(model, gpu, setup.with_(compile=on), conditions=conditions_of(setup.with_(compile=on)))
+        throughput_profile(model, gpu, setup.replace(compile=on), conditions=conditions_of(setup.replace(compile=on)))
         for on in (False, True)
     )
     assert 12 * 55e-6 < compiled.family.host_s < eager.family.host_s
@@ -372,7 +372,7 @@ def test_single_operations_take_as_long_as_published(
     card: str, precision: str, tokens: int, milliseconds: float
 ) -> None:
     """Forward and backward of the half that benchmarks/gathered.py does not keep out; none is fitted on."""
-    setup = CS336.with_(precision=precision, seq_len_tokens=tokens)
+    setup = CS336.replace(precision=precision, seq_len_tokens=tokens)
     found = step_time(small_of_cs336(), find_gpu(card), setup, conditions=conditions_of(setup))
     assert (found.step_time_s - found.parts_s["optimizer"]) * 1e3 == pytest.approx(milliseconds, rel=0.13)
 
@@ -384,12 +384,12 @@ def test_single_operations_cost_bytes_and_host_time_and_nothing_when_compiled() 
     def parts(setup: TrainSetup) -> dict[str, float]:
         return dict(step_time(model, gpu, setup, conditions=conditions_of(setup)).parts_s)
 
-    own = CS336.with_(stack="plain-loop-own-model")
+    own = CS336.replace(stack="plain-loop-own-model")
     single, plain = parts(CS336), parts(own)
     for part in ("attention", "elementwise", "loss", "host"):
         assert single[part] > 1.1 * plain[part]
     assert single["matmul"] == plain["matmul"]
-    assert parts(CS336.with_(compile=True)) == parts(own.with_(compile=True))
+    assert parts(CS336.replace(compile=True)) == parts(own.replace(compile=True))
 
 
 def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:
@@ -398,7 +398,7 @@ def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:
     assert model is not None
     setup = TrainSetup(method="full", lora_rank=0, seq_len_tokens=16384, precision="bf16-mixed")
     times = {
-        (card, kind): step_time(model, find_gpu(card), setup.with_(attention=kind)).parts_s["attention"]
+        (card, kind): step_time(model, find_gpu(card), setup.replace(attention=kind)).parts_s["attention"]
         for card in ("b200", "a100-80gb")
         for kind in ("sdpa", "flash-attention-2")
     }

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.exporters import EXPORTERS
-from planner.readers import Surroundings
+from planner.readers import FileContext
 from planner.readers.read import WHOLE_GRADIENTS, read_text
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
@@ -14,12 +14,12 @@ SETUP = TrainSetup(num_gpus=8, parallel="fsdp2", accumulation_steps=4)
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_whole_gradients_are_said_where_the_file_does_not_forbid_them(target: str, accumulation: int) -> None:
-    launch = EXPORTERS[target](request(SETUP.with_(accumulation_steps=accumulation)))
+    launch = EXPORTERS[target](request(SETUP.replace(accumulation_steps=accumulation)))
     text, path = launch.files[0].text, launch.files[0].path
     launcher = next((file.text for file in launch.files if file.path.endswith("accelerate.yaml")), None)
 
     def approximations(config: str) -> tuple[str, ...]:
-        return read_text(config, path, around=Surroundings(num_gpus=8), launcher=launcher).approximations
+        return read_text(config, path, around=FileContext(num_gpus=8), launcher=launcher).approximations
 
     assert ("sync_each_batch" in text) == (accumulation > 1)
     assert approximations(text) == ()

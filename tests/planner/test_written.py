@@ -23,9 +23,9 @@ from planner.errors import PlannerError, SetupError
 from planner.exporters import EXPORTERS, ExportRequest, Launch
 from planner.hyperparameters import Hyperparameters
 from planner.models import catalogue
-from planner.readers import Surroundings, canonical, read_text
+from planner.readers import FileContext, canonical, read_text
 from planner.setup import TrainSetup
-from tests.planner.launch_sweep import objective_spreads, request, setups
+from tests.planner.launch_sweep import objective_layouts, request, setups
 from tests.whole import WHOLE, some
 
 HYPER = Hyperparameters(
@@ -220,13 +220,17 @@ def _made(node: ast.expr) -> bool:
 
 def cases() -> list[ExportRequest]:
     """The sweep's setups and objectives with these hyperparameters, and models with eyes."""
-    found = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_spreads()]]
+    found = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_layouts()]]
     found += [request(TrainSetup(objective="dpo", precision=one, loss="full"), hyper=HYPER) for one in PRECISIONS]
-    eyes = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
+    vision_encoders = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
     pictures = Images(width=336, height=448)
     for method in ({"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"lora_targets": "attention"}):
         setup = TrainSetup(images=pictures, attention="sdpa", loss="full", **method)
-        found.append(request(setup, hyper=HYPER, model=eyes, model_id=eyes.model_id if eyes else ""))
+        found.append(
+            request(
+                setup, hyper=HYPER, model=vision_encoders, model_id=vision_encoders.model_id if vision_encoders else ""
+            )
+        )
     return found
 
 
@@ -248,7 +252,7 @@ def written(target: str) -> list[tuple[Case, Launch]]:
             if target == "sentence-transformers" and asked.setup.num_gpus == 1:
                 pairs = {"objective": "embedding", "loss": "full", "packing": False, "micro_batch_seqs": 4}
                 with suppress(SetupError):
-                    asked = replace(asked, setup=asked.setup.with_(**pairs), dataset=None)
+                    asked = replace(asked, setup=asked.setup.replace(**pairs), dataset=None)
         launch = EXPORTERS[target](asked)
         if not launch.refused:
             found.append((Case(asked=asked, runs=launch.runs_as(asked.setup)), launch))
@@ -395,7 +399,7 @@ def without(document: dict[str, Any], way: tuple[str, ...], *, other: Any = None
 def read(document: dict[str, Any], path: str, num_gpus: int) -> Any:
     """What is read of a document: a setup, or the kind of error."""
     try:
-        return canonical(read_text(yaml.safe_dump(document), path, around=Surroundings(num_gpus=num_gpus)).setup)
+        return canonical(read_text(yaml.safe_dump(document), path, around=FileContext(num_gpus=num_gpus)).setup)
     except PlannerError as error:
         return type(error)
 

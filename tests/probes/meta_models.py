@@ -50,7 +50,7 @@ def shallow(config: Mapping[str, Any], num_layers: int = 4) -> dict[str, Any]:
             text["num_kv_shared_layers"] = 0
     if "attention_types" in text:
         text["attention_types"] = [[["global", "local"], num_layers // 2]]
-    for tower in ("vision_config", "audio_config"):
-        if small.get(tower) and "num_hidden_layers" in small[tower]:
-            small[tower]["num_hidden_layers"] = 2
+    for encoder in ("vision_config", "audio_config"):
+        if small.get(encoder) and "num_hidden_layers" in small[encoder]:
+            small[encoder]["num_hidden_layers"] = 2
     return small

@@ -14,21 +14,21 @@ from fault_worker import measured
 from planner.codec import Outcome
 from probes.gpu import child, worker
 from probes.gpu.child import StatusPipe
-from probes.gpu.ranks import seat_of
+from probes.gpu.ranks import rank_info_of
 from probes.gpu.request import ProbeRequest
 
 
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """Does what `config["faults"]` names for this rank; "waits" stands for a rank that would meet the others."""
-    seat = seat_of()
-    fault = request.config.get("faults", {}).get(str(seat.rank), "ok")
+    rank_info = rank_info_of()
+    fault = request.config.get("faults", {}).get(str(rank_info.rank), "ok")
     pids = request.config.get("pids")
     if pids:
-        beside = Path(pids) / f".{seat.rank}"
+        beside = Path(pids) / f".{rank_info.rank}"
         beside.write_text(f"{os.getpid()} {os.getppid()}")
-        beside.rename(Path(pids) / str(seat.rank))
+        beside.rename(Path(pids) / str(rank_info.rank))
     status.progress(f"about to {fault}")
-    print(f"rank {seat.rank} of {seat.size}, fault {fault}", flush=True)
+    print(f"rank {rank_info.rank} of {rank_info.size}, fault {fault}", flush=True)
     if fault.startswith("meets"):
         return meet(request, fault)
     if fault == "waits":
@@ -57,19 +57,19 @@ def meet(request: ProbeRequest, fault: str) -> Outcome:
 
     import torch.distributed as dist
 
-    from probes.gpu.crew import Crew, crew_of
+    from probes.gpu.process_group import ProcessGroup, process_group_of
 
-    seat = seat_of()
-    with crew_of(seat, "cpu", request.limits.time_s) as crew:
-        assert crew.gather(seat.rank) == list(range(seat.size))
+    rank_info = rank_info_of()
+    with process_group_of(rank_info, "cpu", request.limits.time_s) as process_group:
+        assert process_group.gather(rank_info.rank) == list(range(rank_info.size))
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=request.limits.time_s))
-        hasty = Crew(seat=seat, group=group)
+        hasty = ProcessGroup(rank_info=rank_info, group=group)
         hasty.gather("connected")  # only what follows is in a hurry: meeting takes as long as the machine needs
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         if fault == "meets-and-sleeps":
             time.sleep(600)
         hasty.gather("still here")
-        crew.same("the others wait longer")
+        process_group.same("the others wait longer")
     return measured(request)
 
 

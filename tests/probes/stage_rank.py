@@ -16,7 +16,7 @@ from typing import Any
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from tests.probes.dryrun_small import peaks, small_config
-from tests.probes.spread_rank import preload
+from tests.probes.layout_rank import preload
 
 NO_FLASH = (7, 0)
 

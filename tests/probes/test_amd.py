@@ -15,7 +15,7 @@ from planner.hardware.gpus import local_gpu
 from planner.outcome import FailureKind
 from planner.units import GIB, MIB
 from probes import doctor
-from probes.gpu.device import clean_turn
+from probes.gpu.device import clean_lease
 from probes.gpu.environment import device_status, read_environment
 from probes.gpu.executors import local_devices
 from probes.gpu.failures import classify_exception
@@ -113,7 +113,7 @@ def test_status_turn_and_environment_are_read(monkeypatch: pytest.MonkeyPatch) -
     assert status is not None
     assert (status.name, status.uuid) == ("AMD Instinct MI300X", "GPU-4b2c1a9f8d3e6f7a")
     assert (status.used_bytes, status.total_bytes, status.process_ids) == (285 * MIB, 196592 * MIB, (4711,))
-    assert clean_turn("cuda:0").shared_bytes == 285 * MIB  # a neighbour, however little it holds
+    assert clean_lease("cuda:0").shared_bytes == 285 * MIB  # a neighbour, however little it holds
     found = read_environment("cuda:0", "mi300x", cuda="7.0.51831")
     assert (found.driver, found.power_limit_w, found.cuda) == ("amdgpu 6.14.14", 750.0, "7.0.51831")
     assert topology(("cuda:0",)).text() == "one GPU, nothing to connect"

@@ -198,11 +198,11 @@ def test_a_predecessors_teardown_is_never_the_base(
     """Before: 560 MiB of a dying process were below "quiet", became the base, and the next context read 0."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     driver = Teardown(monkeypatch, base=4 * MIB)
-    first = device.take_turn("cuda:0", lambda begins: None, read=driver)
+    first = device.lease_device("cuda:0", lambda begins: None, read=driver)
     assert first.descriptor is not None
     device.os.close(first.descriptor)
     driver.gone_from_s, driver.context_s = driver.now_s, context_s
-    second = device.take_turn("cuda:0", lambda begins: None, read=driver)
+    second = device.lease_device("cuda:0", lambda begins: None, read=driver)
     assert second.before is not None
     assert second.before.used_bytes == 4 * MIB
     assert second.shared_bytes == 0
@@ -214,7 +214,7 @@ def test_a_neighbour_who_stays_is_waited_for_once(monkeypatch: pytest.MonkeyPatc
     waits = []
     for base in (0, 2 * GIB, 2 * GIB, 0):
         driver.base, began = base, driver.now_s
-        turn = device.take_turn("cuda:0", lambda begins: None, read=driver)
+        turn = device.lease_device("cuda:0", lambda begins: None, read=driver)
         assert turn.descriptor is not None
         device.os.close(turn.descriptor)
         assert turn.shared_bytes == base
@@ -230,8 +230,8 @@ def test_a_process_on_the_gpu_makes_it_shared_however_little_it_holds(monkeypatc
 
         return replace(driver(name), process_ids=(1,))
 
-    assert device.clean_turn("cuda:0", read=busy).shared_bytes == CONTEXT
-    assert device.clean_turn("cuda:0", read=driver).shared_bytes == 0  # a desktop
+    assert device.clean_lease("cuda:0", read=busy).shared_bytes == CONTEXT
+    assert device.clean_lease("cuda:0", read=driver).shared_bytes == 0  # a desktop
 
 
 def test_setup_names_paged_optimizers() -> None:

@@ -21,7 +21,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import ahead, dry_run_report
 
 model, gpu, setup = catalogue.load("qwen/qwen2.5-0.5b"), find_gpu("a100-80gb"), TrainSetup(seq_len_tokens=256)
-spread = setup.with_(parallel="ddp", num_gpus=2)
+layout = setup.replace(parallel="ddp", num_gpus=2)
 
 def figures(setup=setup):
     found = dry_run_report(model, gpu, setup, use_cache=False)
@@ -31,11 +31,11 @@ sys.executable = sys.argv[1]  # the children start with the libraries imported
 ahead.load_ahead()
 first = ahead._HELPER
 beside, said = figures(), []
-args = model, gpu, setup.with_(micro_batch_seqs=2), [100, 200]
+args = model, gpu, setup.replace(micro_batch_seqs=2), [100, 200]
 over = ahead.reported("probes.dryrun.varying:over_lengths", *args, source="", seed=0, say=said.append)
 assert said and over.num_micro_batches == 2
 try:
-    ahead.reported("probes.dryrun.varying:over_lengths", *args[:2], spread, [100], source="", seed=0, say=said.append)
+    ahead.reported("probes.dryrun.varying:over_lengths", *args[:2], layout, [100], source="", seed=0, say=said.append)
 except ValueError:
     pass
 else:

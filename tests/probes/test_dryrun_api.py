@@ -33,7 +33,7 @@ def _model() -> ModelSpec:
 
 
 def _report(fields: dict[str, Any] | None = None, capability: tuple[int, int] = AMPERE) -> DryRunReport:
-    return _run(SETUP.with_(**(fields or {})), capability)
+    return _run(SETUP.replace(**(fields or {})), capability)
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def test_dry_run_weights_are_the_module_tree() -> None:
 
 
 def test_dry_run_refuses_what_it_cannot_see() -> None:
-    outcome = report_for_config(small_config("llama"), AMPERE, SETUP.with_(compile=True))
+    outcome = report_for_config(small_config("llama"), AMPERE, SETUP.replace(compile=True))
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.UNSUPPORTED
     assert "compile" in outcome.message
@@ -147,7 +147,7 @@ def test_dry_run_fused_losses_need_no_logits_in_llama4(loss: str) -> None:
         "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 2,
     }  # fmt: skip
-    reports = [report_for_config(config, AMPERE, SETUP.with_(loss=one)) for one in ("full", loss)]
+    reports = [report_for_config(config, AMPERE, SETUP.replace(loss=one)) for one in ("full", loss)]
     peaks = [one.prediction.phase_peaks_bytes["loss"] for one in reports if isinstance(one, DryRunReport)]
     assert len(peaks) == 2, reports
     assert peaks[1] < peaks[0]
@@ -160,7 +160,7 @@ def test_dry_run_unknown_model_type_is_a_failure_with_its_reason() -> None:
 
 
 def test_dry_run_missing_flash_attention_path_is_a_failure() -> None:
-    outcome = report_for_config(small_config("llama4"), AMPERE, SETUP.with_(attention="flash-attention-2"))
+    outcome = report_for_config(small_config("llama4"), AMPERE, SETUP.replace(attention="flash-attention-2"))
     assert isinstance(outcome, ProbeFailure)
     assert "flash-attention 2" in outcome.message
 
@@ -190,7 +190,7 @@ def test_cache_key_changes_with_everything_that_matters(monkeypatch: pytest.Monk
         key(),
         key(config=small_config("llama", num_hidden_layers=9)),
         key(capability=TURING),
-        key(setup=SETUP.with_(lora_rank=8)),
+        key(setup=SETUP.replace(lora_rank=8)),
         key(own_version=VERSION + 1),
         key(options={"full_depth": True}),
     }
@@ -224,6 +224,6 @@ def test_a_loss_of_too_many_pieces_is_not_followed_one_by_one(micro_batch: int) 
     model = catalogue.load("HuggingFaceTB/SmolLM2-135M")
     assert model is not None
     setup = TrainSetup(method="lora", loss="chunked", objective="dpo", seq_len_tokens=2048)
-    found = dry_run(model, find_gpu("rtx-4090"), setup.with_(micro_batch_seqs=micro_batch))
+    found = dry_run(model, find_gpu("rtx-4090"), setup.replace(micro_batch_seqs=micro_batch))
     assert isinstance(found, ProbeFailure)
     assert "a dry run follows each piece of the loss" in found.message

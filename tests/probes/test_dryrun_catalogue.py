@@ -22,7 +22,7 @@ EACH_WAY = (
     "bloom",  # ALiBi, queries, keys and values in one matrix
     "deepseek_v3",  # latent attention
     "falcon",  # one head of keys
-    "gemma3",  # windows in a pattern, a tower
+    "gemma3",  # windows in a pattern, an encoder
     "gemma4",  # layers that share keys and values: none repeats
     "gpt2",  # Conv1D, positions learned
     "gpt_oss",  # sinks, experts in one matrix

@@ -14,7 +14,7 @@ from planner.setup import TrainSetup
 from probes.allocator import Alloc, Free, replay
 from probes.allocator.stretches import flat
 from probes.dryrun import DryRunReport, engine, report_for_config
-from probes.dryrun.again import Again
+from probes.dryrun.again import Replay
 from probes.dryrun.analysis import curve_of, phase_peaks
 from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
 from probes.dryrun.engine import full_trace
@@ -222,8 +222,8 @@ def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pyte
     model_type, changes, fields, copied = QUICK[name]
     setup = TrainSetup(**{"seq_len_tokens": 64, "lora_rank": 4, **fields})
     config = small_config(model_type, **changes)
-    step, found = Again.step, []
-    micro_batch, micro_found = Again.micro_batch, []
+    step, found = Replay.step, []
+    micro_batch, micro_found = Replay.micro_batch, []
 
     def told(*given: Any) -> bool:
         found.append(step(*given))
@@ -235,14 +235,14 @@ def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pyte
             micro_found.append(loss is not None)
         return loss
 
-    monkeypatch.setattr(Again, "step", told)
-    monkeypatch.setattr(Again, "micro_batch", told_of_micro_batch)
+    monkeypatch.setattr(Replay, "step", told)
+    monkeypatch.setattr(Replay, "micro_batch", told_of_micro_batch)
     short = trace_run(load_config(config), setup, capability=AMPERE)
     assert found == [False, copied]
     assert all(one is copied for one in micro_found)
     assert len(micro_found) == (setup.accumulation_steps > 1) * (1 if copied else 2)
-    monkeypatch.setattr(Again, "step", lambda *_: False)
-    monkeypatch.setattr(Again, "micro_batch", lambda *_: None)
+    monkeypatch.setattr(Replay, "step", lambda *_: False)
+    monkeypatch.setattr(Replay, "micro_batch", lambda *_: None)
     monkeypatch.setattr(Remembered, "call", _called)
     long = trace_run(load_config(config), setup, capability=AMPERE)
     assert short.events == long.events

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.probes.dryrun_small import peaks
-from tests.probes.spread_rank import traced
+from tests.probes.layout_rank import traced
 from tests.whole import these
 
 pytestmark = pytest.mark.processes
@@ -84,7 +84,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, warm_programs: Path) -> Itera
     with (
         words.open("w") as errors,
         subprocess.Popen(
-            [str(warm_programs / "python"), "-m", "tests.probes.spread_rank", "2"],
+            [str(warm_programs / "python"), "-m", "tests.probes.layout_rank", "2"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

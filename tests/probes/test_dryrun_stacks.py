@@ -95,7 +95,7 @@ def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layer
     assert isinstance(found, Prediction), found
     formula = predict_memory(model, card, setup)
     assert formula.peak_allocated_bytes == pytest.approx(found.peak_allocated_bytes, rel=0.01)
-    whole = predict_memory(model, card, setup.with_(trained_layers=0))
+    whole = predict_memory(model, card, setup.replace(trained_layers=0))
     assert formula.peak_allocated_bytes < whole.peak_allocated_bytes
 
 

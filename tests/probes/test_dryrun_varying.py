@@ -29,7 +29,7 @@ FIXED = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, lora_rank=4, accumula
 
 
 def over(batches: tuple[int, ...], **changes: Any) -> OverLengths:
-    return over_lengths(MODEL, GPU, FIXED.with_(**changes), batches, source="here", seed=0)
+    return over_lengths(MODEL, GPU, FIXED.replace(**changes), batches, source="here", seed=0)
 
 
 def test_constant_lengths_are_the_dry_run() -> None:
@@ -55,7 +55,7 @@ def test_sizes_between_the_lengths_that_were_run_are_exact(attention: str) -> No
     """Attention's scores grow with the square of the length."""
 
     def traced(length: int) -> Trace:
-        setup = FIXED.with_(seq_len_tokens=length, attention=attention)
+        setup = FIXED.replace(seq_len_tokens=length, attention=attention)
         return trace_run(load_config(CONFIG), setup, capability=(8, 0))
 
     at, rounded = _by_length([128, 384, 776, 1024], traced)

@@ -1,4 +1,4 @@
-"""Gemma 3n: what its adapter says is what transformers builds, what its tower of convolutions keeps is what timm's
+"""Gemma 3n: what its adapter says is what transformers builds, what its encoder of convolutions keeps is what timm's
 keeps, a picture becomes what its processor makes of it, and the formula agrees with the dry run."""
 
 import json
@@ -23,16 +23,16 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
 from planner.memory.trained import trained_parameters
 from planner.models.adapters import spec_from_config
-from planner.models.eyes import mobilenet
+from planner.models.encoders import encoder_of, image_tokens
 from planner.models.stored import stored_refusal
-from planner.models.towers import image_tokens, tower_of
+from planner.models.vision_encoders import mobilenet
 from planner.predict import predict
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, sdpa_of
 from probes.dryrun.report import DryRunReport
 from probes.module_tree import spec_of_tree
-from probes.stack import timm_towers
+from probes.stack import timm_encoders
 from probes.stack.autocast import emulated_autocast
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
@@ -71,7 +71,7 @@ TEXT = raw()["text_config"] | {"vocab_size": 262400, "num_attention_heads": 8, "
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_adapter_counts_what_transformers_builds_with_timms_tower(name: str) -> None:
-    """Golden: counted on the module tree with timm 1.0.31, whose tower alone has 294,126,912."""
+    """Golden: counted on the module tree with timm 1.0.31, whose encoder alone has 294,126,912."""
     assert spec_of(name, raw(name)).num_params == PARAMS[name]
     assert mobilenet.NUM_PARAMS == 294_126_912
 
@@ -91,7 +91,7 @@ def test_adapter_reads_the_text_as_its_module_tree() -> None:
 
 
 def test_adapter_names_what_hears_and_embeds_as_transformers_does() -> None:
-    """Without the tower of timm, in whose place an empty module stands."""
+    """Without the encoder of timm, in whose place an empty module stands."""
     import transformers
 
     def built(config: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def test_adapter_names_what_hears_and_embeds_as_transformers_does() -> None:
     model = spec_of(SMALL, raw())
     with (
         mock.patch.object(transformers.AutoModel, "from_config", built),
-        mock.patch("probes.stack.build.timm_towers", return_value=nullcontext()),
+        mock.patch("probes.stack.build.timm_encoders", return_value=nullcontext()),
     ):
         tree = bare_model(load_config(raw()), torch.bfloat16, "sdpa")
     assert model.num_params - mobilenet.NUM_PARAMS == sum(one.numel() for one in tree.parameters())
@@ -141,9 +141,9 @@ def test_a_picture_becomes_what_its_processor_makes_of_it(tmp_path: Path) -> Non
     for width, height in ((1024, 1024), (300, 900), (40, 40)):
         picture = torch.zeros(3, height, width, dtype=torch.uint8).numpy()
         made = processor(images=[[picture]], text=[KINDS["gemma3n"].picture], return_tensors="pt")
-        tower = tower_of(model, Images(width=width, height=height))
-        assert int((made["input_ids"] == 1000).sum()) == tower.tokens == 256
-        assert tower.frames * tower.input_bytes == 4 * made["pixel_values"].numel()
+        encoder = encoder_of(model, Images(width=width, height=height))
+        assert int((made["input_ids"] == 1000).sum()) == encoder.tokens == 256
+        assert encoder.frames * encoder.input_bytes == 4 * made["pixel_values"].numel()
     assert image_tokens(model, Images(num=2, width=64, height=64)) == 520
 
 
@@ -154,7 +154,7 @@ def test_lora_reaches_no_convolution_and_checkpointing_no_tower() -> None:
     kept = {}
     for method in ("lora", "full"):
         for checkpointing in (0, 1):
-            setup = setup_of(model, METHODS[method], (1, 512, 1, 1)).with_(checkpointing=checkpointing)
+            setup = setup_of(model, METHODS[method], (1, 512, 1, 1)).replace(checkpointing=checkpointing)
             terms = predict_memory(model, CARD, setup).terms
             kept[method, checkpointing] = max(
                 (one.size_bytes for one in terms if one.name == "the tower's activations"), default=0
@@ -163,10 +163,10 @@ def test_lora_reaches_no_convolution_and_checkpointing_no_tower() -> None:
     assert kept["full", 0] == kept["full", 1] > 4 * 1024**3
     setup = setup_of(model, {}, (1, 512, 1, 1))
     assert any("the vision tower is frozen" in note for note in predict(model, CARD, setup).notes)
-    attention = trained_parameters(model, setup.with_(lora_targets="attention"))
-    named = trained_parameters(model, setup.with_(lora_targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+    attention = trained_parameters(model, setup.replace(lora_targets="attention"))
+    named = trained_parameters(model, setup.replace(lora_targets=("q_proj", "k_proj", "v_proj", "o_proj")))
     assert attention.num < named.num  # names reach into what hears too
-    assert tower_of(model, image).num_other_params == mobilenet.NUM_PARAMS
+    assert encoder_of(model, image).num_other_params == mobilenet.NUM_PARAMS
 
 
 def test_what_cannot_train_is_said() -> None:
@@ -176,7 +176,7 @@ def test_what_cannot_train_is_said() -> None:
     assert "flash-attention-2" not in model.attentions
     other = replace(model, config={**model.config, "vision_config": {"architecture": "resnet50"}})
     with pytest.raises(SetupError, match="its tower resnet50 is not known here"):
-        tower_of(other, Images(width=512, height=512))
+        encoder_of(other, Images(width=512, height=512))
 
 
 def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> None:
@@ -190,7 +190,7 @@ def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> No
 
 
 def test_without_timm_the_dry_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timm_towers, "find_spec", lambda name: None)
+    monkeypatch.setattr(timm_encoders, "find_spec", lambda name: None)
     monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
     found = report_for_config(raw(), (9, 0), TrainSetup(seq_len_tokens=512))
     assert not isinstance(found, DryRunReport)
@@ -228,18 +228,18 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
     setup = TrainSetup(precision=precision, method="full", lora_rank=0)
     narrow = {"fp32": torch.float32, "bf16": torch.bfloat16}[setup.weight_dtype]
     with torch.device("meta"):
-        tower = timm_towers._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
-    assert sum(one.numel() for one in tower.parameters()) == mobilenet.NUM_PARAMS
-    tower.requires_grad_(trained)
+        encoder = timm_encoders._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
+    assert sum(one.numel() for one in encoder.parameters()) == mobilenet.NUM_PARAMS
+    encoder.requires_grad_(trained)
     pixels = torch.empty(2, 3, mobilenet.SIDE, mobilenet.SIDE, dtype=narrow, device="meta")
-    live = _Live(pixels, *tower.parameters())
+    live = _Live(pixels, *encoder.parameters())
     with ExitStack() as stack:
         attend = sdpa_of(KernelLog(capability=(9, 0)))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
         stack.enter_context(live)
         if setup.autocast_dtype:
             stack.enter_context(emulated_autocast(torch.bfloat16))
-        out = tower.forward_features(pixels)
+        out = encoder.forward_features(pixels)
     assert tuple(out.shape) == (2, mobilenet.FUSED, mobilenet.OUT_SIDE, mobilenet.OUT_SIDE)
     narrow_bytes = SIZE_BYTES[setup.autocast_dtype or setup.weight_dtype]
     sizes = mobilenet.PICTURE_BYTES[narrow_bytes, 4 if setup.autocast_dtype else narrow_bytes]

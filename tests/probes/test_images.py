@@ -1,5 +1,5 @@
-"""Pictures: what a tower holds is what transformers builds, what a picture becomes is what its processors make of it,
-and the formula agrees with the dry run."""
+"""Pictures: what an encoder holds is what transformers builds, what a picture becomes is what its processors make of
+it, and the formula agrees with the dry run."""
 
 import copy
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from planner.memory.model import predict_memory
 from planner.memory.workspace import context_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
+from planner.models.encoders import encoder_of, image_tokens, with_vision
 from planner.models.spec import ModelSpec
-from planner.models.towers import image_tokens, tower_of, with_eyes
 from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
@@ -77,7 +77,7 @@ def shallow(name: str) -> dict[str, Any]:
 def model_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """The formula's model of a shallow copy."""
     if name in LISTED or name == GEMMA:
-        return with_eyes(spec_from_config(config, model_id=name, source="test"))
+        return with_vision(spec_from_config(config, model_id=name, source="test"))
     return spec_of(name, dict(config))
 
 
@@ -85,12 +85,14 @@ def model_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
 def test_every_matrix_of_a_tower_is_one_that_transformers_builds(name: str) -> None:
     config = shallow(name)
     model = model_of(name, config)
-    tower = tower_of(model, Images(width=512, height=512))
+    encoder = encoder_of(model, Images(width=512, height=512))
     built = bare_model(load_config(config), torch.bfloat16, "sdpa", seeing=True)
     assert model.num_params == sum(one.numel() for one in built.parameters())
     shapes = {key: tuple(value.shape) for key, value in built.named_parameters()}
-    layers = [(layer, f".{index}") for layer, num in tower.model.layer_counts for index in range(num)]
-    layers += [(one.layer, f".{index}" if one.num > 1 else "") for one in tower.projectors for index in range(one.num)]
+    layers = [(layer, f".{index}") for layer, num in encoder.model.layer_counts for index in range(num)]
+    layers += [
+        (one.layer, f".{index}" if one.num > 1 else "") for one in encoder.projectors for index in range(one.num)
+    ]
     for layer, place in layers:
         for one in layer.linears:
             key = f"{layer.path}{place}.{one.name}"
@@ -125,14 +127,14 @@ def test_a_picture_becomes_what_its_processor_makes_of_it(name: str, tmp_path: P
     for width, height in ((700, 500), (300, 900), (40, 40)):
         picture = torch.zeros(3, height, width, dtype=torch.uint8).numpy()
         made = processor(images=[[picture]], text=[KINDS[config.model_type].picture], return_tensors="pt")
-        tower = tower_of(model, Images(width=width, height=height))
-        assert int((made["input_ids"] == 1000).sum()) == tower.tokens
+        encoder = encoder_of(model, Images(width=width, height=height))
+        assert int((made["input_ids"] == 1000).sum()) == encoder.tokens
         mask = made.get("pixel_attention_mask", torch.empty(0, dtype=torch.int64))
         pixels = made["pixel_values"]
         ints = mask.numel() + made.get("image_position_ids", torch.empty(0)).numel()
-        assert tower.frames * tower.input_bytes == 4 * pixels.numel() + 8 * ints, (width, height)
+        assert encoder.frames * encoder.input_bytes == 4 * pixels.numel() + 8 * ints, (width, height)
         if "image_grid_thw" in made:
-            assert (1, *tower.grid) == tuple(made["image_grid_thw"][0].tolist())
+            assert (1, *encoder.grid) == tuple(made["image_grid_thw"][0].tolist())
 
 
 def test_a_tower_is_that_of_its_own_configuration() -> None:
@@ -142,7 +144,7 @@ def test_a_tower_is_that_of_its_own_configuration() -> None:
     fewer = replace(model, config={**model.config, "mm_tokens_per_image": 64})
     assert fewer == model
     seen = Images(width=896, height=896)
-    assert (tower_of(model, seen).tokens, tower_of(fewer, seen).tokens) == (256, 64)
+    assert (encoder_of(model, seen).tokens, encoder_of(fewer, seen).tokens) == (256, 64)
 
 
 PICTURED = [
@@ -167,13 +169,13 @@ def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
 def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
     config = shallow(GEMMA)
     model = model_of(GEMMA, config)
-    setup = setup_of(model, METHODS["lora"], (1, 768, 2, 2)).with_(num_gpus=2, parallel="ddp")
+    setup = setup_of(model, METHODS["lora"], (1, 768, 2, 2)).replace(num_gpus=2, parallel="ddp")
     report = report_for_config(config, (9, 0), setup)
     assert isinstance(report, DryRunReport), report
     found = predict_memory(model, CARD, setup).peak_allocated_bytes
     assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
     with pytest.raises(SetupError, match="images are not planned with parallel 'fsdp2'"):
-        setup.with_(parallel="fsdp2")
+        setup.replace(parallel="fsdp2")
 
 
 def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() -> None:
@@ -184,7 +186,7 @@ def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() 
     pairs = [(micro, 1) for micro in (1, 2, 3, 5)]
     family = Family(Rank(part, CARD, setup, pairs, SharedLayers()), setup, ("eager",))
     walked = family.peaks("chunked", ["adamw-fused"])[0]
-    alone = [predict_memory(model, CARD, setup.with_(micro_batch_seqs=micro)) for micro in (1, 2, 3, 5)]
+    alone = [predict_memory(model, CARD, setup.replace(micro_batch_seqs=micro)) for micro in (1, 2, 3, 5)]
     context = context_bytes(CARD)  # the walk adds it to these
     assert walked == pytest.approx([one.peak_device_bytes - context for one in alone], rel=0.0001)
 
@@ -192,7 +194,7 @@ def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() 
 def test_pixels_of_all_micro_batches_are_on_the_card() -> None:
     model = spec_of(GEMMA, CONFIGS[GEMMA])
     one = setup_of(model, {}, (1, 512, 1, 2))
-    more = one.with_(accumulation_steps=10)
+    more = one.replace(accumulation_steps=10)
     less, grown = (predict_memory(model, CARD, each).peak_allocated_bytes for each in (one, more))
     assert grown - less == 8 * 4 * 3 * 896 * 896
 
@@ -202,8 +204,8 @@ def test_flash_attention_has_no_mask_for_the_pictures_of_gemma() -> None:
     asked = TrainSetup(attention="flash-attention-2", images=images)
     model = spec_of(GEMMA, CONFIGS[GEMMA])
     assert "takes no mask" in missing_kernels(model, CARD, asked)
-    assert not missing_kernels(model, CARD, asked.with_(images=None))
-    assert not missing_kernels(model, CARD, asked.with_(attention="sdpa"))
+    assert not missing_kernels(model, CARD, asked.replace(images=None))
+    assert not missing_kernels(model, CARD, asked.replace(attention="sdpa"))
 
 
 def test_what_has_no_eyes_is_refused_by_name() -> None:

@@ -16,10 +16,10 @@ from probes.dryrun.api import report_for_config
 from probes.gpu import measure as measuring
 from probes.gpu import run as measure_run
 from probes.gpu.child import StatusPipe
-from probes.gpu.crew import crew_of
 from probes.gpu.depth import Depths
-from probes.gpu.device import Turn
-from probes.gpu.ranks import Seat
+from probes.gpu.device import DeviceLease
+from probes.gpu.process_group import process_group_of
+from probes.gpu.ranks import RankInfo
 from probes.gpu.request import ProbeRequest
 from probes.gpu.reserved import reserved_gap, segments_grow
 from probes.gpu.timing import DepthRun, extend
@@ -84,12 +84,12 @@ def on_a_gpu(
     request = ProbeRequest(model_id="m", config=CONFIG, setup=setup, device="cuda:0")
 
     def assemble() -> Any:
-        with crew_of(Seat(), "cpu", 10.0) as crew:
+        with process_group_of(RankInfo(), "cpu", 10.0) as process_group:
             runner = Runs(
                 request=request,
                 status=StatusPipe(None),
-                turn=Turn(descriptor=None, before=None, shared_bytes=shared_bytes),
-                crew=crew,
+                turn=DeviceLease(descriptor=None, before=None, shared_bytes=shared_bytes),
+                process_group=process_group,
                 devices=("cuda:0",),
                 resources=None,  # type: ignore[arg-type]
             )

@@ -64,11 +64,11 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
     "modernbert": {**SIZES, "intermediate_size": 1536, "pad_token_id": 0},
     "bert": {**SIZES, "intermediate_size": 1536},
 }  # fmt: skip
-"""Models with a tower, or that fill masks: their text side is planned, the tower's weights lie idle."""
+"""Models with an encoder, or that fill masks: their text side is planned, the encoder's weights lie idle."""
 NO_TREE = {"t5", "whisper"}
 """Encoder-decoders: what their trees do not say, an adapter knows."""
 OTHERWISE = {"gemma3", "gemma4"}
-"""Of them the tree does not say what a tower is."""
+"""Of them the tree does not say what an encoder is."""
 
 
 def in_one_order(spec: ModelSpec) -> ModelSpec:
@@ -117,14 +117,14 @@ def test_what_a_tree_does_not_say_is_refused(model_type: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
-    """The tower's matrices are there for adapters and quantization, its other parameters as a number."""
+    """The encoder's matrices are there for adapters and quantization, its other parameters as a number."""
     config = {"model_type": name, **WITH_IMAGES[name]}
     spec = spec_of_tree(config, model_id="m", source="s")
     model = bare_model(load_config(config), torch.bfloat16, "eager")
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert spec.num_layers == 6
-    tower = sum(num * len(layer.linears) for layer, num in spec.idle_layers)
-    assert tower == sum(isinstance(one, torch.nn.Linear) for path, one in model.named_modules() if _IDLE.search(path))
+    encoder = sum(num * len(layer.linears) for layer, num in spec.idle_layers)
+    assert encoder == sum(isinstance(one, torch.nn.Linear) for path, one in model.named_modules() if _IDLE.search(path))
 
 
 def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:

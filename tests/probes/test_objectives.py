@@ -49,7 +49,7 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
 
 
-SPREADS: list[dict[str, Any]] = [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}]
+LAYOUTS: list[dict[str, Any]] = [{"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "keep": True}]
 SHARED: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"method": "full", "precision": "bf16-autocast"}),
     ("dpo", {"method": "lora", "checkpointing": 0}),
@@ -61,11 +61,11 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "spread"), paired(SHARED, SPREADS, 1))
-def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, Any]], spread: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("case", "layout"), paired(SHARED, LAYOUTS, 1))
+def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, Any]], layout: dict[str, Any]) -> None:
     objective, changes = case
     config, card = config_of(8), find_gpu("a100-80gb")
-    job = {"num_gpus": 4, "parallel": spread["parallel"], "reshard_after_forward": "keep" not in spread}
+    job = {"num_gpus": 4, "parallel": layout["parallel"], "reshard_after_forward": "keep" not in layout}
     setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **job, **changes})
     report = report_for_config(config, (8, 0), setup)
     assert isinstance(report, DryRunReport)

@@ -98,11 +98,11 @@ def test_confirm_runs_a_written_plan_at_full_depth(
 ) -> None:
     """The setup is read back from the emitted launch file, run whole, and its live memory held to the dry run's."""
     out = str(tmp_path / "plan")
-    wish = [
+    plan_request = [
         "--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4", "--method", "lora", "--rank", "4", "--no-probe",
         "--no-extra-packages",
     ]  # fmt: skip
-    assert run([tiny, *wish, "--out", out]) == 0
+    assert run([tiny, *plan_request, "--out", out]) == 0
     capsys.readouterr()
     where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
     code = run(["confirm", out, "--target", "trl", *where, "--json=full"])
@@ -128,8 +128,8 @@ def test_a_search_ends_at_the_first_fault_of_the_machine(
 
     monkeypatch.setattr("probes.gpu.executors.run_probe", no_driver)
     store = tmp_path / "s.jsonl"
-    wish = [tiny, "--gpu", "rtx-4090", "--seq-len", "32", "--global-batch", "4", "--method", "lora"]
-    assert run(["tune", *wish, "--device", "cpu", "--no-dry-run", "--store", str(store)]) == 3
+    plan_request = [tiny, "--gpu", "rtx-4090", "--seq-len", "32", "--global-batch", "4", "--method", "lora"]
+    assert run(["tune", *plan_request, "--device", "cpu", "--no-dry-run", "--store", str(store)]) == 3
     assert "this machine cannot measure: torch finds no usable driver" in capsys.readouterr().err
     assert len(asked) == 1
     assert Store(store).records() == ()

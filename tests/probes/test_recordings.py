@@ -223,5 +223,5 @@ def test_the_taped_meter_measures_as_the_meter_does() -> None:
 
 
 def test_ten_setups_that_can_exist() -> None:
-    assert len({setup_of(fields).with_() for _, fields, _ in SETUPS[:-1]}) == 9
+    assert len({setup_of(fields).replace() for _, fields, _ in SETUPS[:-1]}) == 9
     assert [expandable for _, _, expandable in SETUPS].count(False) == 1

@@ -57,9 +57,9 @@ def test_rows_hold_as_many_tokens() -> None:
     setup = TrainSetup(seq_len_tokens=2048, micro_batch_seqs=3)
     short = shorter(spec, setup)
     assert [(one.seq_len_tokens, one.micro_batch_seqs) for one in short] == [(64, 96), (128, 48), (256, 24)]
-    assert shorter(spec, setup.with_(seq_len_tokens=512)) == ()  # too short to gain anything
-    assert shorter(spec, setup.with_(seq_len_tokens=2047, micro_batch_seqs=1)) == ()  # 23 x 89 have no such rows
-    assert shorter(spec, setup.with_(packing=True)) == ()
+    assert shorter(spec, setup.replace(seq_len_tokens=512)) == ()  # too short to gain anything
+    assert shorter(spec, setup.replace(seq_len_tokens=2047, micro_batch_seqs=1)) == ()  # 23 x 89 have no such rows
+    assert shorter(spec, setup.replace(packing=True)) == ()
     windowed = spec_of_tree(HYBRID, model_id="m", source="s")
     assert shorter(windowed, setup) == ()  # a mask of 512 tokens, which shorter rows have not
-    assert shorter(windowed, setup.with_(seq_len_tokens=4096)) == ()
+    assert shorter(windowed, setup.replace(seq_len_tokens=4096)) == ()

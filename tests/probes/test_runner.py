@@ -335,7 +335,7 @@ def test_wait_until_clean_gives_up_at_its_limit(monkeypatch: pytest.MonkeyPatch)
 def test_take_turn_is_exclusive_and_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     told: list[bool] = []
-    first = device.take_turn("cuda:0", told.append, read=lambda device: status(2 << 30))
+    first = device.lease_device("cuda:0", told.append, read=lambda device: status(2 << 30))
     assert first.shared_bytes == 2 << 30
     assert told == [True, False]
     holder = (

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from planner.setup import TrainSetup
 from probes.stack import shards
 from probes.stack.build import build_model
-from probes.stack.parallelize import spread_model
+from probes.stack.parallelize import layout_model
 from probes.stack.quantize import is_nf4, random_nf4
 from probes.stack.step import inner_model
 
@@ -48,7 +48,7 @@ def test_a_rank_keeps_its_part_of_the_codes_and_all_statistics(monkeypatch: pyte
     try:
         model = build_model(LLAMA, SETUP, device="meta")
         assert shards.whole_quantized_bytes(model) == 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 160) // 2
-        spread_model(model, SETUP, device=CPU)
+        layout_model(model, SETUP, device=CPU)
         shards.fill_shards(model, CPU, SETUP, seed=3)
         assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
         found = [module for module in inner_model(model).modules() if is_nf4(module)]

@@ -45,7 +45,7 @@ def full_name(layer: LayerSpec, name: str) -> str:
 
 
 def module_names(model: ModelSpec) -> set[str]:
-    """Every matrix of the inventory by the name its module has, idle towers and the head too."""
+    """Every matrix of the inventory by the name its module has, idle encoders and the head too."""
     layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
     inside = {full_name(layer, one.name) for layer in layers for one in layer.linears if one.module != "parameter"}
     outer = {one.name for one in (*model.outer_linears, *((model.head,) if model.head else ()))}

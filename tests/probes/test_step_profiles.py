@@ -16,9 +16,9 @@ from planner.memory.rank_part import rank_parts
 from planner.memory.step_profile import MONOMIALS, StepProfile
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.plan_request import PlanRequest
 from planner.setup import TrainSetup
 from planner.speed import step_program
-from planner.wish import Wish
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
 from probes.tracing.check import deviations
@@ -113,7 +113,7 @@ def test_a_profile_is_the_dry_run_at_sizes_that_were_not_run(fields: dict[str, A
     for micro, steps, tokens, rank in ((4, 4, 2048, 8),):
         sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": tokens}
         rank = rank if setup.method != "full" else 0
-        errors = _against_dry_run(profile, model, setup.with_(**sizes, lora_rank=rank))
+        errors = _against_dry_run(profile, model, setup.replace(**sizes, lora_rank=rank))
         assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
         assert abs(errors["reserved"]) < 0.06, errors
 
@@ -123,7 +123,7 @@ def test_what_is_put_together_is_what_is_run() -> None:
     model, builder = _model(SMALL), ProfileBuilder(_model(SMALL))
     base = TrainSetup(method="qlora", quantization="nf4", kernels="liger")
     asked = {
-        str(number): (base.with_(quantization=quantization, loss=loss, checkpointing=every), GPU)
+        str(number): (base.replace(quantization=quantization, loss=loss, checkpointing=every), GPU)
         for number, (quantization, loss, every) in enumerate(
             (quantization, loss, every)
             for quantization in ("nf4", "nf4-double")
@@ -142,10 +142,10 @@ def test_what_is_put_together_is_what_is_run() -> None:
     found = builder.all(asked)
     assert not builder.failures
     assert len(found) == len(asked) > len(ran)
-    setup = base.with_(quantization="nf4-double", loss="liger", checkpointing=2)
+    setup = base.replace(quantization="nf4-double", loss="liger", checkpointing=2)
     assert ("nf4-double", "liger", 2) not in ran
     sizes = {"micro_batch_seqs": 3, "accumulation_steps": 2, "seq_len_tokens": 1024}
-    errors = _against_dry_run(found[structure_key(model, GPU, setup)], model, setup.with_(**sizes))
+    errors = _against_dry_run(found[structure_key(model, GPU, setup)], model, setup.replace(**sizes))
     assert max(abs(errors[phase]) for phase in ("loss", "backward")) < 0.001, errors
 
 
@@ -176,8 +176,8 @@ def test_the_command_makes_profiles_for_this_user(
     key = structure_key(_model(SMALL), GPU, setup)
     preferences = TrainSetup(objective="dpo", kernels="liger", micro_batch_seqs=2, seq_len_tokens=512)
 
-    def asked(model: ModelSpec, cards: Any = (), wish: Wish | None = None) -> Any:
-        own = [setup if wish is None or not wish.fixed else preferences]
+    def asked(model: ModelSpec, cards: Any = (), plan_request: PlanRequest | None = None) -> Any:
+        own = [setup if plan_request is None or not plan_request.fixed else preferences]
         return {structure_key(model, GPU, one): (one, GPU) for one in own}
 
     monkeypatch.setattr("probes.tracing.__main__.asked_structures", asked)
@@ -190,10 +190,10 @@ def test_the_command_makes_profiles_for_this_user(
     made = step_program.load_programs(step_program.user_programs(model))
     assert made is not None
     assert made.keys == {key}
-    assert find_profile(model, GPU, setup.with_(adapter="rslora")) == find_profile(model, GPU, setup)
-    assert find_profile(model, GPU, setup.with_(adapter="dora")) is None
+    assert find_profile(model, GPU, setup.replace(adapter="rslora")) == find_profile(model, GPU, setup)
+    assert find_profile(model, GPU, setup.replace(adapter="dora")) is None
     profile = find_profile(model, GPU, preferences)
     assert profile is not None
     errors = _against_dry_run(profile, model, preferences)
     assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
-    assert find_profile(model, GPU, setup.with_(checkpointing=0)) is None
+    assert find_profile(model, GPU, setup.replace(checkpointing=0)) is None

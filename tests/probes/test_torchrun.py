@@ -18,9 +18,9 @@ from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure,
 from planner.setup import TrainSetup
 from probes.gpu import runner, watch
 from probes.gpu.child import StatusPipe
-from probes.gpu.crew import collective_timeout_s, merge
 from probes.gpu.failures import UnsupportedProbe
 from probes.gpu.measure import measure
+from probes.gpu.process_group import collective_timeout_s, merge
 from probes.gpu.request import Limits, ProbeRequest
 from probes.stack.zero import num_trained, zero_config
 

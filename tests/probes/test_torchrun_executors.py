@@ -92,10 +92,10 @@ def test_setup_that_no_engine_runs_is_answered_without_a_process(tmp_path: Path)
 def test_utilisation_of_a_job_is_that_of_one_copy() -> None:
     model, gpu = resolve_model("Qwen/Qwen2.5-0.5B"), find_gpu("h200")
     alone = TrainSetup(micro_batch_seqs=4)
-    eight = alone.with_(num_gpus=8, parallel="fsdp2", reshard_after_forward=False)
+    eight = alone.replace(num_gpus=8, parallel="fsdp2", reshard_after_forward=False)
     assert one_copy(eight) == alone
     assert mfu_fraction(model, gpu, eight, 1.0) == mfu_fraction(model, gpu, alone, 1.0)
-    staged = alone.with_(num_gpus=8, parallel="none", pipeline_degree=8)
+    staged = alone.replace(num_gpus=8, parallel="none", pipeline_degree=8)
     assert mfu_fraction(model, gpu, staged, 1.0) is None
 
 

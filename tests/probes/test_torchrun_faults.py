@@ -17,7 +17,7 @@ from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
 from probes.gpu import device, runner, watch
 from probes.gpu.environment import DeviceStatus
-from probes.gpu.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
+from probes.gpu.ranks import RankInfo, RankReport, num_processes, rank_info_of, why_not_probed
 from probes.gpu.request import Limits, ProbeRequest
 
 pytestmark = pytest.mark.processes
@@ -246,8 +246,8 @@ def test_verdict_of_the_kernels_killer_and_of_a_watchdog() -> None:
 
 
 def test_seat_and_processes_of_a_setup() -> None:
-    assert seat_of({}) == Seat()
-    assert seat_of({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Seat(rank=3, size=8, local_rank=1)
+    assert rank_info_of({}) == RankInfo()
+    assert rank_info_of({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == RankInfo(rank=3, size=8, local_rank=1)
     assert num_processes(TrainSetup(num_gpus=4, parallel="fsdp2")) == 4
     assert num_processes(TrainSetup(num_gpus=4, parallel="device-map")) == 1
     for changes in ({"parallel": "dp"}, {"parallel": "device-map"}, {"tensor_degree": 2}, {"pipeline_degree": 2}):

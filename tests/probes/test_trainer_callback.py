@@ -96,7 +96,7 @@ def test_trl_s_arguments_are_read_as_trl_runs_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "wish"),
+    ("target", "plan_request"),
     [
         ("trl", {"method": "qlora", "seq_len": 1024}),
         ("trl", {"method": "lora", "objective": "dpo"}),
@@ -105,11 +105,11 @@ def test_trl_s_arguments_are_read_as_trl_runs_them(tmp_path: Path) -> None:
         ("hf", {"method": "full", "optimizer": "adafactor"}),
     ],
 )
-def test_keywords_make_what_the_launch_file_says(target: str, wish: dict[str, Any], tmp_path: Path) -> None:
+def test_keywords_make_what_the_launch_file_says(target: str, plan_request: dict[str, Any], tmp_path: Path) -> None:
     """The classes take them, and the emitted file says the same of each."""
-    planned = plan(MODEL, "rtx-4090", dry_run=False, target=target, **wish)
+    planned = plan(MODEL, "rtx-4090", dry_run=False, target=target, **plan_request)
     said = planned.trl() if target == "trl" else planned.hf()
-    kind = {"dpo": "DPOConfig", "grpo": "GRPOConfig"}.get(wish.get("objective", ""), "SFTConfig")
+    kind = {"dpo": "DPOConfig", "grpo": "GRPOConfig"}.get(plan_request.get("objective", ""), "SFTConfig")
     made = getattr(trl, kind) if target == "trl" else TrainingArguments
     args = made(**said | {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "fp16": False})
     assert args.per_device_train_batch_size == planned.chosen.setup.micro_batch_seqs
@@ -125,11 +125,11 @@ def test_keywords_make_what_the_launch_file_says(target: str, wish: dict[str, An
     names = {one.name for one in fields(made)} & set(written) - NOT_THE_TRAINER_S
     assert said == {name: written[name] for name in names}
     assert init["dtype"] in main.text
-    if wish["method"] == "full":
+    if plan_request["method"] == "full":
         assert planned.peft() == planned.bitsandbytes() == {}
         return
     assert LoraConfig(**planned.peft()).r == planned.chosen.setup.lora_rank
-    if wish["method"] == "qlora":
+    if plan_request["method"] == "qlora":
         assert BitsAndBytesConfig(**planned.bitsandbytes()).bnb_4bit_quant_type == "nf4"
 
 

@@ -14,7 +14,7 @@ from planner.outcome import (
     ProbeFailure,
     Rung,
 )
-from planner.plan import Alternative, Answer, Cut, NoPlan, Plan, Remedy, SpaceCount
+from planner.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
 from planner.workload import Workload
@@ -230,7 +230,7 @@ def make_walk(budget_bytes: int) -> tuple[Answer, ...]:
             needed_bytes=int(71.4 * GIB),
             budget_bytes=budget_bytes,
             cuts=(
-                Cut(
+                PrunedBranch(
                     branch="full fine-tuning",
                     reason="the smallest setup does not fit",
                     num_setups=2304,
@@ -250,7 +250,7 @@ def make_walk(budget_bytes: int) -> tuple[Answer, ...]:
             question="Is a quantized base faster as a whole?",
             choice="QLoRA",
             reason="It frees 8.76 GiB: the micro-batch goes from 2 to 4, and the whole is 12 % faster.",
-            cuts=(Cut(branch="LoRA, micro-batch above 2", reason="does not fit", num_setups=310),),
+            cuts=(PrunedBranch(branch="LoRA, micro-batch above 2", reason="does not fit", num_setups=310),),
         ),
     )
 

@@ -111,7 +111,7 @@ def test_failures_are_listed_not_hidden() -> None:
             return None
         return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel")
 
-    rows = [a_row(id="a"), a_row(id="b", setup=SETUP.with_(lora_rank=8))]
+    rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]
     table = accuracy_table(rows, fail, what="allocated", lookup=lookup, rung="dry run")
     assert table.overall is None
     assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))

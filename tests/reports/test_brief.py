@@ -14,8 +14,8 @@ from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.notes import found
 from planner.plan import NoPlan, Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 from planner.workload import Data
 from reports.brief import MAX_LINES, why_not
 from reports.rows import compared, notes_of
@@ -38,9 +38,9 @@ def height(answer: Plan | NoPlan, width: int = 80) -> int:
     return sum(max(1, -(-len(line) // width)) for line in shown(answer, width))
 
 
-def planned(name: str, gpu: str, **wish: Any) -> Plan | NoPlan:
-    cluster = wish.pop("cluster", None)
-    return plan_workload(Wish(**wish).workload(resolve_model(name), find_gpu(gpu), cluster))
+def planned(name: str, gpu: str, **plan_request: Any) -> Plan | NoPlan:
+    cluster = plan_request.pop("cluster", None)
+    return plan_workload(PlanRequest(**plan_request).workload(resolve_model(name), find_gpu(gpu), cluster))
 
 
 @pytest.mark.parametrize("gpu", CARDS)
@@ -52,7 +52,7 @@ def test_the_answer_has_at_most_18_lines(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "plan_request",
     [
         {"fixed": {"objective": ("dpo",)}},
         {"fixed": {"method": ("full",)}},
@@ -61,8 +61,8 @@ def test_the_answer_has_at_most_18_lines(gpu: str) -> None:
     ],
     ids=["objective", "refusal", "several-gpus", "cost"],
 )
-def test_other_answers_have_at_most_18_lines_too(wish: dict[str, Any]) -> None:
-    answer = planned("meta-llama/Llama-3.1-8B", "rtx-4090", **wish)
+def test_other_answers_have_at_most_18_lines_too(plan_request: dict[str, Any]) -> None:
+    answer = planned("meta-llama/Llama-3.1-8B", "rtx-4090", **plan_request)
     assert height(answer) <= MAX_LINES
     assert height(answer, 120) <= MAX_LINES
 
@@ -118,7 +118,7 @@ def test_every_other_setup_has_its_reason(gpu: str) -> None:
 
 
 def test_the_groups_and_what_is_free_add_up_to_the_card() -> None:
-    plan = plan_workload(Wish().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
+    plan = plan_workload(PlanRequest().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
     assert isinstance(plan, Plan)
     legend = " ".join(shown(plan)).partition("█ weights")[2].partition(" of ")[0]
     total = sum(float(size) for size in re.findall(r"([\d.]+) GiB", legend))

@@ -102,7 +102,7 @@ def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:
     def beside(label: str, tokens_per_s: float, **changes: Any) -> Alternative:
         formula = replace(plan.chosen.formula, tokens_per_s=tokens_per_s)
         one = Candidate(
-            setup=plan.chosen.setup.with_(**changes), budget_bytes=plan.chosen.budget_bytes, formula=formula
+            setup=plan.chosen.setup.replace(**changes), budget_bytes=plan.chosen.budget_bytes, formula=formula
         )
         return Alternative(label=label, candidate=one, trade="")
 

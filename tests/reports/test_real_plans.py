@@ -11,8 +11,8 @@ from planner.decision.candidates import candidate
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
-from planner.wish import Wish
 from reports.extras import Extras, sensitivity
 from reports.plan_json import plan_from_dict
 from reports.terminal import render_plan
@@ -32,16 +32,18 @@ SAME_TERMS_BYTES = 1024**2  # terms are named to the byte, the peak of a phase i
 def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str, fits: bool) -> None:
     model = catalogue.load(name)
     assert model is not None
-    wish = Wish(fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8).workload(model, find_gpu(gpu))
-    plan = plan_workload(wish)
+    plan_request = PlanRequest(fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8).workload(
+        model, find_gpu(gpu)
+    )
+    plan = plan_workload(plan_request)
     assert isinstance(plan, Plan) is fits
     extras = Extras()
     if isinstance(plan, Plan):
-        extras = Extras(sensitivity=sensitivity(plan.chosen, partial(candidate, wish)))
+        extras = Extras(sensitivity=sensitivity(plan.chosen, partial(candidate, plan_request)))
     texts = plan_files(plan, extras)
     document = json.loads(texts["plan.json"])
     back = plan_from_dict(document)
-    assert back.workload == wish
+    assert back.workload == plan_request
     assert back.workload.model.num_params == model.num_params
     again = report_files([entry_of(document)])
     assert again["report.md"] == texts["report.md"]

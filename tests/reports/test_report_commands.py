@@ -20,7 +20,7 @@ from planner.samples.rows import num_held_out
 from planner.samples.useful import job_s
 from planner.workload import Data
 from reports.write import plan_files
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 
 CARDS = ("mi300x", "mi100", "rx-9060-xt-16gb", "rx-7900-xtx")
@@ -136,7 +136,7 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     words = ("which-gpu", "gpt2", "--method", "full", "--dataset", str(data))
     rows = {row["gpu"]: row for row in json.loads(call(app, *words, "--json").stdout)["cards"]}
     (stats, lengths), card = measured(str(data)), rows["mi300x"]
-    asked = wish(
+    asked = plan_request(
         "gpt2", "mi300x", fixed={"method": ("full",), "packing": (lengths.packing,)}, seq_len=lengths.seq_len_tokens,
         data=Data(
             epoch_tokens=lengths.epoch_tokens, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq,

@@ -1,4 +1,4 @@
-"""Reports of plans for several GPUs: the spread, the ranks' peaks, the share of communication, and the way to JSON and
+"""Reports of plans for several GPUs: the layout, the ranks' peaks, the share of communication, and the way to JSON and
 back."""
 
 import io
@@ -22,10 +22,10 @@ from reports.compare import plan_labels
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
-from reports.setup_text import setup_words, short_setup_words, spread_words
+from reports.setup_text import layout_words, setup_words, short_setup_words
 from reports.terminal import render_estimate, render_plan
-from reports.text import cost_per_million, epoch_sentence, spread_sentence
-from tests.planner.helpers import wish
+from reports.text import cost_per_million, epoch_sentence, layout_sentence
+from tests.planner.helpers import plan_request
 
 SMALL = {"attention": ("sdpa",), "checkpointing": (1,), "loss": ("chunked",), "optimizer": ("adamw-fused",)}
 
@@ -33,7 +33,7 @@ SMALL = {"attention": ("sdpa",), "checkpointing": (1,), "loss": ("chunked",), "o
 def job(num_gpus: int = 8, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-7B", **options: Any) -> Workload:
     links = {name: options.pop(name, None) for name in ("num_nodes", "interconnect")}
     cluster = make_cluster(find_gpu(gpu), num_gpus, **links)
-    return wish(model, gpu, cluster=cluster, fixed={**SMALL, **options.pop("fixed", {})}, **options)
+    return plan_request(model, gpu, cluster=cluster, fixed={**SMALL, **options.pop("fixed", {})}, **options)
 
 
 def plan_of(**options: Any) -> Plan:
@@ -65,7 +65,7 @@ def pipeline() -> Candidate:
 def test_terminal_names_gpus_spread_and_communication(plan: Plan) -> None:
     text = " ".join(shown(render_plan, plan).split())
     assert "8 × A100-SXM4-80GB" in text
-    assert f"8 GPUs ({spread_words(plan.chosen.setup)})" in text
+    assert f"8 GPUs ({layout_words(plan.chosen.setup)})" in text
     assert "communication" in text
     assert "the fullest GPU" in text
     assert "one GPU" in text
@@ -80,7 +80,7 @@ def test_terminal_keeps_its_width(plan: Plan, width: int) -> None:
 
 def test_markdown_and_html_name_the_spread(plan: Plan) -> None:
     for text in (plan_markdown(plan), report_html([Entry(plan=plan)])):
-        assert f"8 GPUs ({spread_words(plan.chosen.setup)})" in text
+        assert f"8 GPUs ({layout_words(plan.chosen.setup)})" in text
         assert "Is one GPU enough?" in text
 
 
@@ -146,7 +146,7 @@ def test_next_command_describes_the_same_cluster() -> None:
 def test_words_on_one_gpu_say_nothing_of_several() -> None:
     setup = TrainSetup()
     assert "GPU" not in setup_words(setup) + short_setup_words(setup)
-    assert spread_sentence(candidate(wish(), setup)) == ""
+    assert layout_sentence(candidate(plan_request(), setup)) == ""
 
 
 def test_labels_tell_clusters_apart() -> None:

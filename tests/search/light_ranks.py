@@ -40,7 +40,7 @@ def rank() -> int:
 
     from planner.codec import Outcome
     from probes.gpu import child, worker
-    from probes.gpu.ranks import seat_of
+    from probes.gpu.ranks import rank_info_of
     from probes.gpu.request import ProbeRequest
     from search.dimensions import key_of
 
@@ -48,7 +48,7 @@ def rank() -> int:
         folder, setup = Path(os.environ[FOLDER]), request.setup
         log = folder / "log"
         found = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
-        if seat_of().rank == 1:
+        if rank_info_of().rank == 1:
             if setup.parallel == "ddp":
                 while not (log.exists() and key_of(setup) in log.read_text()):
                     time.sleep(0.01)  # torchrun would end rank 0 before its line stands in the log

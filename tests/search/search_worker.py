@@ -20,7 +20,7 @@ from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search import run
 from search.dimensions import key_of
-from search.liveness import Pulse
+from search.heartbeat import HeartbeatTiming
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
@@ -52,7 +52,7 @@ def main(name: str, storage: str, log: str, gates: str, max_probes: str, margin:
         storage=storage,
         budget=Budget(max_probes=int(max_probes)),
         strategy=run.Strategy(margin=float(margin)),
-        pulse=Pulse(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S),
+        heartbeat_timing=HeartbeatTiming(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S),
     )
     best = key_of(result.best.setup) if result.best else "none"
     print(f"{best}\t{result.num_probes}\t{result.reason}")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planner.setup import TrainSetup
-from search.blame import CLEARED, KNOWN_PAIR_BLAME, Blame, Incident
+from search.attribution import CLEARED, KNOWN_PAIR_BLAME, FailedTrial, FailureAttribution
 from search.kernel import encode
 
 SETUPS = [
@@ -17,26 +17,26 @@ ATTENTION, PRECISION = 10.0, 2.0
 PAIR = KNOWN_PAIR_BLAME * float(np.sqrt(ATTENTION * PRECISION))
 
 
-def blame() -> Blame:
-    return Blame(encode(SETUPS), len(SETUPS))
+def attribution() -> FailureAttribution:
+    return FailureAttribution(encode(SETUPS), len(SETUPS))
 
 
 def test_a_failure_costs_others_the_share_of_the_blame_that_they_share() -> None:
-    known = blame()
-    known.incident(Incident(row=0))
+    known = attribution()
+    known.failed_trial(FailedTrial(row=0))
     total = ATTENTION + PRECISION + PAIR
     assert known.chance()[1:] == pytest.approx([1 - ATTENTION / total, 1 - PRECISION / total, 1.0])
 
 
 def test_what_ran_and_was_slow_blames_the_pair_more_than_its_values() -> None:
-    known = blame()
-    known.incident(Incident(row=0, pairs_only=True))
+    known = attribution()
+    known.failed_trial(FailedTrial(row=0, pairs_only=True))
     total = 0.3 * (ATTENTION + PRECISION) + PAIR
     assert known.chance()[1:] == pytest.approx([1 - 0.3 * ATTENTION / total, 1 - 0.3 * PRECISION / total, 1.0])
 
 
 def test_a_failure_whose_every_suspect_ran_elsewhere_costs_little() -> None:
-    known = blame()
-    known.incident(Incident(row=0))
+    known = attribution()
+    known.failed_trial(FailedTrial(row=0))
     known.went_well(0)
     assert known.chance() == pytest.approx([1 - CLEARED, 1 - CLEARED / 2, 1 - CLEARED / 2, 1.0])

@@ -17,9 +17,9 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from probes.gpu import executors
 from probes.gpu.evaluate import Prober
 from search.stopping import Budget
@@ -44,7 +44,7 @@ CHILDREN = {
 @cache
 def made_plan() -> Plan:
     plan = plan_workload(
-        Wish(fixed=FIXED, seq_len=64, global_batch=1)
+        PlanRequest(fixed=FIXED, seq_len=64, global_batch=1)
         .probed(("axolotl",))
         .workload(catalogue.load("HuggingFaceTB/SmolLM2-135M"), find_gpu("rtx-4090"))
     )
@@ -118,12 +118,12 @@ def test_the_least_time_of_a_probe_grows_with_its_work() -> None:
     plan = made_plan()
     model, gpu = plan.workload.model, plan.workload.gpu
     setup = TrainSetup(method="full", lora_rank=0, micro_batch_seqs=1, accumulation_steps=1, seq_len_tokens=64)
-    least_s = [least_probe_s(model, gpu, setup.with_(micro_batch_seqs=one), 1e9) for one in (1, 2, 4)]
+    least_s = [least_probe_s(model, gpu, setup.replace(micro_batch_seqs=one), 1e9) for one in (1, 2, 4)]
     assert least_s[1] - least_s[0] == pytest.approx((least_s[2] - least_s[1]) / 2)
     products = 6 * 64 * (106.2e6 * 6 / 30 + 2 * 576 * 49152)
     assert least_s[1] - least_s[0] == pytest.approx(4 * products / 1e9, rel=0.03)  # attention is beside it
-    many = setup.with_(accumulation_steps=64)
-    assert least_probe_s(model, gpu, many, 1e9) == least_probe_s(model, gpu, setup.with_(accumulation_steps=3), 1e9)
+    many = setup.replace(accumulation_steps=64)
+    assert least_probe_s(model, gpu, many, 1e9) == least_probe_s(model, gpu, setup.replace(accumulation_steps=3), 1e9)
 
 
 def test_work_in_this_process_ends_when_time_is_up() -> None:

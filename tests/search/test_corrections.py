@@ -16,7 +16,7 @@ from planner.outcome import Measurement
 from search.corrections import (
     MAX_PER_GPU,
     CorrectionStore,
-    as_elsewhere,
+    as_transfer_observations,
     corrected,
     corrections,
     observations_of,
@@ -99,10 +99,10 @@ def test_several_gpus_learn_from_one_but_never_the_other_way_round(tmp_path: Pat
     assert [item.gpu for item in store.load("test")] == ["test"] * 3
     assert [item.gpu for item in store.load(two)] == ["test"] * 3 + [two] * 2
     assert [item.gpu for item in store.load(four)] == ["test"] * 3 + [two] * 2
-    groups = [item.group for item in as_elsewhere(store.load(two), "mine", two)]
+    groups = [item.group for item in as_transfer_observations(store.load(two), "mine", two)]
     assert groups[3:] == [0, 0]  # this very machine and model
     assert set(groups[:3]) == {1}
-    assert 0 not in {item.group for item in as_elsewhere(store.load(four), "mine", four)}
+    assert 0 not in {item.group for item in as_transfer_observations(store.load(four), "mine", four)}
 
 
 def test_corrected_candidate_says_so() -> None:
@@ -123,8 +123,8 @@ def test_learned_corrections_save_probes_on_another_model() -> None:
         known = observations_of(first.candidates, gpu="test", model="1b", formula_version="1")
         gpu = SyntheticGpu.of(BY_NAME["8b-24g"], seed)
         without += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20)).num_probes
-        elsewhere = as_elsewhere(known, "8b")
-        with_knowledge += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20), elsewhere=elsewhere).num_probes
+        transfer = as_transfer_observations(known, "8b")
+        with_knowledge += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20), transfer=transfer).num_probes
     assert with_knowledge < without
 
 

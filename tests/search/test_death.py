@@ -28,8 +28,8 @@ from planner.outcome import Evidence, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
 from search.dimensions import key_of
+from search.heartbeat import LockHeartbeat
 from search.journal import JOURNAL_NAME
-from search.liveness import LockLiveness
 from search.problem import Problem
 from search.run import SearchResult, Strategy
 from search.run import search as run_search
@@ -90,7 +90,7 @@ def mortal(death: Death, kind: str) -> Iterator[None]:
             for name in WRITES:
                 patch.setattr(RDBStorage, name, counted(getattr(RDBStorage, name), death))
         # What the kernel does: the lock falls, its file stays.
-        patch.setattr(LockLiveness, "close", lambda self: self._file.close())
+        patch.setattr(LockHeartbeat, "close", lambda self: self._file.close())
         yield
 
 
@@ -172,9 +172,9 @@ def places(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], str]:
     kind = request.param
     empty = tmp_path / "empty.db"
     if kind == "sqlite":  # tables are made once and copied: that takes longer than the search
-        opened, liveness = open_storage(f"sqlite:///{empty}")
+        opened, heartbeat = open_storage(f"sqlite:///{empty}")
         close_storage(opened)
-        liveness.close()
+        heartbeat.close()
     number = 0
 
     def place() -> str:
@@ -260,6 +260,6 @@ def test_the_sweep_counts_the_writes_of_the_real_storage(places: Callable[[], st
     place = places()
     _, _, num_writes = undisturbed_search(place)
     assert len((Path(place) / JOURNAL_NAME).read_text().splitlines()) == num_writes
-    storage, liveness = open_storage(place)
-    liveness.close()
+    storage, heartbeat = open_storage(place)
+    heartbeat.close()
     assert isinstance(storage, JournalStorage)

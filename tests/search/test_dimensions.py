@@ -35,13 +35,13 @@ def test_numbers_are_log2_and_words_are_categories() -> None:
 def test_key_of_tells_setups_apart_in_every_field() -> None:
     setup = TrainSetup(num_gpus=2, parallel="ddp")
     others = [
-        setup.with_(lora_rank=32),
-        setup.with_(micro_batch_seqs=2),
-        setup.with_(accumulation_steps=2),
-        setup.with_(seq_len_tokens=4096),
-        setup.with_(lora_targets=("q_proj", "v_proj")),
-        setup.with_(parallel="zero3"),
-        setup.with_(parallel="zero3", offload="optimizer"),
+        setup.replace(lora_rank=32),
+        setup.replace(micro_batch_seqs=2),
+        setup.replace(accumulation_steps=2),
+        setup.replace(seq_len_tokens=4096),
+        setup.replace(lora_targets=("q_proj", "v_proj")),
+        setup.replace(parallel="zero3"),
+        setup.replace(parallel="zero3", offload="optimizer"),
     ]
     assert len({key_of(each) for each in (setup, *others)}) == 1 + len(others)
     assert key_of(setup) == key_of(TrainSetup(num_gpus=2, parallel="ddp"))

@@ -15,7 +15,7 @@ from workers import PATIENCE_S, Workers, all_workers
 
 import search.storage
 from planner.errors import EnvironmentProblem
-from search.liveness import AttributeLiveness
+from search.heartbeat import AttributeHeartbeat
 from search.storage import close_storage, open_storage
 from search.trials import ALIVE_ATTR
 from tests.ports import own_port
@@ -63,8 +63,8 @@ def test_workers_on_the_grpc_proxy_lose_nothing_and_repeat_nothing(
     workers = Workers(tmp_path, proxy_url)
     all_workers.append(workers)
     lost_key = workers.share_and_lose_one(3)
-    storage, liveness = open_storage(proxy_url)
-    assert isinstance(liveness, AttributeLiveness)
+    storage, heartbeat = open_storage(proxy_url)
+    assert isinstance(heartbeat, AttributeHeartbeat)
     try:
         study = optuna.load_study(study_name="plan", storage=storage)
         (lost,) = [t for t in study.trials if t.state is TrialState.RUNNING and t.user_attrs["key"] == lost_key]

@@ -8,13 +8,13 @@ from search_cases import all_candidates, problem, scenario, small_candidates
 
 from benchmarks.recorded_grids import recorded_grids
 from benchmarks.rival_strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
-from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu, perturbed
+from benchmarks.synthetic_gpu import LAYOUT_SCENARIOS, SCENARIOS, Scenario, SyntheticGpu, perturbed
 from planner.evidence.measured import load_rows
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.problem import Problem, Result
 from search.run import search
-from search.sampler import Belief, Sampler
+from search.sampler import Posterior, Sampler
 from search.stopping import Budget
 
 
@@ -58,7 +58,7 @@ def test_deviations_are_realistic_and_memory_can_exceed_the_prediction() -> None
 def test_prior_memory_grows_with_the_micro_batch() -> None:
     by_family: dict[TrainSetup, list[tuple[int, int]]] = {}
     for candidate in small_candidates():
-        family = candidate.setup.with_(micro_batch_seqs=1, accumulation_steps=1)
+        family = candidate.setup.replace(micro_batch_seqs=1, accumulation_steps=1)
         pair = candidate.setup.micro_batch_seqs, candidate.formula.peak_device_bytes
         by_family.setdefault(family, []).append(pair)
     for pairs in by_family.values():
@@ -66,7 +66,7 @@ def test_prior_memory_grows_with_the_micro_batch() -> None:
         assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("one", SPREAD_SCENARIOS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", LAYOUT_SCENARIOS, ids=lambda one: one.name)
 def test_scenarios_of_several_gpus_have_a_choice_of_spreads(one: Scenario) -> None:
     candidates = one.candidates()
     whole = Problem(candidates=candidates)  # checks that tokens per step are equal
@@ -79,7 +79,7 @@ def test_scenarios_of_several_gpus_have_a_choice_of_spreads(one: Scenario) -> No
 
 def test_links_and_shards_do_what_they_should() -> None:
     """Slower links cost most where weights are sent; whole states need more memory than parts of them."""
-    one = next(one for one in SPREAD_SCENARIOS if one.name == "8b-full-8x80g-nvlink")
+    one = next(one for one in LAYOUT_SCENARIOS if one.name == "8b-full-8x80g-nvlink")
     slow = replace(one.nominal, link_bytes_per_s=one.nominal.link_bytes_per_s / 20)
     found = {}
     for setup in one.setups():
@@ -106,7 +106,7 @@ def test_several_gpus_leave_one_gpus_machines_as_they_are() -> None:
 
 
 def test_search_over_spreads_ends_with_what_fits_and_runs() -> None:
-    one = next(one for one in SPREAD_SCENARIOS if one.name == "1b-full-4x24g-pcie")
+    one = next(one for one in LAYOUT_SCENARIOS if one.name == "1b-full-4x24g-pcie")
     candidates = one.candidates()
     for seed in (3, 4):
         gpu = SyntheticGpu.of(one, seed)
@@ -117,32 +117,32 @@ def test_search_over_spreads_ends_with_what_fits_and_runs() -> None:
         assert evidence.peak_device_bytes <= one.budget_bytes
 
 
-def run_to_end(sampler: Sampler, belief: Belief, gpu: SyntheticGpu, limit: int = 60) -> list[TrainSetup]:
+def run_to_end(sampler: Sampler, posterior: Posterior, gpu: SyntheticGpu, limit: int = 60) -> list[TrainSetup]:
     tried = []
     for _ in range(limit):
-        index = sampler.propose(belief, (), 0)
+        index = sampler.propose(posterior, (), 0)
         if index is None:
             break
-        assert belief.open[index]
-        setup = belief.problem.candidates[index].setup
+        assert posterior.open[index]
+        setup = posterior.problem.candidates[index].setup
         tried.append(setup)
-        belief.tell(Result(index=index, evidence=gpu(setup)))
+        posterior.tell(Result(index=index, evidence=gpu(setup)))
     return tried
 
 
 def test_doubling_doubles_until_it_runs_out_of_memory() -> None:
-    belief = Belief(Problem(candidates=all_candidates("8b-80g")))
-    tried = run_to_end(DoublingSampler(), belief, SyntheticGpu.of(scenario(), 2))
+    posterior = Posterior(Problem(candidates=all_candidates("8b-80g")))
+    tried = run_to_end(DoublingSampler(), posterior, SyntheticGpu.of(scenario(), 2))
     sizes = [setup.micro_batch_seqs for setup in tried]
     assert sizes[0] == 1
     assert sizes == [2**power for power in range(len(sizes))]
-    assert len({setup.with_(micro_batch_seqs=1, accumulation_steps=1) for setup in tried}) == 1
+    assert len({setup.replace(micro_batch_seqs=1, accumulation_steps=1) for setup in tried}) == 1
     assert all(getattr(tried[0], name) == value for name, value in DEFAULTS.items())
 
 
 def test_deepspeed_style_tuner_goes_stage_by_stage_and_ends() -> None:
-    belief = Belief(Problem(candidates=all_candidates("8b-80g")))
-    tried = run_to_end(DeepSpeedSampler(), belief, SyntheticGpu.of(scenario(), 2))
+    posterior = Posterior(Problem(candidates=all_candidates("8b-80g")))
+    tried = run_to_end(DeepSpeedSampler(), posterior, SyntheticGpu.of(scenario(), 2))
     assert 5 < len(tried) < 60
     assert len(set(tried)) == len(tried)
     order = [("full", "none"), ("lora", "none"), ("qlora", "nf4"), ("qlora", "nf4-double")]
@@ -154,8 +154,8 @@ def test_deepspeed_style_tuner_goes_stage_by_stage_and_ends() -> None:
 
 
 def test_ranked_follows_the_formula() -> None:
-    belief = Belief(problem())
-    tried = run_to_end(RankedSampler(), belief, SyntheticGpu.of(scenario(), 2), limit=5)
+    posterior = Posterior(problem())
+    tried = run_to_end(RankedSampler(), posterior, SyntheticGpu.of(scenario(), 2), limit=5)
     speeds = {candidate.setup: candidate.tokens_per_s for candidate in small_candidates()}
     assert [speeds[setup] for setup in tried] == sorted((speeds[setup] for setup in tried), reverse=True)
 

@@ -1,4 +1,4 @@
-"""What the search does on synthetic machines, as on record: no belief, no order and no stop changes unnoticed.
+"""What the search does on synthetic machines, as on record: no posterior, no order and no stop changes unnoticed.
 
 Whether it is good at it other tests say; this one says that it changed. `UPDATE_DOCS=1 pytest
 tests/search/test_on_record.py` writes the record anew: look at the difference before committing.
@@ -16,10 +16,10 @@ from search_cases import problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.interchange import setup_to_dict
-from search.corrections import as_elsewhere, observations_of
-from search.problem import Elsewhere
+from search.corrections import as_transfer_observations, observations_of
+from search.problem import TransferObservation
 from search.run import SearchResult, search
-from search.sampler import Belief
+from search.sampler import Posterior
 from search.stopping import Budget
 from search.trials import TrialRecord
 
@@ -31,23 +31,23 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "32b-80g": (4, {}),
 }
 ROUNDING = 1e-4
-"""Of beliefs: another linear algebra may differ in late digits."""
+"""Of posteriors: another linear algebra may differ in late digits."""
 
 
-def told(name: str, elsewhere: Sequence[Elsewhere] = ()) -> tuple[dict[str, Any], SearchResult]:
+def told(name: str, transfer: Sequence[TransferObservation] = ()) -> tuple[dict[str, Any], SearchResult]:
     """One search in short: every probe with what was believed after it, and how it ended."""
     seed, wishes = RUNS[name]
     steps: list[list[Any]] = []
 
-    def note(record: TrialRecord, belief: Belief) -> None:
-        mean, spread = belief.score_moments()
-        moments = (mean, spread, belief.probability_fits(), belief.probability_runs(), belief.open)
+    def note(record: TrialRecord, posterior: Posterior) -> None:
+        mean, layout = posterior.score_moments()
+        moments = (mean, layout, posterior.probability_fits(), posterior.probability_runs(), posterior.open)
         micro, checkpointing = record.setup.micro_batch_seqs, record.setup.checkpointing
         setup = f"{record.setup.method} {record.setup.optimizer} {record.setup.attention} {micro} {checkpointing}"
         steps.append([record.origin, setup, *(float(np.mean(values)) for values in moments)])
 
     gpu = SyntheticGpu.of(scenario(name), seed)
-    result = search(problem(name, **wishes), gpu, budget=Budget(max_probes=8), elsewhere=elsewhere, on_trial=note)
+    result = search(problem(name, **wishes), gpu, budget=Budget(max_probes=8), transfer=transfer, on_trial=note)
     ended = {
         "steps": steps,
         "reason": result.reason,
@@ -64,7 +64,7 @@ def found() -> dict[str, Any]:
     learned = observations_of(
         told("8b-80g")[1].candidates, gpu="a100-80gb", model="8b", formula_version="0", measured_at=""
     )
-    searches["32b-80g after 8b-80g"] = told("32b-80g", as_elsewhere(learned, "32b"))[0]
+    searches["32b-80g after 8b-80g"] = told("32b-80g", as_transfer_observations(learned, "32b"))[0]
     return searches
 
 

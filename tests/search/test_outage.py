@@ -23,8 +23,8 @@ from search.storage import close_storage, open_storage, shown
 
 
 def journal(tmp_path: Path) -> optuna.storages.BaseStorage:
-    storage, liveness = open_storage(tmp_path)
-    liveness.close()
+    storage, heartbeat = open_storage(tmp_path)
+    heartbeat.close()
     return storage
 
 
@@ -185,8 +185,8 @@ def test_an_outage_is_waited_for_and_told_once(capsys: pytest.CaptureFixture[str
 
 def test_every_call_of_a_database_is_patient(tmp_path: Path) -> None:
     """Also those that Optuna's cache makes behind the public ones: a restart of the server may meet any."""
-    storage, liveness = open_storage(f"sqlite:///{tmp_path}/s.db")
-    liveness.close()
+    storage, heartbeat = open_storage(f"sqlite:///{tmp_path}/s.db")
+    heartbeat.close()
     public = {name for name in dir(optuna.storages.BaseStorage) if not name.startswith("_")} - {"remove_session"}
     behind = set(re.findall(r"self\._backend\.(\w+)\(", inspect.getsource(_CachedStorage))) - {"remove_session"}
     asks_nobody = {name for name in behind if "callback" in name or name == "get_heartbeat_interval"}

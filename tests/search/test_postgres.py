@@ -19,7 +19,7 @@ from search_worker import GRACE_S
 from workers import PATIENCE_S, Workers, all_workers
 
 from search.dimensions import key_of
-from search.liveness import DatabaseLiveness, Pulse
+from search.heartbeat import DatabaseHeartbeat, HeartbeatTiming
 from search.storage import close_storage, open_storage
 from search.study import Study
 from tests.servers import server_programs
@@ -106,8 +106,8 @@ def execute(url: str, command: str) -> int:
 
 
 def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
-    storage, liveness = open_storage(url)
-    assert isinstance(liveness, DatabaseLiveness)
+    storage, heartbeat = open_storage(url)
+    assert isinstance(heartbeat, DatabaseHeartbeat)
     try:
         return optuna.load_study(study_name="plan", storage=storage).get_trials()
     finally:
@@ -133,16 +133,16 @@ def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
 @pytest.mark.slow
 def test_a_heartbeat_that_ends_is_noticed_by_the_servers_clock(postgres_url: str) -> None:
     """From before a trial is taken until it beats no more; how soon after that is not asked."""
-    storage, liveness = open_storage(postgres_url, Pulse(heartbeat_s=1, grace_s=2))
-    assert isinstance(liveness, DatabaseLiveness)
+    storage, heartbeat = open_storage(postgres_url, HeartbeatTiming(heartbeat_s=1, grace_s=2))
+    assert isinstance(heartbeat, DatabaseHeartbeat)
     try:
-        study = Study(problem(), storage, liveness, "heartbeat")
+        study = Study(problem(), storage, heartbeat, "heartbeat")
         study.enqueue(problem().candidates[0], "plan")
         (waiting,) = study.study.get_trials()
         claimed = study.claim()
         assert claimed is not None
         assert execute(postgres_url, f"SELECT * FROM trial_heartbeats WHERE trial_id = {waiting._trial_id}") == 1
-        with liveness.keep_alive(waiting._trial_id):
+        with heartbeat.keep_alive(waiting._trial_id):
             pass
         deadline = time.monotonic() + PATIENCE_S
         while not study.rescue():

@@ -7,7 +7,7 @@ import pytest
 from search_cases import measurement, problem
 
 from planner.outcome import Candidate, Prediction
-from search.problem import Elsewhere, Problem, Result
+from search.problem import Problem, Result, TransferObservation
 from search.stopping import Budget
 
 GIB = 1024**3
@@ -64,7 +64,7 @@ SCORES = {"tokens": (0.0, log(2)), "cost": (-log(4), log(2)), "memory": (0.0, 0.
 @pytest.mark.parametrize("objective", SCORES)
 def test_what_is_best_is_scored_by_its_own_figure(objective: str) -> None:
     one, candidate = changed()
-    one, four = replace(one, objective=objective), candidate.setup.with_(num_gpus=4, parallel="ddp")
+    one, four = replace(one, objective=objective), candidate.setup.replace(num_gpus=4, parallel="ddp")
     evidence = measurement(candidate.setup, 1000.0, 1.0 * GIB)
     faster = measurement(candidate.setup, 2000.0, 1.0 * GIB)
     score = one.score(candidate, evidence)
@@ -72,7 +72,7 @@ def test_what_is_best_is_scored_by_its_own_figure(objective: str) -> None:
     assert (on_four - score, one.score(candidate, faster) - score) == pytest.approx(SCORES[objective])
 
 
-@pytest.mark.parametrize("kind", [Problem, Result, Elsewhere, Budget])
+@pytest.mark.parametrize("kind", [Problem, Result, TransferObservation, Budget])
 def test_values_are_given_by_name(kind: type) -> None:
     """Two of one type could change places unnoticed: seconds and GPU seconds, speed and memory errors."""
     assert all(one.kw_only for one in fields(kind))

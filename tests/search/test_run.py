@@ -1,4 +1,4 @@
-"""The whole search on synthetic machines: budget, order, resumption, wishes, properties."""
+"""The whole search on synthetic machines: budget, order, resumption, requests, properties."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_time_budget_stops_before_a_probe_that_would_end_too_late() -> None:
 
 def test_formula_exclusions_are_recorded_with_reasons() -> None:
     records: list[TrialRecord] = []
-    result = search(problem(), gpu(), budget=FEW, on_trial=lambda record, belief: records.append(record))
+    result = search(problem(), gpu(), budget=FEW, on_trial=lambda record, posterior: records.append(record))
     excluded = [trial for trial in result.trials if trial.excluded]
     assert 0 < len(excluded) <= MAX_RECORDED_EXCLUSIONS
     assert all(trial.excluded.startswith("formula: needs ") for trial in excluded)
@@ -175,7 +175,7 @@ def test_a_worker_whose_trial_was_given_up_for_lost_goes_on(tmp_path: Path) -> N
     taken: list[optuna.trial.FrozenTrial] = []
     measure = truth(small_candidates())
     result = search(
-        problem(), evaluate, storage=target, budget=FEW, on_trial=lambda record, belief: shown.append(record.number)
+        problem(), evaluate, storage=target, budget=FEW, on_trial=lambda record, posterior: shown.append(record.number)
     )
     assert result.best is not None
     assert taken[0].number not in shown
@@ -249,7 +249,7 @@ def test_cost_objective_counts_gpus() -> None:
     setup = TrainSetup(micro_batch_seqs=1, accumulation_steps=8)
     base = next(c for c in small_candidates() if c.fits)
     one = replace(base, setup=setup, formula=replace(base.formula, tokens_per_s=1000.0))
-    two_setup = setup.with_(num_gpus=2, parallel="ddp", accumulation_steps=4)
+    two_setup = setup.replace(num_gpus=2, parallel="ddp", accumulation_steps=4)
     two = replace(base, setup=two_setup, formula=replace(base.formula, tokens_per_s=1800.0))
     pair = (one, two)
     fastest = search(Problem(candidates=pair), truth(pair), budget=Budget(max_probes=2))
@@ -278,7 +278,7 @@ def test_contradictory_problems_are_refused() -> None:
     mixed = (candidates[0], replace(candidates[1], budget_bytes=1))
     with pytest.raises(UsageError, match="one memory budget"):
         Problem(candidates=mixed)
-    longer = candidates[0].setup.with_(accumulation_steps=1000)
+    longer = candidates[0].setup.replace(accumulation_steps=1000)
     with pytest.raises(UsageError, match="one tokens per optimizer step"):
         Problem(candidates=(candidates[0], replace(candidates[1], setup=longer)))
     with pytest.raises(UsageError, match="sampler"):

@@ -1,4 +1,4 @@
-"""What the belief learns and which probe it asks for next."""
+"""What the posterior learns and which probe it asks for next."""
 
 from dataclasses import replace
 from math import erf, exp, log, sqrt
@@ -13,13 +13,13 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
-from search.sampler import MIN_PROBABILITY, WORTH, Belief, ResidualSampler, acquisition, expected_improvement
+from search.sampler import MIN_PROBABILITY, WORTH, Posterior, ResidualSampler, acquisition, expected_improvement
 from search.stopping import _correlated, probability_of_better
 
 
-def best_fitting(belief: Belief) -> int:
-    fits = belief.log_memory <= belief.log_budget
-    return int(np.argmax(np.where(fits & belief.open, belief.log_speed, -np.inf)))
+def best_fitting(posterior: Posterior) -> int:
+    fits = posterior.log_memory <= posterior.log_budget
+    return int(np.argmax(np.where(fits & posterior.open, posterior.log_speed, -np.inf)))
 
 
 def failure(kind: FailureKind, message: str) -> ProbeFailure:
@@ -27,56 +27,56 @@ def failure(kind: FailureKind, message: str) -> ProbeFailure:
 
 
 def test_one_probe_moves_all_predictions_by_most_of_its_error() -> None:
-    belief = Belief(problem())
-    index = best_fitting(belief)
-    belief.tell(Result(index=index, evidence=exact(belief.problem.candidates[index], speed_error=-0.2)))
-    assert belief.speed.mean[index] == pytest.approx(-0.2, abs=0.01)
-    assert belief.speed.mean[: belief.num].max() < -0.02
-    assert belief.best is not None
+    posterior = Posterior(problem())
+    index = best_fitting(posterior)
+    posterior.tell(Result(index=index, evidence=exact(posterior.problem.candidates[index], speed_error=-0.2)))
+    assert posterior.speed.mean[index] == pytest.approx(-0.2, abs=0.01)
+    assert posterior.speed.mean[: posterior.num].max() < -0.02
+    assert posterior.best is not None
 
 
 def test_same_results_give_the_same_belief_and_choice() -> None:
     gpu = SyntheticGpu.of(scenario(), 3)
     choices = []
     for _ in range(2):
-        belief = Belief(problem())
+        posterior = Posterior(problem())
         for _ in range(4):
-            index = ResidualSampler().propose(belief, (), seed=0)
+            index = ResidualSampler().propose(posterior, (), seed=0)
             assert index is not None
             choices.append(index)
-            belief.tell(Result(index=index, evidence=gpu(belief.problem.candidates[index].setup)))
+            posterior.tell(Result(index=index, evidence=gpu(posterior.problem.candidates[index].setup)))
     assert choices[:4] == choices[4:]
     assert len(set(choices[:4])) == 4
 
 
 def test_larger_micro_batches_of_a_setup_that_ran_out_of_memory_are_closed() -> None:
-    belief = Belief(problem())
-    index = best_fitting(belief)
-    setup = belief.problem.candidates[index].setup
-    belief.tell(Result(index=index, evidence=out_of_memory()))
-    for candidate, open_ in zip(belief.problem.candidates, belief.open, strict=True):
-        larger = candidate.setup.with_(micro_batch_seqs=1, accumulation_steps=1) == setup.with_(
+    posterior = Posterior(problem())
+    index = best_fitting(posterior)
+    setup = posterior.problem.candidates[index].setup
+    posterior.tell(Result(index=index, evidence=out_of_memory()))
+    for candidate, open_ in zip(posterior.problem.candidates, posterior.open, strict=True):
+        larger = candidate.setup.replace(micro_batch_seqs=1, accumulation_steps=1) == setup.replace(
             micro_batch_seqs=1, accumulation_steps=1
         )
         if larger and candidate.setup.micro_batch_seqs >= setup.micro_batch_seqs:
             assert not open_
-    assert belief.best is None
-    assert belief.open.any()
+    assert posterior.best is None
+    assert posterior.open.any()
 
 
 def test_out_of_memory_lowers_the_chance_of_alike_setups() -> None:
-    belief = Belief(problem())
-    before = belief.probability_fits()
-    belief.tell(Result(index=best_fitting(belief), evidence=out_of_memory()))
-    assert (belief.probability_fits() <= before + 1e-9).mean() > 0.9
+    posterior = Posterior(problem())
+    before = posterior.probability_fits()
+    posterior.tell(Result(index=best_fitting(posterior), evidence=out_of_memory()))
+    assert (posterior.probability_fits() <= before + 1e-9).mean() > 0.9
 
 
 def test_a_failure_that_names_its_cause_closes_the_way_for_that_value_only() -> None:
-    belief = Belief(problem())
-    flash = [c.setup.attention == "flash-attention-2" for c in belief.problem.candidates]
-    index = int(np.argmax(np.where(np.array(flash) & belief.open, belief.log_speed, -np.inf)))
-    belief.tell(Result(index=index, evidence=failure(FailureKind.UNSUPPORTED, "flash_attention_2 is not installed")))
-    chance = belief.probability_runs()
+    posterior = Posterior(problem())
+    flash = [c.setup.attention == "flash-attention-2" for c in posterior.problem.candidates]
+    index = int(np.argmax(np.where(np.array(flash) & posterior.open, posterior.log_speed, -np.inf)))
+    posterior.tell(Result(index=index, evidence=failure(FailureKind.UNSUPPORTED, "flash_attention_2 is not installed")))
+    chance = posterior.probability_runs()
     assert chance[np.array(flash)].max() < 0.15
     assert chance[~np.array(flash)].min() > 0.85
 
@@ -84,47 +84,47 @@ def test_a_failure_that_names_its_cause_closes_the_way_for_that_value_only() -> 
 def test_a_failure_that_names_two_accuses_them_together() -> None:
     """Compiled and quantized crashed: compiled without quantization, and quantized without compiling, may still run."""
     whole = Problem(candidates=all_candidates("8b-80g"))
-    belief = Belief(whole)
+    posterior = Posterior(whole)
     setups = [candidate.setup for candidate in whole.candidates]
     compiled = np.array([setup.compile for setup in setups])
     quantized = np.array([setup.quantization == "nf4" for setup in setups])
-    index = int(np.argmax(np.where(compiled & quantized & belief.open, belief.log_speed, -np.inf)))
+    index = int(np.argmax(np.where(compiled & quantized & posterior.open, posterior.log_speed, -np.inf)))
     message = "torch.compile crashed in a quantized matrix multiplication"
-    belief.tell(Result(index=index, evidence=failure(FailureKind.CRASHED, message)))
-    chance = belief.probability_runs()
+    posterior.tell(Result(index=index, evidence=failure(FailureKind.CRASHED, message)))
+    chance = posterior.probability_runs()
     assert chance[compiled & quantized].max() < 0.1
     assert chance[compiled ^ quantized].min() > 0.8
 
 
 def test_running_out_of_memory_against_all_expectation_is_blamed_on_a_pair() -> None:
     """A fallback kernel's cliff is no smooth error: what shares no more than single values still fits."""
-    belief = Belief(problem())
-    certain = np.array([c.setup.attention == "sdpa" for c in belief.problem.candidates]) & belief.open
-    index = int(np.argmax(np.where(certain, belief.probability_fits() - 1e-3 * belief.log_memory, -np.inf)))
-    setup = belief.problem.candidates[index].setup
-    other = np.array([c.setup.attention != setup.attention for c in belief.problem.candidates])
-    sure = other & (belief.probability_fits() > 0.999)
-    chance = belief.probability_fits()[sure]
-    belief.tell(Result(index=index, evidence=out_of_memory()))
-    assert belief.probability_fits()[sure].mean() > 0.95 * chance.mean()
-    same_pair = ~other & np.array([c.setup.precision == setup.precision for c in belief.problem.candidates])
-    assert belief.probability_runs()[same_pair].mean() < belief.probability_runs()[other].mean() - 0.1
+    posterior = Posterior(problem())
+    certain = np.array([c.setup.attention == "sdpa" for c in posterior.problem.candidates]) & posterior.open
+    index = int(np.argmax(np.where(certain, posterior.probability_fits() - 1e-3 * posterior.log_memory, -np.inf)))
+    setup = posterior.problem.candidates[index].setup
+    other = np.array([c.setup.attention != setup.attention for c in posterior.problem.candidates])
+    sure = other & (posterior.probability_fits() > 0.999)
+    chance = posterior.probability_fits()[sure]
+    posterior.tell(Result(index=index, evidence=out_of_memory()))
+    assert posterior.probability_fits()[sure].mean() > 0.95 * chance.mean()
+    same_pair = ~other & np.array([c.setup.precision == setup.precision for c in posterior.problem.candidates])
+    assert posterior.probability_runs()[same_pair].mean() < posterior.probability_runs()[other].mean() - 0.1
 
 
 def test_a_good_run_clears_what_it_shares_with_a_failure() -> None:
-    belief = Belief(problem())
-    first = best_fitting(belief)
-    belief.tell(Result(index=first, evidence=failure(FailureKind.CRASHED, "illegal instruction")))
-    setup = belief.problem.candidates[first].setup
-    same = np.array([c.setup.attention == setup.attention for c in belief.problem.candidates])
-    before = belief.probability_runs()[same].mean()
+    posterior = Posterior(problem())
+    first = best_fitting(posterior)
+    posterior.tell(Result(index=first, evidence=failure(FailureKind.CRASHED, "illegal instruction")))
+    setup = posterior.problem.candidates[first].setup
+    same = np.array([c.setup.attention == setup.attention for c in posterior.problem.candidates])
+    before = posterior.probability_runs()[same].mean()
     other = next(
         i
-        for i, c in enumerate(belief.problem.candidates)
-        if same[i] and belief.open[i] and c.setup.precision != setup.precision and c.setup.method != setup.method
+        for i, c in enumerate(posterior.problem.candidates)
+        if same[i] and posterior.open[i] and c.setup.precision != setup.precision and c.setup.method != setup.method
     )
-    belief.tell(Result(index=other, evidence=exact(belief.problem.candidates[other])))
-    assert belief.probability_runs()[same].mean() > before
+    posterior.tell(Result(index=other, evidence=exact(posterior.problem.candidates[other])))
+    assert posterior.probability_runs()[same].mean() > before
 
 
 def test_expected_improvement_matches_a_sample() -> None:
@@ -137,108 +137,110 @@ def test_expected_improvement_matches_a_sample() -> None:
 
 
 def test_closed_and_running_candidates_are_never_proposed() -> None:
-    belief = Belief(problem())
+    posterior = Posterior(problem())
     sampler = ResidualSampler()
-    first = sampler.propose(belief, (), 0)
+    first = sampler.propose(posterior, (), 0)
     assert first is not None
-    second = sampler.propose(belief, (first,), 0)
+    second = sampler.propose(posterior, (first,), 0)
     assert second is not None
     assert second != first
-    belief.open[:] = False
-    assert sampler.propose(belief, (), 0) is None
+    posterior.open[:] = False
+    assert sampler.propose(posterior, (), 0) is None
 
 
 def test_acquisition_is_negative_exactly_where_nothing_is_open() -> None:
-    belief = Belief(problem())
-    assert ((acquisition(belief, belief.open) < 0) == ~belief.open).all()
+    posterior = Posterior(problem())
+    assert ((acquisition(posterior, posterior.open) < 0) == ~posterior.open).all()
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 def test_every_sampler_proposes_open_candidates_only_and_deterministically(name: str) -> None:
     """The conformance test of the seam: what a sampler must do, whatever its idea."""
-    belief = Belief(problem())
+    posterior = Posterior(problem())
     gpu = SyntheticGpu.of(scenario(), 1)
     for _ in range(3):
-        index = make_sampler(name).propose(belief, (), seed=5)
+        index = make_sampler(name).propose(posterior, (), seed=5)
         assert index is not None
-        assert belief.open[index]
-        assert make_sampler(name).propose(belief, (), seed=5) == index
-        assert make_sampler(name).propose(belief, (index,), seed=5) != index
-        belief.tell(Result(index=index, evidence=gpu(belief.problem.candidates[index].setup)))
-    belief.open[:] = False
-    assert make_sampler(name).propose(belief, (), seed=5) is None
+        assert posterior.open[index]
+        assert make_sampler(name).propose(posterior, (), seed=5) == index
+        assert make_sampler(name).propose(posterior, (index,), seed=5) != index
+        posterior.tell(Result(index=index, evidence=gpu(posterior.problem.candidates[index].setup)))
+    posterior.open[:] = False
+    assert make_sampler(name).propose(posterior, (), seed=5) is None
 
 
 def test_probability_of_better_agrees_with_a_full_joint_sample() -> None:
     """Independent computation over all open candidates with its own draws: within 5 points."""
-    belief = Belief(problem())
+    posterior = Posterior(problem())
     for step in range(6):
-        index = ResidualSampler().propose(belief, (), 0)
+        index = ResidualSampler().propose(posterior, (), 0)
         assert index is not None
         error = -0.1 + 0.01 * step
-        belief.tell(Result(index=index, evidence=exact(belief.problem.candidates[index], speed_error=error)))
-    rows = np.flatnonzero(belief.open)
+        posterior.tell(Result(index=index, evidence=exact(posterior.problem.candidates[index], speed_error=error)))
+    rows = np.flatnonzero(posterior.open)
     random = np.random.default_rng(9)
-    mean, _ = belief.score_moments()
+    mean, _ = posterior.score_moments()
 
     def draw(which: np.ndarray, covariance: np.ndarray) -> np.ndarray:
         root = np.linalg.cholesky(covariance + 1e-8 * np.eye(len(rows)))
         return which[rows] + random.standard_normal((3000, len(rows))) @ root.T
 
-    score = draw(mean, belief.speed.covariance(rows))
-    memory = draw(belief.log_memory + belief.memory.mean[: belief.num], belief.memory.covariance(rows))
-    better = (score > belief.best_score + log(1.01)) & (memory <= belief.log_budget)
-    assert probability_of_better(belief) == pytest.approx(better.any(axis=1).mean(), abs=0.05)
+    score = draw(mean, posterior.speed.covariance(rows))
+    memory = draw(posterior.log_memory + posterior.memory.mean[: posterior.num], posterior.memory.covariance(rows))
+    better = (score > posterior.best_score + log(1.01)) & (memory <= posterior.log_budget)
+    assert probability_of_better(posterior) == pytest.approx(better.any(axis=1).mean(), abs=0.05)
 
 
 def test_nothing_open_means_nothing_better() -> None:
-    belief = Belief(problem())
-    belief.open[:] = False
-    assert probability_of_better(belief) == 0.0
+    posterior = Posterior(problem())
+    posterior.open[:] = False
+    assert probability_of_better(posterior) == 0.0
 
 
 def test_dry_run_exclusion_teaches_memory() -> None:
-    belief = Belief(problem())
-    index = best_fitting(belief)
-    formula = belief.problem.candidates[index].formula
+    posterior = Posterior(problem())
+    index = best_fitting(posterior)
+    formula = posterior.problem.candidates[index].formula
     larger = replace(formula, rung=Rung.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
-    belief.tell_excluded(index, larger)
-    assert belief.memory.mean[index] > 0.05
-    assert not belief.open[index]
-    assert belief.results == []
+    posterior.tell_excluded(index, larger)
+    assert posterior.memory.mean[index] > 0.05
+    assert not posterior.open[index]
+    assert posterior.results == []
 
 
 def test_memory_objective_prefers_the_smallest() -> None:
     smallest = Problem(candidates=small_candidates(), objective="memory")
-    belief = Belief(smallest)
+    posterior = Posterior(smallest)
     for _ in range(3):
-        index = ResidualSampler().propose(belief, (), 0)
+        index = ResidualSampler().propose(posterior, (), 0)
         assert index is not None
-        belief.tell(Result(index=index, evidence=exact(smallest.candidates[index])))
-    assert belief.best is not None
-    assert belief.log_memory[belief.best.index] == pytest.approx(belief.log_memory.min())
+        posterior.tell(Result(index=index, evidence=exact(smallest.candidates[index])))
+    assert posterior.best is not None
+    assert posterior.log_memory[posterior.best.index] == pytest.approx(posterior.log_memory.min())
 
 
 def test_a_setup_that_needs_more_than_the_budget_is_never_best() -> None:
-    belief = Belief(problem())
-    index = best_fitting(belief)
-    candidate = belief.problem.candidates[index]
-    belief.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes + 1)))
-    assert belief.best is None
-    belief.open[index] = True
-    belief.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes)))
-    assert belief.best is not None
+    posterior = Posterior(problem())
+    index = best_fitting(posterior)
+    candidate = posterior.problem.candidates[index]
+    posterior.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes + 1)))
+    assert posterior.best is None
+    posterior.open[index] = True
+    posterior.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes)))
+    assert posterior.best is not None
 
 
 def test_among_hopeless_candidates_the_likelier_improvement_decides() -> None:
     """Nothing fits, so that gains count for next to nothing: 1e-12 of the chance to beat the best is added."""
     mean, sd, best = np.array([9.4, 9.0]), np.array([0.5, 0.5]), 10.0
     nothing = np.zeros(2)
-    belief: Any = SimpleNamespace(
+    posterior: Any = SimpleNamespace(
         score_moments=lambda: (mean, sd), probability_fits=lambda: nothing, probability_runs=lambda: nothing,
         best_score=best,
     )  # fmt: skip
-    added = acquisition(belief, np.array([True, True])) - MIN_PROBABILITY * expected_improvement(mean, sd, best + WORTH)
+    added = acquisition(posterior, np.array([True, True])) - MIN_PROBABILITY * expected_improvement(
+        mean, sd, best + WORTH
+    )
     likely = [0.5 * (1 + erf((one - best) / 0.5 / sqrt(2))) for one in mean]
     assert added / 1e-12 == pytest.approx(likely, rel=1e-3)
 

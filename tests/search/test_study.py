@@ -18,22 +18,22 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
+from search.heartbeat import AttributeHeartbeat, Heartbeat, HeartbeatTiming, LockHeartbeat
 from search.journal import JOURNAL_NAME, FlockLock, repair_journal
-from search.liveness import AttributeLiveness, Liveness, LockLiveness, Pulse
 from search.storage import close_storage, open_storage
 from search.study import MAX_RETRIES, Study
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
 from search.values import SPACE, constraint_values
 
 
-class Lost(Liveness):
+class Lost(Heartbeat):
     """Every other worker's trial counts as lost."""
 
     def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
         return trial.user_attrs.get("worker") != self.worker
 
 
-OPENED: list[tuple[BaseStorage, Liveness]] = []
+OPENED: list[tuple[BaseStorage, Heartbeat]] = []
 
 
 @pytest.fixture(autouse=True)
@@ -41,23 +41,23 @@ def closed() -> Iterator[None]:
     """Whatever a test opens is closed after it."""
     yield
     while OPENED:
-        storage, liveness = OPENED.pop()
-        liveness.close()
+        storage, heartbeat = OPENED.pop()
+        heartbeat.close()
         close_storage(storage)
 
 
 def study_in(target: str | Path | None, name: str = "plan") -> Study:
-    storage, liveness = open_storage(target, Pulse(heartbeat_s=1, grace_s=3))
-    OPENED.append((storage, liveness))
-    return Study(problem(), storage, liveness, name)
+    storage, heartbeat = open_storage(target, HeartbeatTiming(heartbeat_s=1, grace_s=3))
+    OPENED.append((storage, heartbeat))
+    return Study(problem(), storage, heartbeat, name)
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty database: making its tables takes longer than a test."""
     path = tmp_path_factory.mktemp("tables") / "study.db"
-    storage, liveness = open_storage(f"sqlite:///{path}")
-    liveness.close()
+    storage, heartbeat = open_storage(f"sqlite:///{path}")
+    heartbeat.close()
     close_storage(storage)
     return path
 
@@ -232,10 +232,10 @@ def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
     storage, _ = open_storage(None)
     Study(problem(), storage, Later(), "plan").enqueue(problem().candidates[0], "plan")
     for _ in range(MAX_RETRIES + 3):
-        liveness = Later()
-        worker = Study(problem(), storage, liveness, "plan")
+        heartbeat = Later()
+        worker = Study(problem(), storage, heartbeat, "plan")
         worker.rescue(first=True)
-        liveness.waited = True
+        heartbeat.waited = True
         worker.rescue()
         claimed = worker.claim()
         assert claimed is not None
@@ -299,17 +299,17 @@ def test_of_two_that_want_a_trial_the_slower_withdraws(tmp_path: Path, monkeypat
     one, two, watcher = study_in(tmp_path), study_in(tmp_path), study_in(tmp_path)
     one.enqueue(problem().candidates[0], "plan")
     (trial,) = watcher.study.get_trials()
-    announce = two.liveness.announce
+    announce = two.heartbeat.announce
 
     def overtaken(trial_id: int) -> None:
         announce(trial_id)
-        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one.liveness.worker, True)
+        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one.heartbeat.worker, True)
         assert one._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
         assert watcher.rescue() == 0
-        one.liveness._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
+        one.heartbeat._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
         assert watcher.rescue() == 0  # it may be the other who has it
 
-    monkeypatch.setattr(two.liveness, "announce", overtaken)
+    monkeypatch.setattr(two.heartbeat, "announce", overtaken)
     assert two.claim() is None
     assert watcher.rescue() == 1
     claimed = watcher.claim()
@@ -341,7 +341,7 @@ def test_a_lost_trial_that_its_rescuer_did_not_add_again_is_added_by_the_next() 
     other = Study(problem(), storage, Lost(), "plan")
     assert other.rescue() == 0
     assert other.claim() is not None
-    assert Study(problem(), storage, Liveness(), "plan").rescue() == 0
+    assert Study(problem(), storage, Heartbeat(), "plan").rescue() == 0
     assert len(other.study.get_trials()) == 2  # once, not again
 
 
@@ -385,10 +385,10 @@ def test_sqlite_transactions_lock_from_their_first_read(tmp_path: Path) -> None:
     """Else two workers would both read "waiting" and both take the trial."""
     import sqlalchemy.exc
 
-    storage, liveness = open_storage(f"sqlite:///{tmp_path}/study.db")
-    OPENED.append((storage, liveness))
+    storage, heartbeat = open_storage(f"sqlite:///{tmp_path}/study.db")
+    OPENED.append((storage, heartbeat))
     assert isinstance(storage, optuna.storages.RDBStorage)
-    assert isinstance(liveness, LockLiveness)
+    assert isinstance(heartbeat, LockHeartbeat)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["study.db", "study.db.workers"]
     impatient = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/study.db", connect_args={"timeout": 0.0})
     with storage.engine.connect() as reader:
@@ -399,8 +399,8 @@ def test_sqlite_transactions_lock_from_their_first_read(tmp_path: Path) -> None:
 
 
 def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
-    living, dead = LockLiveness(tmp_path), LockLiveness(tmp_path)
-    watcher = LockLiveness(tmp_path)
+    living, dead = LockHeartbeat(tmp_path), LockHeartbeat(tmp_path)
+    watcher = LockHeartbeat(tmp_path)
     OPENED.extend((optuna.storages.InMemoryStorage(), each) for each in (living, watcher))
     trials = {
         worker.worker: optuna.trial.create_trial(
@@ -415,34 +415,34 @@ def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
 
 def test_attribute_heartbeat_beats_and_goes_stale() -> None:
     storage, _ = open_storage(None)
-    study = Study(problem(), storage, Liveness(), "plan")
+    study = Study(problem(), storage, Heartbeat(), "plan")
     study.enqueue(problem().candidates[0], "plan")
     claimed = study.claim()
     assert claimed is not None
-    liveness = AttributeLiveness(storage, interval_s=0.01, grace_s=1000.0)
+    heartbeat = AttributeHeartbeat(storage, interval_s=0.01, grace_s=1000.0)
 
     def beat() -> float:
         return float(study.study.trials[0].user_attrs[ALIVE_ATTR])
 
-    with liveness.keep_alive(study.trial_id(claimed[0])):
+    with heartbeat.keep_alive(study.trial_id(claimed[0])):
         first = beat()
         while beat() == first:  # the thread beats too, however late
             time.sleep(0.01)
     trial = study.study.trials[0]
-    assert not liveness.is_lost(trial)
+    assert not heartbeat.is_lost(trial)
     storage.set_trial_user_attr(study.trial_id(claimed[0]), ALIVE_ATTR, beat() - 2000.0)
-    assert not liveness.is_lost(study.study.trials[0])  # after an outage of the storage every beat looks like this
-    while not liveness.is_lost(study.study.trials[0]):
+    assert not heartbeat.is_lost(study.study.trials[0])  # after an outage of the storage every beat looks like this
+    while not heartbeat.is_lost(study.study.trials[0]):
         time.sleep(0.01)
 
 
 def test_a_trial_is_announced_before_it_is_taken() -> None:
     """No running trial without a beat: else one whose worker died at once would never be found lost."""
     storage, _ = open_storage(None)
-    study = Study(problem(), storage, AttributeLiveness(storage), "plan")
+    study = Study(problem(), storage, AttributeHeartbeat(storage), "plan")
     study.enqueue(problem().candidates[0], "plan")
     (trial,) = study.study.trials
-    study.liveness.announce(trial._trial_id)
+    study.heartbeat.announce(trial._trial_id)
     (trial,) = study.study.trials
     assert trial.state is TrialState.WAITING
     assert ALIVE_ATTR in trial.user_attrs
@@ -473,10 +473,10 @@ def test_journal_lock_is_free_after_its_holder_is_gone(tmp_path: Path) -> None:
 
 def test_another_objective_in_the_same_study_is_refused(tmp_path: Path) -> None:
     study_in(tmp_path)
-    storage, liveness = open_storage(tmp_path)
-    OPENED.append((storage, liveness))
+    storage, heartbeat = open_storage(tmp_path)
+    OPENED.append((storage, heartbeat))
     with pytest.raises(UsageError, match="maximize"):
-        Study(problem(objective="memory"), storage, liveness, "plan")
+        Study(problem(objective="memory"), storage, heartbeat, "plan")
 
 
 @pytest.mark.parametrize("url", ["redis://localhost", "ftp://x"])

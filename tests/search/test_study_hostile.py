@@ -12,8 +12,8 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.interchange import setup_to_dict
 from planner.setup import TrainSetup
 from search.dimensions import key_of
+from search.heartbeat import AttributeHeartbeat, Heartbeat, LockHeartbeat
 from search.journal import JOURNAL_NAME, repair_journal
-from search.liveness import AttributeLiveness, Liveness, LockLiveness
 from search.run import search
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
@@ -46,9 +46,9 @@ def test_no_attribute_of_a_trial_stops_a_search(state: TrialState, tmp_path: Pat
     for name in NAMES:
         for value in NASTY:
             left_in(study, state, **{name: value})
-    liveness = LockLiveness(tmp_path)
+    heartbeat = LockHeartbeat(tmp_path)
     try:
-        ours = Study(problem(), storage, liveness, "plan")
+        ours = Study(problem(), storage, heartbeat, "plan")
         ours.rescue(first=True)
         ours.enqueue(problem().candidates[1], "plan")
         while (claimed := ours.claim()) is not None:
@@ -57,23 +57,23 @@ def test_no_attribute_of_a_trial_stops_a_search(state: TrialState, tmp_path: Pat
         assert ours.exclude([(problem().candidates[2], "too large")]) == 1
         answered = {key_of(record.setup) for record in ours.answered()}
         assert key_of(problem().candidates[1].setup) in answered
-        beats = AttributeLiveness(storage)
+        beats = AttributeHeartbeat(storage)
         for trial in study.trials:
             beats.is_lost(trial)
             marks, record = marks_of(trial), record_of(trial)
             assert marks.order >= 0
             assert record is None or record.duration_s >= 0
     finally:
-        liveness.close()
+        heartbeat.close()
 
 
 def test_another_searchs_waiting_trial_waits_for_who_knows_it_and_costs_this_one_no_probe(tmp_path: Path) -> None:
     stranger = TrainSetup(seq_len_tokens=77)
     assert key_of(stranger) not in problem().index
-    storage, liveness = open_storage(tmp_path)
+    storage, heartbeat = open_storage(tmp_path)
     study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
     left_in(study, TrialState.WAITING, key=key_of(stranger), setup=setup_to_dict(stranger))
-    liveness.close()
+    heartbeat.close()
     close_storage(storage)
     result = search(problem(), measure, storage=tmp_path, budget=BUDGET)
     assert result.best is not None
@@ -94,7 +94,7 @@ def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) 
 def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="plan", direction="maximize")
-    Study(problem(subject="llama"), storage, Liveness(), "plan")
+    Study(problem(subject="llama"), storage, Heartbeat(), "plan")
 
 
 def test_a_journal_beyond_every_study_is_refused_unread(tmp_path: Path) -> None:

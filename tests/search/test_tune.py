@@ -18,11 +18,11 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GIB
-from planner.wish import Wish
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.trials import TrialRecord
@@ -37,9 +37,9 @@ def made_plan() -> Plan:
         "optimizer": ("adamw-fused",),
         "lora_targets": ("all-linear",),
     }
-    asked = Wish(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
-    wish = asked.workload(model, find_gpu("rtx-4090"))
-    plan = plan_workload(wish)
+    asked = PlanRequest(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
+    plan_request = asked.workload(model, find_gpu("rtx-4090"))
+    plan = plan_workload(plan_request)
     assert isinstance(plan, Plan)
     return plan
 
@@ -51,10 +51,10 @@ def made_candidates() -> tuple[Candidate, ...]:
 
 def stand_in(setup: TrainSetup) -> Evidence:
     """A GPU that is 12 % slower than the formula says, with SDPA 15 % faster than that and a jitter of 1 %."""
-    wish = made_plan().workload
-    prediction = predict(wish.model, wish.gpu, setup)
+    plan_request = made_plan().workload
+    prediction = predict(plan_request.model, plan_request.gpu, setup)
     assert prediction.tokens_per_s is not None
-    if prediction.peak_device_bytes * 1.02 > wish.memory_bytes:
+    if prediction.peak_device_bytes * 1.02 > plan_request.memory_bytes:
         return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
     error = -0.12 + (0.15 if setup.attention == "sdpa" else 0.0) + random.Random(key_of(setup)).gauss(0, 0.01)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.02 * prediction.peak_device_bytes)
@@ -109,9 +109,9 @@ def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
 def test_a_search_walks_every_space_that_a_plan_is_chosen_from(
     model: str, memory_gib: float, fixed: dict[str, tuple[Any, ...]], has: dict[str, Any]
 ) -> None:
-    asked = Wish(fixed=fixed, memory_gib=memory_gib).probed(("axolotl",))
-    wish = asked.workload(catalogue.load(model), find_gpu("h100-sxm"))
-    plan = plan_workload(wish)
+    asked = PlanRequest(fixed=fixed, memory_gib=memory_gib).probed(("axolotl",))
+    plan_request = asked.workload(catalogue.load(model), find_gpu("h100-sxm"))
+    plan = plan_workload(plan_request)
     assert isinstance(plan, Plan)
     mine = plan.chosen.setup
     assert {name: getattr(mine, name) for name in has} == has
@@ -134,7 +134,7 @@ def test_trial_lines_say_what_happened() -> None:
 def test_a_tuned_plan_takes_the_simplest_of_what_was_measured_as_fast() -> None:
     """Pure bf16 was measured 2 % faster: autocast is taken, as in a plan; 5 % faster is taken."""
     plan = made_plan()
-    plain, pure = (plan.chosen.setup.with_(precision=name) for name in ("bf16-autocast", "bf16-pure"))
+    plain, pure = (plan.chosen.setup.replace(precision=name) for name in ("bf16-autocast", "bf16-pure"))
     made = {one.setup: one for one in made_candidates()}
     for faster, chosen in ((1.02, plain), (1.05, pure)):
         speeds = {plain: 1000.0, pure: 1000.0 * faster}

@@ -1,4 +1,4 @@
-"""`tune_plan` on several GPUs: the spread is searched beside the rest; the real space and formula, a stand-in for the
+"""`tune_plan` on several GPUs: the layout is searched beside the rest; the real space and formula, a stand-in for the
 GPUs. Real ranks are in `test_tune_ranks.py`."""
 
 import json
@@ -21,10 +21,10 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.wish import Wish
 from search.corrections import CorrectionStore, place_of
 from search.dimensions import key_of
 from search.stopping import Budget
@@ -46,8 +46,10 @@ def no_deepspeed(setup: TrainSetup) -> str:
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
     fixed = {"method": ("full",), "attention": ("sdpa",), "optimizer": ("adamw-fused",)}
-    wish = Wish(fixed=fixed, seq_len=1024, global_batch=32).workload(model, GPU, make_cluster(GPU, NUM_GPUS))
-    plan = plan_workload(wish)
+    plan_request = PlanRequest(fixed=fixed, seq_len=1024, global_batch=32).workload(
+        model, GPU, make_cluster(GPU, NUM_GPUS)
+    )
+    plan = plan_workload(plan_request)
     assert isinstance(plan, Plan)
     return plan
 
@@ -55,12 +57,12 @@ def made_plan() -> Plan:
 def stand_in(setup: TrainSetup) -> Evidence:
     """GPUs on which FSDP2 is 20 % faster than the formula says and DDP 10 % slower; rank 1 dies wherever gathered
     weights are kept."""
-    wish = made_plan().workload
-    prediction = predict(wish.model, wish.gpu, setup, wish.cluster)
+    plan_request = made_plan().workload
+    prediction = predict(plan_request.model, plan_request.gpu, setup, plan_request.cluster)
     assert prediction.tokens_per_s is not None
     if not setup.reshard_after_forward:
         return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
-    if prediction.peak_device_bytes > wish.memory_bytes:
+    if prediction.peak_device_bytes > plan_request.memory_bytes:
         return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
     error = {"ddp": -0.10, "fsdp2": 0.20}[setup.parallel] + random.Random(key_of(setup)).gauss(0, 0.005)
     return measurement(setup, prediction.tokens_per_s * exp(error), 1.0 * prediction.peak_device_bytes)
@@ -77,11 +79,11 @@ def tuned_plan(folder: Path, **changes: Any) -> Plan:
 def trials_of(folder: Path, name: str) -> list[Any]:
     import optuna
 
-    storage, liveness = open_storage(folder)
+    storage, heartbeat = open_storage(folder)
     try:
         return optuna.load_study(study_name=name, storage=storage).get_trials()
     finally:
-        liveness.close()
+        heartbeat.close()
         close_storage(storage)
 
 
@@ -189,10 +191,10 @@ def test_a_search_on_several_nodes_is_refused_and_a_plan_goes_on_without(capsys:
     from dataclasses import replace
 
     plan = made_plan()
-    wish = replace(plan.workload, cluster=make_cluster(GPU, NUM_GPUS, num_nodes=2))
+    plan_request = replace(plan.workload, cluster=make_cluster(GPU, NUM_GPUS, num_nodes=2))
     with pytest.raises(UsageError, match="one machine"):
-        on_this_machine(wish)
-    assert climb_probe(replace(plan, workload=wish)).chosen == plan.chosen
+        on_this_machine(plan_request)
+    assert climb_probe(replace(plan, workload=plan_request)).chosen == plan.chosen
     assert "no probes" in capsys.readouterr().err
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "planner"))
 sys.path.insert(0, str(ROOT))
 
 import stand_ins  # noqa: E402
-from launch_sweep import objective_spreads, request, setups  # noqa: E402
+from launch_sweep import objective_layouts, request, setups  # noqa: E402
 
 from planner.choices.objectives import OBJECTIVES  # noqa: E402
 from planner.exporters import EXPORTERS, DatasetChoice, Launch, prepare  # noqa: E402
@@ -339,7 +339,7 @@ def same_models() -> None:
             continue
         mixture = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
         if mixture:
-            launch = EXPORTERS["torchtitan"](request(setup.with_(expert_degree=8), model=model))
+            launch = EXPORTERS["torchtitan"](request(setup.replace(expert_degree=8), model=model))
         with tempfile.TemporaryDirectory() as name:
             file = Path(name, "torchtitan.toml")
             file.write_text(launch.files[0].text)
@@ -450,7 +450,7 @@ def of_objectives() -> list[TrainSetup]:
     alone = [
         setup_from_dict({"objective": name, "micro_batch_seqs": 2, **method}) for name in names for method in methods
     ]
-    return [*alone, *objective_spreads()]
+    return [*alone, *objective_layouts()]
 
 
 def main(tool: str, *only: str) -> int:

@@ -1,13 +1,13 @@
-"""Gemma 3 with its SigLIP tower: `AutoModelForCausalLM` builds it whole, text tokens see the trunk alone."""
+"""Gemma 3 with its SigLIP encoder: `AutoModelForCausalLM` builds it whole, text tokens see the trunk alone."""
 
 from dataclasses import replace
 
 from planner.models.adapters import llama_like
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import layer_norm, linear, seeing_ahead
-from planner.models.eyes.siglip import siglip_layer
-from planner.models.eyes.tower import idle
 from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.vision_encoders.encoder import idle
+from planner.models.vision_encoders.siglip import siglip_layer
 
 _TEXT = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
@@ -21,7 +21,7 @@ _SIGLIP = {
 
 
 def build(fields: Fields) -> ModelSpec:
-    """The trunk of `gemma3_text` below `model.language_model`, the tower and the projector idle."""
+    """The trunk of `gemma3_text` below `model.language_model`, the encoder and the projector idle."""
     text = fields.sub("text_config", _TEXT)
     trunk = llama_like.build(text, "gemma3_text", "model.language_model.layers")
     vision = fields.sub("vision_config", _SIGLIP)
@@ -40,7 +40,7 @@ def build(fields: Fields) -> ModelSpec:
 
 
 def _siglip(vision: Fields) -> tuple[tuple[tuple[LayerSpec, int], ...], int]:
-    """The layers of the tower with their repeats, and its parameters outside linears and norms of layers."""
+    """The layers of the encoder with their repeats, and its parameters outside linears and norms of layers."""
     width = vision.count("hidden_size")
     inner = vision.count("intermediate_size", kind="intermediate")
     num_layers = vision.count("num_hidden_layers", kind="layers")

@@ -1,5 +1,5 @@
 """Gemma 3n: four residual streams that each layer updates in turn (AltUp), per-layer embeddings, layers that share keys
-and values, the tower that sees and the one that hears.
+and values, the encoder that sees and the one that hears.
 
 Tokens of text pass through the embedders of pictures and of sound too: each has a table of its own for special tokens.
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import SANDWICH, Decoder, gated, gated_mlp, linear, norm
-from planner.models.eyes.mobilenet import NUM_PARAMS, embedder
 from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
+from planner.models.vision_encoders.mobilenet import NUM_PARAMS, embedder
 
 _TEXT = {
     "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8,
@@ -37,7 +37,7 @@ def build(fields: Fields) -> ModelSpec:
     trunk = _Text(fields.sub("text_config", _TEXT), "model.language_model.layers").trunk()
     vision = fields.optional_sub("vision_config") or Fields({}, f"{fields.where}: vision_config")
     audio = fields.optional_sub("audio_config") or Fields({}, f"{fields.where}: audio_config")
-    idle = _audio_tower(Fields({**_AUDIO, **audio.raw}, audio.where))
+    idle = _audio_encoder(Fields({**_AUDIO, **audio.raw}, audio.where))
     widths = {"vision": vision.count("hidden_size", default=2048), "audio": audio.count("hidden_size", default=1536)}
     for (name, width), given in zip(widths.items(), (vision, audio), strict=True):
         rows = given.count("vocab_size", kind="vocab", default=128)
@@ -157,7 +157,7 @@ class _Text(Decoder):
         )
 
 
-def _audio_tower(audio: Fields) -> list[tuple[LayerSpec, int]]:
+def _audio_encoder(audio: Fields) -> list[tuple[LayerSpec, int]]:
     """The conformer that hears, which no plan uses."""
     width, path = audio.count("hidden_size"), "model.audio_tower"
     heads = audio.count("conf_num_attention_heads", kind="heads")

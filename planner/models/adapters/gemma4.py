@@ -1,5 +1,5 @@
 """Gemma 4: local and global layers of different head size, shared key/value layers, per-layer embeddings, experts
-beside a dense MLP, and idle vision and audio towers.
+beside a dense MLP, and idle vision and audio encoders.
 
 Source: transformers 5.23, models/gemma4.
 """
@@ -7,7 +7,7 @@ Source: transformers 5.23, models/gemma4.
 from dataclasses import replace
 
 from planner.models.adapters.fields import Fields, shown
-from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
+from planner.models.adapters.gemma4_encoders import audio_tower, vision_tower
 from planner.models.adapters.parts import (
     SANDWICH,
     Decoder,
@@ -37,10 +37,10 @@ def build(fields: Fields) -> ModelSpec:
     trunk = _Text(text, "model.language_model.layers").trunk()
     idle: list[tuple[LayerSpec, int]] = []
     other = 0
-    for name, tower in (("vision_config", vision_tower), ("audio_config", audio_tower)):
+    for name, encoder in (("vision_config", vision_tower), ("audio_config", audio_tower)):
         given = fields.optional_sub(name)
         if given is not None:
-            layers, count = tower(given, trunk.hidden_size)
+            layers, count = encoder(given, trunk.hidden_size)
             idle += layers
             other += count
     kinds = trunk.layer_kinds

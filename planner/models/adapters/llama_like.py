@@ -20,7 +20,7 @@ Windows = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Knobs:
+class ArchitectureOptions:
     """What sets one family apart from Llama.
 
     Attributes:
@@ -82,7 +82,7 @@ def window_qwen(fields: Fields, num_layers: int) -> Windows:
     return window_by_layer_types(fields, num_layers, lambda index: index < first, 4096)
 
 
-_GEMMA2 = Knobs(
+_GEMMA2 = ArchitectureOptions(
     built="Gemma2ForCausalLM",
     tied=True,
     kv_heads=4,
@@ -94,22 +94,22 @@ _GEMMA2 = Knobs(
     activation_default="gelu_pytorch_tanh",
     attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
 )
-FAMILIES: dict[str, Knobs] = {
-    "llama": Knobs(built="LlamaForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
+FAMILIES: dict[str, ArchitectureOptions] = {
+    "llama": ArchitectureOptions(built="LlamaForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
     # Remote code on the hub; its maths is Llama's (transformers builds it from a converted LlamaConfig).
-    "internlm3": Knobs(built="LlamaForCausalLM", bias="attention_bias"),
-    "mistral": Knobs(
+    "internlm3": ArchitectureOptions(built="LlamaForCausalLM", bias="attention_bias"),
+    "mistral": ArchitectureOptions(
         built="MistralForCausalLM",
         kv_heads=8,
         windows=lambda fields, num_layers: window_everywhere(fields, num_layers, absent=4096),
     ),
-    "qwen2": Knobs(built="Qwen2ForCausalLM", kv_heads=32, bias=True, o_bias=False, windows=window_qwen),
-    "qwen3": Knobs(
+    "qwen2": ArchitectureOptions(built="Qwen2ForCausalLM", kv_heads=32, bias=True, o_bias=False, windows=window_qwen),
+    "qwen3": ArchitectureOptions(
         built="Qwen3ForCausalLM", kv_heads=32, head_dim=128, bias="attention_bias", qk_norm=True, windows=window_qwen
     ),
-    "granite": Knobs(built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
-    "phi3": Knobs(built="Phi3ForCausalLM", fused=True, windows=window_everywhere),
-    "gemma": Knobs(
+    "granite": ArchitectureOptions(built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
+    "phi3": ArchitectureOptions(built="Phi3ForCausalLM", fused=True, windows=window_everywhere),
+    "gemma": ArchitectureOptions(
         built="GemmaForCausalLM",
         tied=True,
         kv_heads=16,
@@ -171,7 +171,7 @@ def _flag(fields: Fields, knob: bool | str) -> bool:
     return fields.flag(knob, False) if isinstance(knob, str) else knob
 
 
-def _attention_linears(base: Decoder, knobs: Knobs) -> tuple[LinearSpec, ...]:
+def _attention_linears(base: Decoder, knobs: ArchitectureOptions) -> tuple[LinearSpec, ...]:
     if knobs.fused:
         width = base.num_heads * base.head_dim
         return (
@@ -182,7 +182,7 @@ def _attention_linears(base: Decoder, knobs: Knobs) -> tuple[LinearSpec, ...]:
     return base.attention(bias, bias if knobs.o_bias is None else knobs.o_bias)
 
 
-def _mlp(base: Decoder, knobs: Knobs, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+def _mlp(base: Decoder, knobs: ArchitectureOptions, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
     hidden, inner = base.hidden, base.fields.count("intermediate_size", kind="intermediate")
     activation = base.fields.text(*knobs.activation, default=knobs.activation_default)
     if model_type == "gemma" and activation == "gelu":

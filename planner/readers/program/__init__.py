@@ -5,9 +5,19 @@ simple branches) up to the call that trains. What only running the program would
 """
 
 from planner.readers.program.interpret import Reader, run
-from planner.readers.program.reading import Outside, Program
+from planner.readers.program.reading import Program, ProgramContext
 from planner.readers.program.values import Argument, Function, Known, Made, Undecided, Unknown, plain
 
 __all__ = [
-    "Argument", "Function", "Known", "Made", "Outside", "Program", "Reader", "Undecided", "Unknown", "plain", "run",
+    "Argument",
+    "Function",
+    "Known",
+    "Made",
+    "Program",
+    "ProgramContext",
+    "Reader",
+    "Undecided",
+    "Unknown",
+    "plain",
+    "run",
 ]  # fmt: skip

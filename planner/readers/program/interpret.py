@@ -23,8 +23,8 @@ from planner.readers.program.reading import (
     Break,
     Leave,
     Loop,
-    Outside,
     Program,
+    ProgramContext,
     Raise,
     Return,
     changes,
@@ -55,7 +55,7 @@ MAX_FRAMES = 6000
 """Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
 
 
-def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> Program:
+def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
     """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
 
     Raises:
@@ -76,7 +76,9 @@ def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | No
         sys.setrecursionlimit(usual)
 
 
-def _read(tree: ast.Module, text: str, name: str, outside: Outside, label: Callable[[int], str] | None) -> Program:
+def _read(
+    tree: ast.Module, text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None
+) -> Program:
     reader = Reader(name, outside, label)
     reader.whole(tree)
     if "store_true" in text and outside.arguments is None and not reader.makes_trainer():

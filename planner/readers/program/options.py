@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.readers.program.files import loaded
 from planner.readers.program.objects import as_table, items_of
-from planner.readers.program.reading import Outside, Reading
+from planner.readers.program.reading import ProgramContext, Reading
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -68,7 +68,7 @@ class Option:
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
         return cls(str(name), flags, default, words, switch, required, made.where)
 
-    def value(self, outside: Outside) -> Value:
+    def value(self, outside: ProgramContext) -> Value:
         """What the option is: the command line's word, else its default."""
         words = list(outside.arguments or ())
         for index, word in enumerate(words):
@@ -166,7 +166,7 @@ def parents_of(made: Made) -> list[Value]:
     return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
 
 
-def _parsed(owner: Made, outside: Outside) -> Instance:
+def _parsed(owner: Made, outside: ProgramContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
@@ -242,7 +242,7 @@ def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], 
     return tuple(found), foreign
 
 
-def _of_arguments(owner: Made, made: Made, outside: Outside) -> Instance:
+def _of_arguments(owner: Made, made: Made, outside: ProgramContext) -> Instance:
     """What `parse_args` and `parse_known_args` make of the command line."""
     words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
     found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)

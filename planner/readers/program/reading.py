@@ -37,7 +37,7 @@ NOT_DATA = ("generat", "predict", "infer", "eval", "chat", "test", "sample", "pl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outside:
+class ProgramContext:
     """What is known from outside the program.
 
     Attributes:
@@ -125,7 +125,7 @@ class Reading:
     called: Callable[[Function, Made], Value]
     instance: Callable[[Class, Made], Value]
 
-    def __init__(self, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> None:
+    def __init__(self, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> None:
         self.outside = outside
         self.name, self.label = name, label
         self.program = Program()

@@ -7,9 +7,9 @@ import pytest
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.parallel.collectives import Collectives, Group, gather_volume, group_of, link_rate, reduce_volume
-from planner.throughput.calibration import SpreadConstants
+from planner.throughput.calibration import LayoutConstants
 
-EXACT = SpreadConstants(nvlink_share=1.0, pcie_share=1.0, network_share=1.0, collective_s=0.0)
+EXACT = LayoutConstants(nvlink_share=1.0, pcie_share=1.0, network_share=1.0, collective_s=0.0)
 
 
 def cluster(gpus: int, *, nodes: int | None = None, latency_s: float = 0.0) -> Cluster:
@@ -75,14 +75,14 @@ def test_latency_counts_every_hop_of_a_ring() -> None:
 
 def test_one_rank_alone_sends_nothing() -> None:
     one_node = cluster(8)
-    collectives = Collectives(one_node, SpreadConstants())
+    collectives = Collectives(one_node, LayoutConstants())
     alone = group_of(one_node, 1)
     for collective in (collectives.all_reduce_s, collectives.all_gather_s, collectives.send_s):
         assert collective(1e9, alone) == 0.0
 
 
 def test_geforce_cards_stage_pcie_in_host_memory() -> None:
-    constants = SpreadConstants()
+    constants = LayoutConstants()
     consumer = make_cluster(find_gpu("rtx-4090"), 2)
     server = make_cluster(find_gpu("l40s"), 2)
     assert consumer.within.bytes_per_s == server.within.bytes_per_s

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from planner.decision.spreads import LONG_TOKENS, all_spreads
+from planner.decision.layouts import LONG_TOKENS, all_layouts
 from planner.engines import engine_of, why_not
 from planner.errors import SetupError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.context_parallel import exchanged_bytes
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.layer_context import LayerContext
 from planner.memory.model import rank_memories
 from planner.memory.traits import traits_of
@@ -18,7 +18,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, group_of
 from planner.parallel.exchange import context_s
-from planner.parallel.speed import spread_step_time
+from planner.parallel.speed import layout_step_time
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.workload import Workload
@@ -52,8 +52,8 @@ def test_exchange_by_hand() -> None:
     def exchanged(setup: TrainSetup) -> tuple[int, int]:
         inner = engine_of(setup).computes(setup)
         context = LayerContext(
-            setup=inner, flow=flow_of(inner), adapted=frozenset(), kernel="flash", tokens=inner.forward_tokens,
-            hidden=4096, traits=traits_of(model),
+            setup=inner, dtypes=dtype_policy_of(inner), adapted=frozenset(), kernel="flash",
+            tokens=inner.forward_tokens, hidden=4096, traits=traits_of(model),
         )  # fmt: skip
         attention = model.layer_kinds[0].attention
         assert attention is not None
@@ -81,7 +81,7 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
         kept = {one.name: one.size_bytes for one in rank.breakdown.terms}
         assert kept["checkpointed layer inputs"] == TOKENS // degree * 4096 * 2 * 32
         sizes.append(rank.breakdown.peak_device_bytes)
-        seconds.append(spread_step_time(model, A100, setup, cluster).step_time_s)
+        seconds.append(layout_step_time(model, A100, setup, cluster).step_time_s)
     assert sizes == sorted(sizes, reverse=True)
     # the same tokens per step: cutting sequences only adds
     assert seconds == sorted(seconds)
@@ -91,13 +91,13 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
 def test_communication_by_hand() -> None:
     """A ring gathers keys and values in forward, recomputation and backward, and sends fp32 gradients round it."""
     model, setup = _model(), _setup(8)
-    wires = Collectives(make_cluster(A100, 8), load_calibration().spread_constants)
+    wires = Collectives(make_cluster(A100, 8), load_calibration().layout_constants)
     forward, backward = context_s(model, setup, wires, 1)
     group, pairs = group_of(wires.cluster, 8), TOKENS // 8 * 2048
     gather = wires.all_gather_s(8 * 2 * pairs, group)
     assert forward == pytest.approx(32 * gather)
     assert backward == pytest.approx(32 * (2 * gather + 8 * wires.send_s(4 * pairs, group)))
-    assert context_s(model, setup.with_(checkpointing=0), wires, 1)[1] < backward
+    assert context_s(model, setup.replace(checkpointing=0), wires, 1)[1] < backward
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_long_sequences_are_cut_unasked_and_short_ones_are_not() -> None:
             model=_model(), gpu=A100, memory_bytes=A100.memory_bytes, headroom_bytes=0, seq_len_tokens=tokens,
             global_batch_seqs=8, cluster=make_cluster(A100, 8), fixed=fixed,
         )  # fmt: skip
-        return {one.name for one in all_spreads(workload) if "context" in one.name or "Ulysses" in one.name}
+        return {one.name for one in all_layouts(workload) if "context" in one.name or "Ulysses" in one.name}
 
     ways = (("context", "FSDP2"), ("Ulysses", "ZeRO-3"))
     assert names(LONG_TOKENS) == {f"{how} {degree} under {who}" for how, who in ways for degree in (2, 4, 8)}

@@ -7,7 +7,7 @@ import pytest
 from planner.engines import engine_of
 from planner.errors import SetupError
 from planner.hardware.gpus import find_gpu
-from planner.memory.dtypes import flow_of
+from planner.memory.dtypes import dtype_policy_of
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -46,14 +46,14 @@ def test_memory_and_speed_take_the_same_types(setup: TrainSetup) -> None:
     """Seven such setups were tried when memory and speed had a rule each; five disagreed."""
     model = llama()
     part = rank_parts(model, setup)[0]
-    memory = flow_of(engine_of(setup).state(part, setup, accumulated=True).setup)
+    memory = dtype_policy_of(engine_of(setup).state(part, setup, accumulated=True).setup)
     rank = Rank(part.model, find_gpu("a100-80gb"), setup, load_calibration(), CURRENT)
-    assert rank.profile.family.flow == memory == flow_of(engine_of(setup).computes(setup))
+    assert rank.profile.family.dtypes == memory == dtype_policy_of(engine_of(setup).computes(setup))
 
 
 def test_fsdp_1_keeps_its_autocast() -> None:
     """Accelerate wraps FSDP 1 after `prepare_model`; only runs measured elsewhere used it."""
     setup = TrainSetup(num_gpus=4, parallel="fsdp2", precision="bf16-mixed", method="full", lora_rank=0)
     rank = Rank(llama(), find_gpu("a100-80gb"), setup, load_calibration(), Conditions(fsdp_1=True))
-    assert rank.profile.family.flow.autocast == "bf16"
-    assert flow_of(engine_of(setup).computes(setup)).autocast is None
+    assert rank.profile.family.dtypes.autocast == "bf16"
+    assert dtype_policy_of(engine_of(setup).computes(setup)).autocast is None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from planner.decision.spreads import all_spreads, spread_name
+from planner.decision.layouts import all_layouts, layout_name
 from planner.engines import engine_of, why_not
 from planner.engines.dealt import share_of
 from planner.errors import SetupError
@@ -14,15 +14,15 @@ from planner.hardware.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.memory.expert_parallel import PAIR_BYTES
 from planner.memory.layer_costs import layer_costs
-from planner.memory.micro_batch import step_flow
+from planner.memory.micro_batch import step_dtype_policy
 from planner.memory.model import rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, group_of
 from planner.parallel.exchange import experts_s
-from planner.parallel.speed import DEALT_BAND, spread_step_time
-from planner.readers import Surroundings, read_text
+from planner.parallel.speed import DEALT_BAND, layout_step_time
+from planner.readers import FileContext, read_text
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.workload import Workload
@@ -74,8 +74,8 @@ def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs
     (part,) = rank_parts(model, setup)
     inner = engine_of(setup).computes(setup)
     kinds = [frozenset[str]()] * len(model.layer_kinds)
-    (one,) = layer_costs(model, H100, alone, step_flow(model, alone), kinds)
-    (dealt,) = layer_costs(part.model, H100, inner, step_flow(part.model, inner), kinds)
+    (one,) = layer_costs(model, H100, alone, step_dtype_policy(model, alone), kinds)
+    (dealt,) = layer_costs(part.model, H100, inner, step_dtype_policy(part.model, inner), kinds)
     assert dealt.saved.total - one.saved.total == PAIR_BYTES * 2048 * 8
 
 
@@ -83,12 +83,12 @@ def test_seconds_by_hand() -> None:
     """Two exchanges forward, two backward and two where the layer is recomputed, of eight rows of a token each."""
     setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
     (part,) = rank_parts(_model(), setup)
-    wires = Collectives(make_cluster(H100, 8), load_calibration().spread_constants)
+    wires = Collectives(make_cluster(H100, 8), load_calibration().layout_constants)
     one = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
     forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
     assert forward == pytest.approx(LAYERS * 2 * one)
     assert backward == pytest.approx(LAYERS * 4 * one)
-    kept = experts_s(part.model, setup.with_(checkpointing=0), wires, bandwidth, 1)
+    kept = experts_s(part.model, setup.replace(checkpointing=0), wires, bandwidth, 1)
     assert kept == pytest.approx((forward, LAYERS * 2 * one))
 
 
@@ -97,7 +97,7 @@ def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> No
 
     def tokens_per_s(degree: int, seqs: int) -> float:
         setup = _setup(degree, precision="bf16-pure", seq_len_tokens=512, micro_batch_seqs=seqs)
-        found = spread_step_time(model, H100, setup, cluster)
+        found = layout_step_time(model, H100, setup, cluster)
         assert (found.band_fraction >= DEALT_BAND) == (degree > 1)
         return found.tokens_per_s
 
@@ -148,14 +148,14 @@ def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
             model=_model(model), gpu=H100, memory_bytes=H100.memory_bytes, headroom_bytes=0, seq_len_tokens=2048,
             global_batch_seqs=8, cluster=make_cluster(H100, 8), fixed=fixed,
         )  # fmt: skip
-        return {one.name for one in all_spreads(workload) if "experts" in one.name and not one.reason}
+        return {one.name for one in all_layouts(workload) if "experts" in one.name and not one.reason}
 
     assert names(MIXTURE) == {"experts 8 under FSDP2"}
     assert names("qwen/qwen1.5-moe-a2.7b") == {"experts 4 under FSDP2"}
     assert names("meta-llama/llama-3.1-8b") == set()
     assert names(MIXTURE, parallel=("fsdp2",)) == set()
     assert names(MIXTURE, expert_degree=(2, 4), parallel=("fsdp2",)) == {f"experts {one} under FSDP2" for one in (2, 4)}
-    assert spread_name(_setup(8, num_gpus=16, shard_degree=8)) == "experts 8 under FSDP2 in groups of 8"
+    assert layout_name(_setup(8, num_gpus=16, shard_degree=8)) == "experts 8 under FSDP2 in groups of 8"
 
 
 @pytest.mark.parametrize("target", ["hf", "trl", "torchtitan"])
@@ -168,8 +168,8 @@ def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, A
     launch = EXPORTERS[target](request)
     assert not launch.refused
     (file,) = [one for one in launch.files if "ep_size" in one.text or "expert_parallel_degree" in one.text]
-    back = read_text(file.text, file.path, around=Surroundings(num_gpus=setup.num_gpus, roots=(tmp_path,)))
-    assert back.setup.spread == setup.spread
+    back = read_text(file.text, file.path, around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)))
+    assert back.setup.layout == setup.layout
     assert back.setup.parallel == "fsdp2"
     assert not [note for note in back.approximations if "expert" in note]
 
@@ -191,7 +191,7 @@ expert_parallel_degree = 4
     [("", True), ("tensor_parallel_degree = 2\n", False), ("[compile]\nenable = true\n", False)],
 )
 def test_what_cannot_be_counted_so_is_said(more: str, counted: bool) -> None:
-    back = read_text(TITAN + more, "train.toml", around=Surroundings(num_gpus=8))
+    back = read_text(TITAN + more, "train.toml", around=FileContext(num_gpus=8))
     assert back.setup.expert_degree == (4 if counted else 1)
     assert any("experts" in note for note in back.approximations) != counted
 

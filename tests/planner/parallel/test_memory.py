@@ -157,10 +157,10 @@ def test_engines_that_cast_compute_without_autocast(method: str, parallel: str) 
     assert inner.autocast_dtype is None
     assert inner.compute_dtype == "bf16"
     assert inner.num_gpus == 1
-    assert not inner.spread
+    assert not inner.layout
     assert method == "full" or inner.resolved_adapter_dtype == "bf16"
     half = engine_of(setup).computes(
-        setup.trusted_with(precision="fp16-mixed" if method == "full" else "fp16-autocast")
+        setup.replace_trusted(precision="fp16-mixed" if method == "full" else "fp16-autocast")
     )
     assert (half.compute_dtype, half.weight_dtype) == ("fp16", "fp16")
 
@@ -177,7 +177,7 @@ def test_ddp_is_one_gpu_and_its_buckets(method: str, name: str, steps: int, chec
     one = TrainSetup(**METHODS[method], accumulation_steps=steps, checkpointing=checkpointing, seq_len_tokens=512)
     alone = predict_memory(model, GPU, one)
     assert rank_memories(model, GPU, one)[0].breakdown == alone
-    ranks = _worst(one.with_(num_gpus=2, parallel="ddp"), model)
+    ranks = _worst(one.replace(num_gpus=2, parallel="ddp"), model)
     buckets = trained_parameters(model, one).size_bytes
     for phase in ("forward", "loss", "backward", "step"):
         assert ranks.phase_bytes[phase] - buckets == alone.phase_bytes[phase], phase
@@ -287,11 +287,11 @@ def test_communicators_are_counted_by_group() -> None:
     """One per group a rank talks to; a pair's is smaller; none without a second process."""
     ddp = TrainSetup(num_gpus=8, parallel="ddp")
     assert communicator_bytes(GPU, ddp) == NCCL_NVLINK_BYTES
-    assert communicator_bytes(GPU, ddp.with_(num_gpus=2)) == NCCL_NVLINK_PAIR_BYTES
+    assert communicator_bytes(GPU, ddp.replace(num_gpus=2)) == NCCL_NVLINK_PAIR_BYTES
     assert communicator_bytes(find_gpu("rtx-4090"), ddp) == NCCL_PCIE_BYTES
     hybrid = TrainSetup(**FULL, num_gpus=16, parallel="fsdp2", shard_degree=8)
     assert communicator_bytes(GPU, hybrid) == NCCL_NVLINK_BYTES + NCCL_NVLINK_PAIR_BYTES
-    assert communicator_bytes(GPU, ddp.with_(parallel="device-map")) == 0
+    assert communicator_bytes(GPU, ddp.replace(parallel="device-map")) == 0
 
 
 def test_the_worst_rank_comes_first_and_all_gpus_are_counted() -> None:

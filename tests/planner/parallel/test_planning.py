@@ -1,4 +1,4 @@
-"""Planning on several GPUs: wishes are kept, the walk explains itself with bytes, more GPUs are never slower."""
+"""Planning on several GPUs: requests are kept, the walk explains itself with bytes, more GPUs are never slower."""
 
 import itertools
 import subprocess
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.decision.facts import SPREAD_GAIN_FRACTION
-from planner.decision.spreads import FIELDS, spread_key
+from planner.decision.facts import LAYOUT_GAIN_FRACTION
+from planner.decision.layouts import FIELDS, layout_key
 from planner.engines import why_not
 from planner.engines.host import assumed_host_bytes, host_bytes_per_node
 from planner.errors import UsageError
@@ -23,7 +23,7 @@ from planner.planning.refine import correction_key, refine
 from planner.predict import device_peak_bytes, predict
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from tests.planner.helpers import known_of, wish
+from tests.planner.helpers import known_of, plan_request
 from tests.whole import paired
 
 SMALL: dict[str, tuple[Any, ...]] = {
@@ -48,7 +48,7 @@ def job(
     card = find_gpu(gpu)
     cluster = make_cluster(card, num_gpus, num_nodes=nodes, interconnect=interconnect) if num_gpus > 1 else None
     options["fixed"] = {**(SMALL if small else {}), **options.get("fixed", {})}
-    return wish(model, gpu, cluster=cluster, **options)
+    return plan_request(model, gpu, cluster=cluster, **options)
 
 
 def planned(*arguments: Any, **options: Any) -> Plan:
@@ -139,7 +139,7 @@ def test_more_gpus_are_never_slower(method: str, gpu: str) -> None:
             speeds.append(plan.chosen.tokens_per_s)
     assert len(speeds) >= 2
     for fewer, more in itertools.pairwise(speeds):
-        assert more * (1 + SPREAD_GAIN_FRACTION) >= fewer
+        assert more * (1 + LAYOUT_GAIN_FRACTION) >= fewer
 
 
 def test_a_faster_link_is_never_slower() -> None:
@@ -148,14 +148,14 @@ def test_a_faster_link_is_never_slower() -> None:
         for link in ("ethernet-10", "ethernet-100", "ib-400", "ib-3200")
     ]
     for slower, faster in itertools.pairwise(speeds):
-        assert faster * (1 + SPREAD_GAIN_FRACTION) >= slower
+        assert faster * (1 + LAYOUT_GAIN_FRACTION) >= slower
 
 
 def test_narrowing_the_spreads_is_never_faster() -> None:
     free = planned(fixed={"method": ("full",)}).chosen.tokens_per_s
     for parallel in ("zero1", "zero2", "zero3", "fsdp2"):
         narrow = planned(fixed={"method": ("full",), "parallel": (parallel,)}).chosen.tokens_per_s
-        assert narrow <= free * (1 + SPREAD_GAIN_FRACTION)
+        assert narrow <= free * (1 + LAYOUT_GAIN_FRACTION)
 
 
 MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
@@ -282,7 +282,7 @@ def test_the_default_global_batch_can_be_dealt_out() -> None:
 
 
 def test_dry_runs_correct_spreads_one_by_one() -> None:
-    """A dry run that finds FSDP2 far too large sends the plan to another spread, and nothing is run twice."""
+    """A dry run that finds FSDP2 far too large sends the plan to another layout, and nothing is run twice."""
     workload = job("Qwen/Qwen2.5-7B", "a100-80gb", 8, fixed={"method": ("full",)})
     log: list[TrainSetup] = []
 
@@ -303,9 +303,9 @@ def test_dry_runs_correct_spreads_one_by_one() -> None:
 
 def test_corrections_of_one_spread_leave_the_others_alone() -> None:
     one = TrainSetup(num_gpus=8, parallel="ddp")
-    assert correction_key(one) != correction_key(one.with_(parallel="fsdp2"))
+    assert correction_key(one) != correction_key(one.replace(parallel="fsdp2"))
     assert correction_key(one) != correction_key(TrainSetup())
-    assert spread_key(one) == spread_key(one.with_(micro_batch_seqs=4))
+    assert layout_key(one) == layout_key(one.replace(micro_batch_seqs=4))
 
 
 def test_one_gpu_never_loads_the_parallel_package() -> None:

@@ -26,7 +26,7 @@ def _pipeline(degree: int, micro_batches: int, schedule: str = "1f1b", **more: o
         pipeline_degree=degree,
         pipeline_schedule=schedule,
         accumulation_steps=micro_batches,
-    ).with_(**more)
+    ).replace(**more)
 
 
 def test_textbook_activations_under_tensor_parallelism() -> None:

@@ -1,4 +1,4 @@
-"""The step time of a spread: what communication adds, and what hides it."""
+"""The step time of a layout: what communication adds, and what hides it."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, group_of
-from planner.parallel.speed import SPREAD_PARTS, spread_profile, spread_step_time
+from planner.parallel.speed import LAYOUT_PARTS, layout_profile, layout_step_time
 from planner.setup import TrainSetup
 from planner.throughput import step_time
 from planner.throughput.calibration import load_calibration
@@ -30,15 +30,15 @@ def setup(parallel: str, gpus: int = 8, **changes: Any) -> TrainSetup:
 
 
 def seconds(made: TrainSetup, cluster: Cluster | None = None) -> float:
-    return spread_step_time(model(), A100, made, cluster or make_cluster(A100, made.num_gpus)).step_time_s
+    return layout_step_time(model(), A100, made, cluster or make_cluster(A100, made.num_gpus)).step_time_s
 
 
 def communication_s(made: TrainSetup, interconnect: str | None = None) -> float:
     cluster = make_cluster(A100, made.num_gpus, interconnect=interconnect)
-    return spread_step_time(model(), A100, made, cluster).parts_s["communication"]
+    return layout_step_time(model(), A100, made, cluster).parts_s["communication"]
 
 
-SPREADS: tuple[dict[str, Any], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     *({"parallel": name} for name in ("dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")),
     {"parallel": "zero2", "offload": "optimizer"},
     {"parallel": "zero3", "offload": "parameters"},
@@ -52,25 +52,25 @@ SPREADS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: "-".join(map(str, spread.values())))
-def test_the_profile_says_what_the_full_answer_says(spread: dict[str, Any]) -> None:
-    made = setup(**spread, micro_batch_seqs=2, accumulation_steps=3)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+def test_the_profile_says_what_the_full_answer_says(layout: dict[str, Any]) -> None:
+    made = setup(**layout, micro_batch_seqs=2, accumulation_steps=3)
     cluster = make_cluster(A100, 8)
-    answer = spread_step_time(model(), A100, made, cluster)
-    step, rate = spread_profile(model(), A100, made, cluster).at(2, 3)
+    answer = layout_step_time(model(), A100, made, cluster)
+    step, rate = layout_profile(model(), A100, made, cluster).at(2, 3)
     assert step == pytest.approx(answer.step_time_s)
     assert rate == pytest.approx(answer.tokens_per_s) == pytest.approx(made.tokens_per_step / step)
-    assert set(answer.parts_s) <= set(SPREAD_PARTS)
+    assert set(answer.parts_s) <= set(LAYOUT_PARTS)
     assert min(answer.parts_s.values()) >= 0.0
     assert sum(answer.parts_s.values()) == pytest.approx(step)
 
 
 def test_ddp_adds_the_reduction_to_one_gpus_step() -> None:
     made = setup("ddp", method="lora", lora_rank=16, micro_batch_seqs=4)
-    alone = step_time(model(), A100, made.with_(num_gpus=1, parallel="none")).step_time_s
+    alone = step_time(model(), A100, made.replace(num_gpus=1, parallel="none")).step_time_s
     assert alone < seconds(made) < 1.01 * alone  # adapters' gradients are small
     full = setup("ddp")
-    alone = step_time(model(), A100, full.with_(num_gpus=1, parallel="none")).step_time_s
+    alone = step_time(model(), A100, full.replace(num_gpus=1, parallel="none")).step_time_s
     assert seconds(full) > 1.02 * alone
 
 
@@ -84,7 +84,7 @@ def test_a_slower_link_slows_every_strategy() -> None:
 def test_long_micro_batches_hide_the_gathers() -> None:
     def exposed(seqs: int) -> float:
         made = setup("fsdp2", micro_batch_seqs=seqs)
-        return spread_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).share("communication")
+        return layout_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).share("communication")
 
     assert exposed(1) > 2 * exposed(16)
 
@@ -109,7 +109,7 @@ def test_keeping_gathered_weights_saves_the_second_gather() -> None:
 def test_adapters_are_cheap_to_reduce_but_the_frozen_base_is_gathered() -> None:
     def exposed(parallel: str) -> float:
         made = setup(parallel, method="lora", lora_rank=16)
-        return spread_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).parts_s[
+        return layout_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).parts_s[
             "communication"
         ]
 
@@ -119,7 +119,7 @@ def test_adapters_are_cheap_to_reduce_but_the_frozen_base_is_gathered() -> None:
 def test_a_quantized_base_is_gathered_in_its_bits() -> None:
     def exposed(**changes: Any) -> float:
         made = setup("fsdp2", lora_rank=16, seq_len_tokens=256, **changes)
-        return spread_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).parts_s[
+        return layout_step_time(model(), A100, made, make_cluster(A100, 8, interconnect="pcie")).parts_s[
             "communication"
         ]
 
@@ -128,7 +128,7 @@ def test_a_quantized_base_is_gathered_in_its_bits() -> None:
 
 def test_sharding_divides_the_optimizer_step() -> None:
     def optimizer(parallel: str) -> float:
-        return spread_step_time(model(), A100, setup(parallel), make_cluster(A100, 8)).parts_s["optimizer"]
+        return layout_step_time(model(), A100, setup(parallel), make_cluster(A100, 8)).parts_s["optimizer"]
 
     # 16-bit states under DDP, fp32 masters and states (twice the bytes) over eight ranks
     assert optimizer("zero1") == pytest.approx(optimizer("ddp") * 2 / 8, rel=0.1)
@@ -143,7 +143,7 @@ def test_more_nodes_expose_more_communication() -> None:
     shares = []
     for gpus in (8, 64, 512):
         made = setup("fsdp2", gpus, micro_batch_seqs=4)
-        shares.append(spread_step_time(model(), A100, made, make_cluster(A100, gpus)).share("communication"))
+        shares.append(layout_step_time(model(), A100, made, make_cluster(A100, gpus)).share("communication"))
     assert shares == sorted(shares)
     assert 0.0 < shares[0] < shares[-1] < 0.5
 
@@ -151,18 +151,18 @@ def test_more_nodes_expose_more_communication() -> None:
 def test_constants_come_from_the_calibration() -> None:
     slow = replace(load_calibration(), spread={"nvlink_share": 0.05})
     cluster = make_cluster(A100, 8)
-    answer = spread_step_time(model(), A100, setup("zero3"), cluster, calibration=slow)
+    answer = layout_step_time(model(), A100, setup("zero3"), cluster, calibration=slow)
     assert answer.step_time_s > 1.5 * seconds(setup("zero3"))
 
 
 def test_a_pipeline_waits_for_its_bubble() -> None:
     """Equal stages lose (p - 1) / (m + p - 1) of their time; the last one also has the head and the loss."""
     made = setup("none", pipeline_degree=8, accumulation_steps=8)
-    answer = spread_step_time(model(), A100, made, make_cluster(A100, 8))
+    answer = layout_step_time(model(), A100, made, make_cluster(A100, 8))
     slowest = (1 - answer.share("bubble")) * answer.step_time_s / 8
     assert 0.2 < answer.share("bubble") < 7 / 15  # the slow last stage is why less than equal stages would wait
-    assert slowest > step_time(model(), A100, made.with_(num_gpus=1, pipeline_degree=1)).step_time_s / 8 / 8
-    longer = spread_step_time(model(), A100, made.with_(accumulation_steps=64), make_cluster(A100, 8))
+    assert slowest > step_time(model(), A100, made.replace(num_gpus=1, pipeline_degree=1)).step_time_s / 8 / 8
+    longer = layout_step_time(model(), A100, made.replace(accumulation_steps=64), make_cluster(A100, 8))
     assert longer.share("bubble") < 0.3 * answer.share("bubble")
 
 
@@ -170,55 +170,55 @@ def test_tensor_parallel_sums_are_not_hidden() -> None:
     """Four all-reduces of [tokens, hidden] per layer, two more where the layer is computed again, and the head's."""
     made = setup("none", tensor_degree=8, micro_batch_seqs=4)
     cluster = make_cluster(A100, 8)
-    constants = load_calibration().spread_constants
+    constants = load_calibration().layout_constants
     collectives = Collectives(cluster, constants)
     group = group_of(cluster, 8)
     tokens, hidden, vocab = 4 * 2048, 4096, 128256
     one = collectives.all_reduce_s(tokens * hidden * 2, group)
     expected = (6 * 32 + 1) * one + collectives.all_gather_s(tokens * vocab * 2, group)
     assert communication_s(made) == pytest.approx(expected)
-    assert communication_s(made.with_(checkpointing=0)) == pytest.approx(expected - 2 * 32 * one)
+    assert communication_s(made.replace(checkpointing=0)) == pytest.approx(expected - 2 * 32 * one)
 
 
 def test_a_split_head_still_pays_for_the_whole_loss() -> None:
-    whole = spread_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8)).parts_s["loss"]
-    split = spread_step_time(model(), A100, setup("none", tensor_degree=8), make_cluster(A100, 8)).parts_s["loss"]
+    whole = layout_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8)).parts_s["loss"]
+    split = layout_step_time(model(), A100, setup("none", tensor_degree=8), make_cluster(A100, 8)).parts_s["loss"]
     assert 0.3 * whole < split < whole
 
 
 def test_a_device_map_is_as_slow_as_one_gpu() -> None:
     made = setup("device-map", 4, micro_batch_seqs=2)
-    alone = step_time(model(), A100, made.with_(num_gpus=1, parallel="none")).step_time_s
+    alone = step_time(model(), A100, made.replace(num_gpus=1, parallel="none")).step_time_s
     assert seconds(made) == pytest.approx(alone, rel=0.1)
-    assert seconds(made.with_(num_gpus=2)) == pytest.approx(seconds(made), rel=0.1)
+    assert seconds(made.replace(num_gpus=2)) == pytest.approx(seconds(made), rel=0.1)
 
 
 def test_one_process_is_slower_than_one_process_per_gpu() -> None:
     assert seconds(setup("dp")) > 1.2 * seconds(setup("ddp"))
     base = setup("dp", method="lora", lora_rank=16)
-    assert communication_s(base) > 20 * communication_s(base.with_(parallel="ddp"))  # it sends the frozen base too
+    assert communication_s(base) > 20 * communication_s(base.replace(parallel="ddp"))  # it sends the frozen base too
 
 
 def test_offloading_costs_the_link_and_the_hosts_processors() -> None:
     here, there = setup("zero3"), setup("zero3", offload="optimizer")
     cluster = make_cluster(A100, 8)
-    answer = spread_step_time(model(), A100, there, cluster)
-    constants = load_calibration().spread_constants
+    answer = layout_step_time(model(), A100, there, cluster)
+    constants = load_calibration().layout_constants
     on_cpus = model().num_params * 30 / constants.cpu_adam_bytes_per_s
     assert answer.parts_s["offload"] > on_cpus
     assert answer.step_time_s - seconds(here) == pytest.approx(answer.parts_s["offload"], rel=0.1)
     assert any("CPUs" in note for note in answer.notes)
-    weights = spread_step_time(model(), A100, setup("zero3", offload="parameters"), cluster)
+    weights = layout_step_time(model(), A100, setup("zero3", offload="parameters"), cluster)
     assert weights.parts_s["offload"] > on_cpus
 
 
 def test_a_fused_cpu_optimizer_beats_pytorchs_loop() -> None:
     made = setup("fsdp2", offload="parameters")
-    assert seconds(made.with_(optimizer="adamw")) > 2 * seconds(made.with_(optimizer="adamw-fused"))
+    assert seconds(made.replace(optimizer="adamw")) > 2 * seconds(made.replace(optimizer="adamw-fused"))
 
 
 def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
-    answer = spread_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8))
+    answer = layout_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8))
     assert not any("not counted" in note for note in answer.notes)
     assert any("Communication" in note for note in step_time(model(), A100, setup("ddp")).notes)
 

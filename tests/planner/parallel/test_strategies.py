@@ -1,36 +1,36 @@
-"""The spreads a plan chooses from: what is thought of, what is left out and why, and what the user's wishes do."""
+"""The spreads a plan chooses from: what is thought of, what is left out and why, and what the user's requests do."""
 
 from typing import Any
 
 import pytest
 
-from planner.decision.spreads import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_order, spreads
+from planner.decision.layouts import FIELDS, STAGES, all_layouts, layout_key, layout_name, layout_order, layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.workload import Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 
 def job(
     num_gpus: int = 8, *, model: str = "meta-llama/Llama-3.1-8B", nodes: int | None = None, **options: Any
 ) -> Workload:
     gpu = "a100-80gb"
-    return wish(model, gpu, cluster=make_cluster(find_gpu(gpu), num_gpus, num_nodes=nodes), **options)
+    return plan_request(model, gpu, cluster=make_cluster(find_gpu(gpu), num_gpus, num_nodes=nodes), **options)
 
 
 def names(workload: Workload, *stages: str) -> list[str]:
-    return [one.name for one in spreads(workload, stages or STAGES)]
+    return [one.name for one in layouts(workload, stages or STAGES)]
 
 
 def test_one_gpu_has_no_spreads() -> None:
-    assert all_spreads(wish()) == ()
+    assert all_layouts(plan_request()) == ()
 
 
 def test_every_spread_makes_a_setup_and_keeps_the_global_batch() -> None:
     workload = job(16, nodes=2)
-    found = spreads(workload, STAGES)
-    assert len({spread_key(TrainSetup(**one.fields)) for one in found}) == len(found) > 15
+    found = layouts(workload, STAGES)
+    assert len({layout_key(TrainSetup(**one.fields)) for one in found}) == len(found) > 15
     for one in found:
         setup = TrainSetup(**one.fields)
         assert setup.num_gpus == 16
@@ -39,7 +39,7 @@ def test_every_spread_makes_a_setup_and_keeps_the_global_batch() -> None:
 
 
 def test_replicated_and_sharded_come_first_and_offloading_last() -> None:
-    stages = [one.stage for one in spreads(job(), STAGES)]
+    stages = [one.stage for one in layouts(job(), STAGES)]
     assert stages == sorted(stages, key=STAGES.index)
     assert names(job(), "replicate") == ["DDP"]
     assert {"ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"} <= set(names(job(), "shard"))
@@ -51,47 +51,47 @@ def test_hybrid_shard_only_over_several_nodes() -> None:
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
-    for one in spreads(job(32, nodes=4), ("split",)):
+    for one in layouts(job(32, nodes=4), ("split",)):
         assert one.fields["tensor_degree"] <= 8
 
 
 def test_what_the_global_batch_cannot_be_dealt_to_is_left_out_with_the_reason() -> None:
-    left = {one.name: one.reason for one in all_spreads(job(64, global_batch=32))}
+    left = {one.name: one.reason for one in all_layouts(job(64, global_batch=32))}
     assert "32 sequences" in left["DDP"]
     assert "64 copies" in left["DDP"]
     assert left["tensor 8 under FSDP2"] == ""
 
 
 def test_heads_that_cannot_be_divided_are_a_reason() -> None:
-    left = {one.name: one.reason for one in all_spreads(job(model="Qwen/Qwen2.5-7B"))}
+    left = {one.name: one.reason for one in all_layouts(job(model="Qwen/Qwen2.5-7B"))}
     assert "28 attention heads" in left["tensor 8"]
     assert left["tensor 4 under FSDP2"] == ""
 
 
 def test_more_stages_than_layers_are_a_reason() -> None:
-    found = all_spreads(job(64, model="Qwen/Qwen2.5-0.5B", fixed={"pipeline_degree": (32,)}))
+    found = all_layouts(job(64, model="Qwen/Qwen2.5-0.5B", fixed={"pipeline_degree": (32,)}))
     assert found
     assert all("24 layers" in one.reason for one in found)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "dp", "device-map"])
 def test_a_wish_for_one_way_is_kept(parallel: str) -> None:
-    found = spreads(job(fixed={"parallel": (parallel,)}), STAGES)
+    found = layouts(job(fixed={"parallel": (parallel,)}), STAGES)
     assert found
     assert {one.fields["parallel"] for one in found} == {parallel}
 
 
 def test_one_process_and_device_map_only_when_asked_for() -> None:
-    assert not {"dp", "device-map"} & {one.fields["parallel"] for one in all_spreads(job())}
+    assert not {"dp", "device-map"} & {one.fields["parallel"] for one in all_layouts(job())}
 
 
 def test_degrees_that_were_asked_for_are_the_only_ones() -> None:
-    found = spreads(job(fixed={"tensor_degree": (2,), "pipeline_degree": (2,)}), STAGES)
+    found = layouts(job(fixed={"tensor_degree": (2,), "pipeline_degree": (2,)}), STAGES)
     assert {one.name for one in found} == {f"tensor 2 × pipeline 2 under {name}" for name in ("DDP", "ZeRO-1", "FSDP2")}
 
 
 def test_a_degree_that_does_not_divide_the_gpus_is_named() -> None:
-    found = all_spreads(job(fixed={"tensor_degree": (3,)}))
+    found = all_layouts(job(fixed={"tensor_degree": (3,)}))
     assert found
     assert all("cannot be cut" in one.reason for one in found)
 
@@ -104,12 +104,12 @@ def test_gpipe_only_when_asked_for() -> None:
 def test_names_tell_all_spreads_apart() -> None:
     found = names(job(16, nodes=2))
     assert len(set(found)) == len(found)
-    assert spread_name(TrainSetup()) == "one GPU"
+    assert layout_name(TrainSetup()) == "one GPU"
 
 
 def test_key_and_rank_follow_the_setup() -> None:
     ddp, fsdp2 = TrainSetup(num_gpus=8, parallel="ddp"), TrainSetup(num_gpus=8, parallel="fsdp2")
-    assert spread_key(ddp) != spread_key(fsdp2)
-    assert len(spread_key(ddp)) == len(FIELDS)
-    assert spread_order(TrainSetup()) == 0 < spread_order(ddp) < spread_order(fsdp2)
-    assert spread_order(fsdp2) < spread_order(fsdp2.with_(offload="parameters"))
+    assert layout_key(ddp) != layout_key(fsdp2)
+    assert len(layout_key(ddp)) == len(FIELDS)
+    assert layout_order(TrainSetup()) == 0 < layout_order(ddp) < layout_order(fsdp2)
+    assert layout_order(fsdp2) < layout_order(fsdp2.replace(offload="parameters"))

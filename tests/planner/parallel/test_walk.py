@@ -1,4 +1,4 @@
-"""The walk over spreads: peaks are `memory_of`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
+"""The walk over layouts: peaks are `memory_of`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
 
 import random
 import subprocess
@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from planner.decision.spreads import STAGES, all_spreads
+from planner.decision.layouts import STAGES, all_layouts
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of
 from planner.models import catalogue
-from planner.parallel.speed import spread_step_time
+from planner.parallel.speed import layout_step_time
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.workload import Workload
@@ -47,9 +47,9 @@ def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -
 )
 def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_gpus: int) -> None:
     workload = _workload(name, gpu, num_gpus)
-    spreads = [one for one in all_spreads(workload) if not one.reason]
-    assert {one.stage for one in spreads} >= set(STAGES[:2])
-    points = list(walk(workload, dimension_values(workload), some(spreads, 3)))
+    layouts = [one for one in all_layouts(workload) if not one.reason]
+    assert {one.stage for one in layouts} >= set(STAGES[:2])
+    points = list(walk(workload, dimension_values(workload), some(layouts, 3)))
     draw = random.Random(0)
     for point in draw.sample(points, 200 if WHOLE else 30):
         exact = memory_of(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
@@ -60,8 +60,8 @@ def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_g
 @pytest.mark.parametrize("parallel", ["dp", "device-map"])
 def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) -> None:
     workload = _workload("meta-llama/llama-3.1-8b", "a100-80gb", 4, parallel=(parallel,))
-    spreads = [one for one in all_spreads(workload) if not one.reason]
-    points = list(walk(workload, dimension_values(workload), spreads))
+    layouts = [one for one in all_layouts(workload) if not one.reason]
+    points = list(walk(workload, dimension_values(workload), layouts))
     assert {point.shared.parallel for point in points} == {parallel}
     for point in random.Random(1).sample(points, 60):
         exact = memory_of(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
@@ -70,21 +70,21 @@ def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) 
 
 def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
     workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
-    spreads = some([one for one in all_spreads(workload) if not one.reason], 3)
-    points = list(walk(workload, dimension_values(workload), spreads))
+    layouts = some([one for one in all_layouts(workload) if not one.reason], 3)
+    points = list(walk(workload, dimension_values(workload), layouts))
     assert workload.cluster is not None
     for point in random.Random(2).sample(points, 60):
         setup = point.setup
         assert setup.global_batch_seqs == 32
         assert setup.num_gpus == 8
-        exact = spread_step_time(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s
+        exact = layout_step_time(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s
         assert point.tokens_per_s == pytest.approx(exact, rel=ROUNDING)
 
 
 def test_walk_leaves_out_what_no_engine_runs() -> None:
     workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
-    spreads = [one for one in all_spreads(workload) if not one.reason and one.fields["parallel"] == "fsdp2"]
-    points = list(walk(workload, dimension_values(workload), spreads))
+    layouts = [one for one in all_layouts(workload) if not one.reason and one.fields["parallel"] == "fsdp2"]
+    points = list(walk(workload, dimension_values(workload), layouts))
     assert points
     assert not [one for one in points if one.shared.quantization == "int8" or one.optimizer != "adamw-fused"]
 
@@ -92,8 +92,8 @@ def test_walk_leaves_out_what_no_engine_runs() -> None:
 def test_one_gpu_loads_no_engine_of_several() -> None:
     rooms = "('planner.parallel', 'planner.engines.')"
     code = (
-        "import sys; from tests.planner.helpers import wish; from planner.planning.walk import walk;"
-        f"assert list(walk(wish())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
+        "import sys; from tests.planner.helpers import plan_request; from planner.planning.walk import walk;"
+        f"assert list(walk(plan_request())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["planner.engines.base", "planner.engines.whole"]

@@ -16,7 +16,7 @@ from planner.decision.clusters import (
     options_of,
     smallest,
 )
-from planner.decision.facts import SPREAD_GAIN_FRACTION
+from planner.decision.facts import LAYOUT_GAIN_FRACTION
 from planner.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
@@ -25,13 +25,13 @@ from planner.planning.answer import plan_workload
 from planner.planning.space import dimension_values
 from planner.setup import TrainSetup
 from planner.workload import Data, Workload
-from tests.planner.helpers import wish
+from tests.planner.helpers import plan_request
 
 
 def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B", method: str = "lora") -> Workload:
     cluster = make_cluster(find_gpu(gpu), num_gpus) if num_gpus > 1 else None
     data = Data(epoch_tokens=10_000_000)
-    return wish(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0, data=data)
+    return plan_request(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0, data=data)
 
 
 def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
@@ -54,7 +54,7 @@ def test_the_coarse_walk_is_never_faster_than_the_plan(num_gpus: int) -> None:
     point = best_of(workload)["lora"]
     assert point is not None
     assert point.peak_device_bytes <= workload.budget_bytes
-    assert point.tokens_per_s <= plan.chosen.tokens_per_s * (1 + SPREAD_GAIN_FRACTION)
+    assert point.tokens_per_s <= plan.chosen.tokens_per_s * (1 + LAYOUT_GAIN_FRACTION)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
@@ -70,7 +70,7 @@ def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
 def test_the_coarse_walk_leaves_no_dimension_without_a_value(objective: str, gpu: str) -> None:
     """ORPO has the full loss alone, which the coarse walk left out: a job too large ended in a traceback."""
     fixed = {"objective": (objective,)}
-    workload = wish("Qwen/Qwen2.5-1.5B", gpu, fixed=fixed, global_batch=32)
+    workload = plan_request("Qwen/Qwen2.5-1.5B", gpu, fixed=fixed, global_batch=32)
     values = dimension_values(workload)
     assert {name for name, kept in coarse_values(workload).items() if not kept} <= {
         name for name, kept in values.items() if not kept
@@ -78,8 +78,9 @@ def test_the_coarse_walk_leaves_no_dimension_without_a_value(objective: str, gpu
 
 
 def test_a_preference_that_no_number_of_gpus_fits_is_refused_with_its_bytes() -> None:
-    refused = plan_workload(wish("google/gemma-2-27b", "t4", cluster=make_cluster(find_gpu("t4"), 2), seq_len=32_768,
-                                 fixed={"objective": ("orpo",)}, global_batch=32))  # fmt: skip
+    cluster = make_cluster(find_gpu("t4"), 2)
+    asked = {"fixed": {"objective": ("orpo",)}, "global_batch": 32}
+    refused = plan_workload(plan_request("google/gemma-2-27b", "t4", cluster=cluster, seq_len=32_768, **asked))
     assert isinstance(refused, NoPlan)
     assert refused.nearest.formula.peak_device_bytes > refused.workload.budget_bytes
 
@@ -108,13 +109,13 @@ def test_picks() -> None:
 
 def test_offloaded_states_lie_in_the_hosts() -> None:
     """Full fine-tuning with everything on the host: at least fp32 weights and two states, over the nodes."""
-    model = wish("Qwen/Qwen2.5-7B").model
+    model = plan_request("Qwen/Qwen2.5-7B").model
     setup = TrainSetup(
         method="full", lora_rank=0, precision="bf16-mixed", num_gpus=8, parallel="fsdp2", offload="parameters"
     )
     whole = host_bytes_per_node(model, setup, 1)
     assert 12 * model.num_params <= whole <= 20 * model.num_params
     assert host_bytes_per_node(model, setup, 2) == pytest.approx(whole / 2, rel=1e-6)
-    assert host_bytes_per_node(model, setup.with_(offload="none"), 1) == 0
+    assert host_bytes_per_node(model, setup.replace(offload="none"), 1) == 0
     workload = job(8)
     assert assumed_host_bytes(workload) == HOST_MEMORY_RATIO * 8 * workload.gpu.memory_bytes

@@ -150,8 +150,8 @@ def test_masks_and_positions_have_their_values(phantom: Phantom) -> None:
 def test_unknown_values_are_answered_harmlessly_and_noted(phantom: Phantom) -> None:
     hidden = torch.randn(4, 64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
     assert not torch.isnan(hidden).any()
-    spread = torch.distributions.MultivariateNormal(hidden[0, 0], scale_tril=hidden[0])  # checks its arguments
-    assert spread.sample().shape == (64,)
+    layout = torch.distributions.MultivariateNormal(hidden[0, 0], scale_tril=hidden[0])  # checks its arguments
+    assert layout.sample().shape == (64,)
     assert not phantom.origins.questions
     assert hidden.mean().item() == 1.0
     ((what, line),) = phantom.origins.questions

@@ -142,18 +142,18 @@ _QWEN_TEXT = {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
 }
-_QWEN_EYES = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64}
+_QWEN_VISION = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64}
 
 
 @pytest.mark.parametrize(
-    ("kind", "built", "eyes", "num_patches"),
+    ("kind", "built", "vision_encoders", "num_patches"),
     [
         ("qwen2_5_vl", "Qwen2_5_VL", {"fullatt_block_indexes": [1]}, 74 * 74),  # 1024 pixels become 1036 of 14 each
         ("qwen3_vl", "Qwen3VL", {"deepstack_visual_indexes": [0]}, 64 * 64),
     ],
 )
 def test_qwens_pictures_have_as_many_tokens_as_their_size_makes(
-    phantom: Phantom, tmp_path: Path, kind: str, built: str, eyes: dict[str, Any], num_patches: int
+    phantom: Phantom, tmp_path: Path, kind: str, built: str, vision_encoders: dict[str, Any], num_patches: int
 ) -> None:
     """Also without torchvision, which transformers wants for videos."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -162,7 +162,7 @@ def test_qwens_pictures_have_as_many_tokens_as_their_size_makes(
         "model_type": kind,
         "architectures": [f"{built}ForConditionalGeneration"],
         "text_config": _QWEN_TEXT | {"vocab_size": 151936},
-        "vision_config": _QWEN_EYES | eyes,
+        "vision_config": _QWEN_VISION | vision_encoders,
     }
     (tmp_path / "config.json").write_text(json.dumps(document))
     row = columns_of("llava-instruct-mix-vsft", 4, image_size=(1024, 1024))

@@ -4,13 +4,13 @@ from dataclasses import fields
 from operator import attrgetter
 
 from planner.choices.absent import told
-from planner.choices.spreads import (
+from planner.choices.layouts import (
+    LAYOUT_FIELDS,
     OFFLOADS,
     PARALLELS,
     PIPELINE_SCHEDULES,
     SHARDED,
     SPLIT_DEGREES,
-    SPREAD_FIELDS,
 )
 from planner.errors import SetupError
 from planner.setup_values import SetupValues
@@ -18,18 +18,18 @@ from planner.setup_values import SetupValues
 MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
 
-_spread_values = attrgetter(*SPREAD_FIELDS)
+_layout_values = attrgetter(*LAYOUT_FIELDS)
 _DEFAULTS = {one.name: one.default for one in fields(SetupValues)}
-_NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
+_NO_LAYOUT = tuple(_DEFAULTS[name] for name in LAYOUT_FIELDS)
 
 
-def is_spread(setup: SetupValues) -> bool:
+def is_layout(setup: SetupValues) -> bool:
     """Whether any field says that there are several GPUs."""
-    return setup.num_gpus > 1 or setup.parallel != "none" or _spread_values(setup) != _NO_SPREAD
+    return setup.num_gpus > 1 or setup.parallel != "none" or _layout_values(setup) != _NO_LAYOUT
 
 
-def check_spread(setup: SetupValues) -> None:
-    """Refuses a spread that no job can have.
+def check_layout(setup: SetupValues) -> None:
+    """Refuses a layout that no job can have.
 
     Raises:
         SetupError: a value that its field does not take, or fields that contradict each other.

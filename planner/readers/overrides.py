@@ -92,7 +92,7 @@ def parse_versions(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
+def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     """The config with what a person said about it; `missing` loses what was supplied.
 
     Raises:
@@ -117,7 +117,7 @@ def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
             **values,
         }  # ZeRO's share of a model of pictures is not modelled
     try:
-        setup = config.setup.with_(**values)
+        setup = config.setup.replace(**values)
     except SetupError as error:
         raise UsageError(f"--set: {error.message}", hint=error.hint) from error
     answered = set(given)

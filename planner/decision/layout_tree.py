@@ -1,4 +1,4 @@
-"""The decision tree's third step: how the job is put on its GPUs, answered from the walked spreads with their bytes.
+"""The decision tree's third step: how the job is put on its GPUs, answered from the walked layouts with their bytes.
 
 One GPU enough? The method as on one GPU. Then: do the states fit when every GPU holds them all; if not, the least
 sharding that fits is usually fastest; tensor and pipeline parallelism where sharding leaves too much or sends too much;
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import TIE_FRACTION, Facts, NodeFacts
+from planner.decision.facts import TIE_FRACTION, NodeResults, WalkResults
+from planner.decision.layouts import Layout, all_layouts, fields_name, layout_key, layout_name
 from planner.decision.node import Node, node_of_setup
-from planner.decision.spreads import Spread, all_spreads, fields_name, spread_key, spread_name
 from planner.engines import engine_named, engine_of, why_not
 from planner.errors import SetupError
 from planner.memory.model import rank_memories
 from planner.memory.weights import weight_bytes
 from planner.outcome import Candidate
-from planner.plan import Answer, Cut, NoPlan, Plan
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.plan import Answer, NoPlan, Plan, PrunedBranch
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.units import gib, percent
 from planner.workload import Workload
 
@@ -26,9 +26,9 @@ QUANTIZATION_RARELY_FROM = 4
 """GPUs from which sharding makes room so cheaply that quantization rarely pays."""
 
 
-def spread_answers(
+def layout_answers(
     workload: Workload,
-    facts: Facts,
+    facts: WalkResults,
     node: Node | None,
     chosen: Candidate | None,
     alone: Plan | NoPlan | None,
@@ -88,14 +88,14 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     )
 
 
-def _methods(facts: Facts, methods: list[Answer]) -> Iterator[Answer]:
-    """Step 1 over all spreads: the smallest setup of each method says under which spread it is."""
+def _methods(facts: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
+    """Step 1 over all layouts: the smallest setup of each method says under which spread it is."""
     nodes = facts.nodes()
     walked = [name for name in Node if nodes[name].smallest is not None]
     for name, answer in zip(walked, methods, strict=True):
         smallest = nodes[name].smallest
         assert smallest is not None
-        where = f"; smallest as {spread_name(smallest.shared)}"
+        where = f"; smallest as {layout_name(smallest.shared)}"
         yield replace(
             answer,
             question=answer.question.replace("with one sequence", "with one sequence on every GPU"),
@@ -104,12 +104,12 @@ def _methods(facts: Facts, methods: list[Answer]) -> Iterator[Answer]:
         )
 
 
-def _replicated(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
+def _replicated(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
     question = "Do the states fit when every GPU holds them all (DDP)?"
-    for spread, key, known in _walked(facts, node, ("replicate",)):
+    for layout, key, known in _walked(facts, node, ("replicate",)):
         if known is None:
             return Answer(question=question, choice="cannot run", reason=facts.refused.get((key, node), "not walked"))
-        taken = key == spread_key(chosen.setup)
+        taken = key == layout_key(chosen.setup)
         need = _need(known)
         fits = known.best() is not None
         if not fits:
@@ -118,30 +118,30 @@ def _replicated(workload: Workload, facts: Facts, node: Node, chosen: Candidate)
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
             choice = "yes, not taken" if known.sure else "may fit, not taken"
-            reason = _slower(workload, known, chosen, spread.name)
+            reason = _slower(workload, known, chosen, layout.name)
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
     return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
 
 
-def _sharded(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
+def _sharded(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
     cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
     needed = None
     plain = not setup.is_split and setup.offload == "none"
     if engine_of(setup).shares and plain:
-        choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
+        choice, known = layout_name(setup), facts.of_node(node)[layout_key(setup)]
         needed = _need(known)
         sends = engine_of(setup).sends if setup.reshard_after_forward else "weights are gathered once per micro-batch"
         reason = f"each of {setup.shards} GPUs keeps its part of the {engine_of(setup).shares}; {sends}"
     elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
         choice, reason = "not asked", cuts[0].reason if cuts else _left_out(workload, ("shard",))
     elif min(needs) > workload.budget_bytes:
-        choice, reason = "sharding alone is not enough", f"none of these fits: {spread_name(setup)} is taken"
+        choice, reason = "sharding alone is not enough", f"none of these fits: {layout_name(setup)} is taken"
     else:
-        choice, reason = "nothing", f"{spread_name(setup)} fits and nothing else is clearly faster"
+        choice, reason = "nothing", f"{layout_name(setup)} fits and nothing else is clearly faster"
     budget = workload.budget_bytes if needed is not None else None
     return Answer(
         question="What must be sharded over the GPUs?",
@@ -153,27 +153,27 @@ def _sharded(workload: Workload, facts: Facts, node: Node, chosen: Candidate) ->
     )
 
 
-def _split(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
+def _split(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
     setup = chosen.setup
     question = "Tensor, pipeline or context parallelism?"
     cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
     share = communication_share(chosen)
     if setup.is_split:
-        reason = f"{spread_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
+        reason = f"{layout_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
         choice = "yes"
     elif cuts:
         choice, reason = (
             "no",
-            f"none beats {spread_name(setup)}, whose communication takes {percent(share)} of the step",
+            f"none beats {layout_name(setup)}, whose communication takes {percent(share)} of the step",
         )
     else:
         choice = "not needed"
-        reason = f"{spread_name(setup)} fits, and communication takes {percent(share)} of its step"
+        reason = f"{layout_name(setup)} fits, and communication takes {percent(share)} of its step"
     cluster = workload.cluster
     if cluster is not None and cluster.between is not None:
         across = cluster.between.bytes_per_s / cluster.gpus_per_node
         cuts += (
-            Cut(
+            PrunedBranch(
                 branch="tensor parallelism across nodes",
                 reason=f"it sends activations in every layer, and {cluster.between.name} gives one GPU "
                 f"{across / 1e9:,.1f} GB/s against {cluster.within.bytes_per_s / 1e9:,.0f} within a node",
@@ -183,12 +183,12 @@ def _split(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> A
     return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
 
 
-def _offload(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
+def _offload(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
     cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
     else:
-        choice = spread_name(chosen.setup)
+        choice = layout_name(chosen.setup)
         reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
     return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
 
@@ -210,7 +210,7 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
     """DP is explained and not recommended; its bytes where the setup can be put that way."""
     question = "One process for all GPUs (nn.DataParallel, DP)?"
     if chosen.setup.parallel == "dp":
-        other = candidate(workload, chosen.setup.with_(parallel="ddp"))
+        other = candidate(workload, chosen.setup.replace(parallel="ddp"))
         reason = "one Python process drives every GPU, copies the weights out and gathers outputs on the first"
         if chosen.tokens_per_s:
             ratio = other.tokens_per_s / chosen.tokens_per_s
@@ -224,8 +224,8 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
     try:
         plain = TrainSetup(**{name: getattr(chosen.setup, name) for name in _ONE_GPU_FIELDS})
         if chosen.setup.data_degree != workload.num_gpus:  # another number of copies: one sequence each
-            plain = plain.with_(micro_batch_seqs=1, accumulation_steps=1)
-        setup = plain.with_(num_gpus=workload.num_gpus, parallel="dp")
+            plain = plain.replace(micro_batch_seqs=1, accumulation_steps=1)
+        setup = plain.replace(num_gpus=workload.num_gpus, parallel="dp")
     except SetupError:
         return Answer(question=question, choice="no", reason=reason)
     refused = why_not(workload.model, setup)
@@ -245,11 +245,11 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
 
 
 _ONE_GPU_FIELDS = tuple(
-    name for name in TrainSetup.__dataclass_fields__ if name not in ("num_gpus", "parallel", *SPREAD_FIELDS)
+    name for name in TrainSetup.__dataclass_fields__ if name not in ("num_gpus", "parallel", *LAYOUT_FIELDS)
 )
 
 
-def _quantization(workload: Workload, facts: Facts, node: Node, chosen: Candidate) -> Answer:
+def _quantization(workload: Workload, facts: WalkResults, node: Node, chosen: Candidate) -> Answer:
     """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
     num = workload.num_gpus
     question = f"Would a quantized base help on {num} GPUs?"
@@ -269,7 +269,7 @@ def _quantization(workload: Workload, facts: Facts, node: Node, chosen: Candidat
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
-    reason = f"rarely: {spread_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
+    reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
     if chosen.setup.method == "full":
         return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
     small = facts.nodes()[Node.FOUR_BIT].best()
@@ -279,7 +279,7 @@ def _quantization(workload: Workload, facts: Facts, node: Node, chosen: Candidat
     return Answer(question=question, choice="no", reason=reason)
 
 
-def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
+def _given_up(workload: Workload, facts: WalkResults) -> Iterator[Answer]:
     """Nothing fits: what every kind of spread would need at least."""
     for question, stages in (
         ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
@@ -287,9 +287,9 @@ def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
         ("Does it fit with states in the host's memory?", ("offload",)),
     ):
         needs = [
-            (_need(known), spread.name)
+            (_need(known), layout.name)
             for node in Node
-            for spread, _, known in _walked(facts, node, stages)
+            for layout, _, known in _walked(facts, node, stages)
             if known is not None and known.smallest is not None
         ]
         if needs:
@@ -303,37 +303,39 @@ def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
                 budget_bytes=workload.budget_bytes,
             )
             continue
-        keys = {spread_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}
+        keys = {layout_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}
         refused = [reason for (key, _), reason in facts.refused.items() if key in keys]
         if refused:
             yield Answer(question=question, choice="no", reason=refused[0])
 
 
 def _walked(
-    facts: Facts, node: Node, stages: tuple[str, ...]
-) -> Iterator[tuple[Spread, tuple[object, ...], NodeFacts | None]]:
-    """(spread, key, its facts of this node or None where no engine runs it) of the walked spreads of these stages."""
+    facts: WalkResults, node: Node, stages: tuple[str, ...]
+) -> Iterator[tuple[Layout, tuple[object, ...], NodeResults | None]]:
+    """(spread, key, its facts of this node or None where no engine runs it) of the walked layouts of these stages."""
     known = facts.of_node(node)
-    for spread in facts.walked:
-        if spread.stage in stages:
-            key = spread_key(TrainSetup(**spread.fields))
+    for layout in facts.walked:
+        if layout.stage in stages:
+            key = layout_key(TrainSetup(**layout.fields))
             if key in known or (key, node) in facts.refused:
-                yield spread, key, known.get(key)
+                yield layout, key, known.get(key)
 
 
-def _cuts(workload: Workload, facts: Facts, node: Node, chosen: Candidate, stages: tuple[str, ...]) -> Iterator[Cut]:
+def _cuts(
+    workload: Workload, facts: WalkResults, node: Node, chosen: Candidate, stages: tuple[str, ...]
+) -> Iterator[PrunedBranch]:
     """Every spread of these stages that was not taken: refused, too large, or slower."""
-    for spread, key, known in _walked(facts, node, stages):
-        if key == spread_key(chosen.setup):
+    for layout, key, known in _walked(facts, node, stages):
+        if key == layout_key(chosen.setup):
             continue
         if known is None:
-            yield Cut(branch=spread.name, reason=facts.refused[key, node], num_setups=0)
+            yield PrunedBranch(branch=layout.name, reason=facts.refused[key, node], num_setups=0)
             continue
         need = _need(known)
         slow = known.best() is not None
         reason = _slower(workload, known, chosen, "") if slow else "does not fit"
-        yield Cut(
-            branch=spread.name,
+        yield PrunedBranch(
+            branch=layout.name,
             reason=reason,
             num_setups=known.walked,
             needed_bytes=need,
@@ -341,16 +343,16 @@ def _cuts(workload: Workload, facts: Facts, node: Node, chosen: Candidate, stage
         )
     left: dict[str, list[str]] = {}
     asked = any(one.stage in stages for one in facts.walked) or "split" not in stages
-    for one in all_spreads(workload):
+    for one in all_layouts(workload):
         if asked and one.reason and one.stage in stages:
             left.setdefault(one.reason, []).append(fields_name(one.fields))
     for reason, names in left.items():
         words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        yield Cut(branch=words, reason=reason, num_setups=0)
+        yield PrunedBranch(branch=words, reason=reason, num_setups=0)
 
 
-def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) -> str:
-    """What another spread that fits would cost in speed."""
+def _slower(workload: Workload, known: NodeResults, chosen: Candidate, name: str) -> str:
+    """What another layout that fits would cost in speed."""
     best = known.best()
     assert best is not None
     other = candidate(workload, best.setup)
@@ -358,15 +360,15 @@ def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) 
     fit = known.fit_words
     words = f"{fit} at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
     if fit == "fits" and ratio > 1 - TIE_FRACTION:
-        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {spread_name(chosen.setup)} is simpler"
+        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {layout_name(chosen.setup)} is simpler"
     return f"{name} {words}".strip()
 
 
-def _need(known: NodeFacts) -> int:
+def _need(known: NodeResults) -> int:
     assert known.smallest is not None
     return known.smallest.peak_device_bytes
 
 
 def _left_out(workload: Workload, stages: tuple[str, ...]) -> str:
-    reasons = [one.reason for one in all_spreads(workload) if one.stage in stages and one.reason]
+    reasons = [one.reason for one in all_layouts(workload) if one.stage in stages and one.reason]
     return reasons[0] if reasons else "left out by the options given"

@@ -1,13 +1,13 @@
-"""Towers that see a picture in tiles of one size and as a whole: Idefics 3 and SmolVLM, InternVL."""
+"""Encoders that see a picture in tiles of one size and as a whole: Idefics 3 and SmolVLM, InternVL."""
 
 from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
 from planner.models.adapters.parts import layer_norm, linear, norm, plain
-from planner.models.eyes.siglip import LAST_NORM, SIGLIP, of_one_size, siglip_model
-from planner.models.eyes.tower import Tower, attention, mlp, one_matrix, projector, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
+from planner.models.vision_encoders.encoder import Encoder, attention, encoder_model, mlp, one_matrix, projector
+from planner.models.vision_encoders.siglip import LAST_NORM, SIGLIP, of_one_size, siglip_model
 
 LONGEST_TILES, LARGEST_SIDE = 4, 4096
 """Idefics 3's processor makes the longer side as long as four tiles, in every published preprocessor_config.json."""
@@ -23,7 +23,7 @@ _INTERN = {
 """`InternVLVisionConfig`'s defaults."""
 
 
-def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Idefics 3 and SmolVLM: every picture is made larger than four tiles can hold, cut, and seen whole once more."""
     field = {**_IDEFICS, **given}
     side, scale = field["image_size"] // field["patch_size"], int(model.config.get("scale_factor", 2))
@@ -53,7 +53,7 @@ def idefics_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
     return (across, along) if width >= height else (along, across)
 
 
-def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """InternVL: up to twelve tiles in the picture's shape and the whole one, four patches to a token."""
     field = {**_INTERN, **given}
     field |= {name: _one(field[name]) for name in ("image_size", "patch_size")}
@@ -63,7 +63,7 @@ def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     wide, text = hidden * scale**2, model.hidden_size
     first, names = layer_norm("layer_norm", wide), ("linear_1", "linear_2")
     joint = projector("model.multi_modal_projector", names, first, wide, text, inner=text)
-    layers = tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"])
+    layers = encoder_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"])
     seen = {"frames": tiles + (tiles > 1), "patches": side**2 + 1}
     return of_one_size(field, layers, joint, side**2 // scale**2, 2, **seen)
 

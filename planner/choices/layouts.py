@@ -11,7 +11,7 @@ OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
 SPLIT_DEGREES = ("tensor_degree", "context_degree", "expert_degree", "pipeline_degree")
 """Over how many GPUs the matrices, the sequences, the experts and the layers of one copy are cut."""
-SPREAD_FIELDS = (
+LAYOUT_FIELDS = (
     *SPLIT_DEGREES,
     "pipeline_schedule",
     "shard_degree",

@@ -31,7 +31,7 @@ OFF = ("none", "False", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident:
+class FailedTrial:
     """A candidate that failed (or crawled), with the message it left, in lower case.
 
     Attributes:
@@ -44,17 +44,17 @@ class Incident:
     pairs_only: bool = False
 
 
-class Blame:
+class FailureAttribution:
     """All incidents and all good runs so far."""
 
     def __init__(self, encoding: Encoding, num: int) -> None:
         self._encoding = encoding
         self._levels = encoding.levels[:num]
-        self._incidents: list[Incident] = []
+        self._failed_trials: list[FailedTrial] = []
         self._good: list[int] = []
         self._chance: Floats | None = None
         names = [dimension.name for dimension in encoding.dimensions]
-        single = np.array([dimension.blame for dimension in encoding.dimensions])
+        single = np.array([dimension.attribution for dimension in encoding.dimensions])
         pair = PAIR_BLAME * np.sqrt(np.outer(single, single))
         for i, first in enumerate(names):
             for j, second in enumerate(names):
@@ -67,9 +67,9 @@ class Blame:
         self._good.append(row)
         self._chance = None
 
-    def incident(self, incident: Incident) -> None:
+    def failed_trial(self, failed_trial: FailedTrial) -> None:
         """One more surprise."""
-        self._incidents.append(incident)
+        self._failed_trials.append(failed_trial)
         self._chance = None
 
     def chance(self) -> Floats:
@@ -80,10 +80,10 @@ class Blame:
 
     def _computed(self) -> Floats:
         chance = np.ones(len(self._levels))
-        for incident in self._incidents:
-            single, pair = self._weights(incident)
+        for failed_trial in self._failed_trials:
+            single, pair = self._weights(failed_trial)
             total = single.sum() + pair.sum()
-            shared = (self._levels == self._encoding.levels[incident.row]).astype(np.float64)
+            shared = (self._levels == self._encoding.levels[failed_trial.row]).astype(np.float64)
             if total > 0:
                 share = (shared @ single + ((shared @ pair) * shared).sum(axis=1)) / total
                 chance *= np.maximum(1.0 - share, UNSUSPECTED)
@@ -91,29 +91,29 @@ class Blame:
                 chance *= 1.0 - CLEARED * shared.mean(axis=1)
         return chance
 
-    def _weights(self, incident: Incident) -> tuple[Floats, Floats]:
+    def _weights(self, failed_trial: FailedTrial) -> tuple[Floats, Floats]:
         """Blame of the incident's values and pairs of values, after what good runs cleared."""
         levels = self._encoding.levels
         cleared = np.zeros(len(self._single), dtype=bool)
         cleared_pair = np.zeros_like(self._pair, dtype=bool)
         for row in self._good:
-            same = levels[row] == levels[incident.row]
+            same = levels[row] == levels[failed_trial.row]
             cleared |= same
             cleared_pair |= np.outer(same, same)
-        named = self._named(incident)
+        named = self._named(failed_trial)
         single = np.where(cleared, 0.0, self._single * named)
-        if incident.pairs_only:
+        if failed_trial.pairs_only:
             single = single * 0.3
         # A message that names both accuses the two together: torch.compile may fail on quantized weights only.
         both = np.where(np.outer(named > 1, named > 1), NAMED**2, 1.0)
         return single, np.where(cleared_pair, 0.0, self._pair * both)
 
-    def _named(self, incident: Incident) -> Floats:
+    def _named(self, failed_trial: FailedTrial) -> Floats:
         """How much more each value is suspected because the message names it."""
-        text = _letters(incident.message)
+        text = _letters(failed_trial.message)
         factors = np.ones(len(self._single))
         for position, dimension in enumerate(self._encoding.dimensions):
-            value = str(self._encoding.values[position][self._encoding.levels[incident.row, position]])
+            value = str(self._encoding.values[position][self._encoding.levels[failed_trial.row, position]])
             if value in OFF:
                 continue
             words = (dimension.name if value in ("True", "1") else value, *WORDS.get(dimension.name, ()))

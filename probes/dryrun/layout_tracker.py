@@ -20,7 +20,7 @@ GATHERING = "all-gather buffer"
 SCATTERING = "reduce-scatter buffer"
 
 
-class SpreadTracker(Tracker):
+class LayoutTracker(Tracker):
     """A tracker that sees through DTensors and follows storages that are resized (FSDP2 frees and fills the same
     unsharded parameter again and again)."""
 

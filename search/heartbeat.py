@@ -25,7 +25,7 @@ UNNAMED_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulse:
+class HeartbeatTiming:
     """How a worker on a database shows that it lives.
 
     Attributes:
@@ -37,7 +37,7 @@ class Pulse:
     grace_s: int = 60
 
 
-PULSE = Pulse()
+HEARTBEAT_TIMING = HeartbeatTiming()
 
 
 def worker_name() -> str:
@@ -50,7 +50,7 @@ def _unsigned_and_old(trial: FrozenTrial) -> bool:
     return start is None or time.time() - start.timestamp() > UNNAMED_GRACE_S
 
 
-class Liveness:
+class Heartbeat:
     """Tells which running trials have lost their worker, and keeps this worker's own trial alive. As it is: of one
     process, in memory, where nobody can be lost."""
 
@@ -76,7 +76,7 @@ class Liveness:
         """This worker leaves."""
 
 
-class LockLiveness(Liveness):
+class LockHeartbeat(Heartbeat):
     """Every worker holds an exclusive lock on a file of its own; kill -9 releases it at once, no clock involved."""
 
     def __init__(self, directory: Path) -> None:
@@ -113,7 +113,7 @@ class LockLiveness(Liveness):
         self._path.unlink(missing_ok=True)
 
 
-class _BeatLiveness(Liveness):
+class _BeatHeartbeat(Heartbeat):
     """A thread that beats while a trial runs."""
 
     interval_s: float
@@ -168,13 +168,13 @@ class _BeatLiveness(Liveness):
             thread.join()
 
 
-class DatabaseLiveness(_BeatLiveness):
+class DatabaseHeartbeat(_BeatHeartbeat):
     """Optuna's heartbeat, by the database server's clock."""
 
     def __init__(self, storage: optuna.storages.RDBStorage) -> None:
         super().__init__()
         self._storage = storage
-        self.interval_s = float(storage.heartbeat_interval or PULSE.heartbeat_s)
+        self.interval_s = float(storage.heartbeat_interval or HEARTBEAT_TIMING.heartbeat_s)
 
     def _beat(self, trial_id: int) -> None:
         self._storage.record_heartbeat(trial_id)
@@ -183,11 +183,15 @@ class DatabaseLiveness(_BeatLiveness):
         return trial._trial_id in self._storage._get_stale_trial_ids(self._study_id)
 
 
-class AttributeLiveness(_BeatLiveness):
+class AttributeHeartbeat(_BeatHeartbeat):
     """A heartbeat in the trial's own attributes, for storages without one; workers' clocks must agree to seconds."""
 
     def __init__(
-        self, storage: BaseStorage, *, interval_s: float = PULSE.heartbeat_s, grace_s: float = PULSE.grace_s
+        self,
+        storage: BaseStorage,
+        *,
+        interval_s: float = HEARTBEAT_TIMING.heartbeat_s,
+        grace_s: float = HEARTBEAT_TIMING.grace_s,
     ) -> None:
         super().__init__()
         self._storage = storage

@@ -1,10 +1,10 @@
 """Per-rank formula against per-rank dry run over (model, strategy, world size) points, one JSON line per point.
 
-    python -m benchmarks.spread_formula_vs_dryrun --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
-    python -m benchmarks.spread_formula_vs_dryrun --out context.jsonl --parallel context --limit 90   # cut sequences
-    python -m benchmarks.spread_formula_vs_dryrun --out experts.jsonl --parallel experts --limit 88   # dealt experts
-    python -m benchmarks.spread_formula_vs_dryrun --out objectives.jsonl --parallel objectives --limit 200
-    python -m benchmarks.spread_formula_vs_dryrun --out spread.jsonl --markdown   # tables of today's formula
+    python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
+    python -m benchmarks.layout_formula_vs_dryrun --out context.jsonl --parallel context --limit 90   # cut sequences
+    python -m benchmarks.layout_formula_vs_dryrun --out experts.jsonl --parallel experts --limit 88   # dealt experts
+    python -m benchmarks.layout_formula_vs_dryrun --out objectives.jsonl --parallel objectives --limit 200
+    python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models and strategies in rotation. The formula is
@@ -257,11 +257,11 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(row: dict[str, Any], setup: TrainSetup, found: Any, spread: str) -> str:
-    """One point as a row of a table: error, both peaks, the setup with its spread in words."""
+def describe(row: dict[str, Any], setup: TrainSetup, found: Any, layout: str) -> str:
+    """One point as a row of a table: error, both peaks, the setup with its layout in words."""
     error = found.peak_allocated_bytes / row["allocated"] - 1.0
     point = (
-        f"{row['model']}, {spread}, {setup.method} {setup.precision}, "
+        f"{row['model']}, {layout}, {setup.method} {setup.precision}, "
         f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
         f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss}"
     )

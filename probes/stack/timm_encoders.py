@@ -1,6 +1,7 @@
-"""Towers that transformers builds of timm's models (Gemma 3n's MobileNet-V5), also where torchvision is not installed.
+"""Encoders that transformers builds of timm's models (Gemma 3n's MobileNet-V5), also where torchvision is not
+installed.
 
-timm binds names of torchvision while it is imported; its towers call none of them. transformers takes timm for absent
+timm binds names of torchvision while it is imported; its encoders call none of them. transformers takes timm for absent
 without torchvision.
 """
 
@@ -17,7 +18,7 @@ from unittest import mock
 
 WRAPPER = "transformers.models.timm_wrapper.modeling_timm_wrapper"
 TYPES = ("gemma3n",)
-"""Model types with such a tower."""
+"""Model types with such an encoder."""
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -51,8 +52,8 @@ def _timm() -> ModuleType:
             del sys.modules[name]
 
 
-def timm_towers(model_type: str) -> Any:
-    """Within it transformers builds the tower of such a type.
+def timm_encoders(model_type: str) -> Any:
+    """Within it transformers builds the encoder of such a type.
 
     Raises:
         ImportError: timm is not installed.

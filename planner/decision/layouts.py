@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from planner.choices.spreads import SPLIT_DEGREES
+from planner.choices.layouts import SPLIT_DEGREES
 from planner.engines import engine_named, engine_of
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.records import dataclass
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup_fields import SHARDED
 from planner.workload import Workload
 
 STAGES = ("replicate", "shard", "split", "offload", "other")
 FIRST_STAGES = ("replicate", "shard")
-FIELDS = ("parallel", *SPREAD_FIELDS)
-"""Setup fields that make a spread, beside `num_gpus`."""
-SpreadKey = tuple[Any, ...]
+FIELDS = ("parallel", *LAYOUT_FIELDS)
+"""Setup fields that make a layout, beside `num_gpus`."""
+LayoutKey = tuple[Any, ...]
 """The values of FIELDS of one setup."""
 
 _TENSOR_DEGREES = (2, 4, 8)
@@ -42,7 +42,7 @@ and its exchange costs more than it gives. Judgement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Layout:
     """One way of spreading the job.
 
     Attributes:
@@ -63,19 +63,19 @@ class Spread:
         return fields_name(self.fields)
 
 
-ONE_GPU = Spread(stage="replicate", fields={}, data_degree=1)
+ONE_GPU = Layout(stage="replicate", fields={}, data_degree=1)
 """The spread of one: nothing to set."""
 
 
-_spread_values: Callable[[TrainSetup], SpreadKey] = attrgetter(*FIELDS)
+_layout_values: Callable[[TrainSetup], LayoutKey] = attrgetter(*FIELDS)
 
 
-def spread_key(setup: TrainSetup) -> SpreadKey:
+def layout_key(setup: TrainSetup) -> LayoutKey:
     """What two setups share when they are spread alike."""
-    return _spread_values(setup)
+    return _layout_values(setup)
 
 
-def spread_name(setup: TrainSetup) -> str:
+def layout_name(setup: TrainSetup) -> str:
     """A setup's spread in words: "FSDP2", "tensor 4 × pipeline 2 under DDP", "one GPU"."""
     return fields_name({"num_gpus": setup.num_gpus, **{name: getattr(setup, name) for name in FIELDS}})
 
@@ -104,42 +104,42 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     return words or "one GPU"
 
 
-def spread_order(setup: TrainSetup) -> int:
-    """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
+def layout_order(setup: TrainSetup) -> int:
+    """How far a layout is from the simplest; 0 on one GPU. Breaks ties in speed."""
     if setup.alone:
         return 0
-    rank = engine_of(setup).simplicity
+    rank = engine_of(setup).tie_break
     rank += 4 * sum(one > 1 for one in setup.degrees) + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
 
-def spreads(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Spread, ...]:
-    """The spreads of these stages that this workload can walk.
+def layouts(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Layout, ...]:
+    """The layouts of these stages that this workload can walk.
 
     Which of them the engines run with which method is `planner.engines.why_not`'s to say, setup by setup.
     """
-    return tuple(one for one in all_spreads(workload) if one.stage in stages and not one.reason)
+    return tuple(one for one in all_layouts(workload) if one.stage in stages and not one.reason)
 
 
-def spreads_of_one(workload: Workload) -> tuple[Spread, ...]:
+def layouts_of_one(workload: Workload) -> tuple[Layout, ...]:
     """What one GPU can do: hold everything, or, where that was asked for, put some of it into the host's memory."""
-    return spreads(workload, ("offload",)) if workload.offloads else (ONE_GPU,)
+    return layouts(workload, ("offload",)) if workload.offloads else (ONE_GPU,)
 
 
-def all_spreads(workload: Workload) -> tuple[Spread, ...]:
-    """Every spread of the workload's GPUs that the user's wishes allow, those left out with their reason; of one GPU
+def all_layouts(workload: Workload) -> tuple[Layout, ...]:
+    """Every spread of the workload's GPUs that the user's requests allow, those left out with their reason; of one GPU
     what was asked of the host's memory."""
     if workload.num_gpus == 1 and not workload.offloads:
         return ()
-    found: dict[SpreadKey, Spread] = {}
+    found: dict[LayoutKey, Layout] = {}
     for stage, fields in _candidates(workload):
         try:
             setup = TrainSetup(**fields)
         except SetupError as error:  # degrees that the user gave and that do not divide the GPUs
-            found[tuple(fields.items())] = Spread(stage=stage, fields=fields, data_degree=1, reason=error.message)
+            found[tuple(fields.items())] = Layout(stage=stage, fields=fields, data_degree=1, reason=error.message)
             continue
-        if _wanted(workload, setup) and spread_key(setup) not in found:
-            found[spread_key(setup)] = Spread(
+        if _wanted(workload, setup) and layout_key(setup) not in found:
+            found[layout_key(setup)] = Layout(
                 stage=stage, fields=fields, data_degree=setup.data_degree, reason=_why_left_out(workload, setup)
             )
     return tuple(found.values())
@@ -244,9 +244,9 @@ def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
 
 
 def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
-    """Why a spread that can exist is not walked for this model and this global batch; "" where it is."""
+    """Why a layout that can exist is not walked for this model and this global batch; "" where it is."""
     batch, model = workload.global_batch_seqs, workload.model
-    if refused := workload.aim.spread_refusal(setup.parallel, split=setup.is_split):
+    if refused := workload.aim.layout_refusal(setup.parallel, split=setup.is_split):
         return refused
     if batch % setup.data_degree:
         return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
@@ -275,7 +275,7 @@ def _fixed(workload: Workload, name: str) -> tuple[Any, ...]:
 
 
 def _wanted(workload: Workload, setup: TrainSetup) -> bool:
-    """Whether the spread takes only values that the user allowed."""
+    """Whether the layout takes only values that the user allowed."""
     return all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
 
 

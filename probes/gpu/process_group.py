@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planner.outcome import Measurement
 from planner.records import dataclass
 from planner.units import gib
-from probes.gpu.ranks import Seat, worst_first
+from probes.gpu.ranks import RankInfo, worst_first
 
 MIN_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 600.0
@@ -24,17 +24,17 @@ MAX_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
-    """All ranks of a job as one of them sees them; a crew of one needs no process group."""
+class ProcessGroup:
+    """All ranks of a job as one of them sees them; a process group of one needs no process group."""
 
-    seat: Seat
+    rank_info: RankInfo
     group: Any = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; on every rank."""
-        if self.seat.size == 1:
+        if self.rank_info.size == 1:
             return [value]
-        values = [None] * self.seat.size
+        values = [None] * self.rank_info.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -52,11 +52,11 @@ class Crew:
         Figures are those of the rank with the largest device peak; flags and notes of every rank are kept, and every
         rank's peak beside. Step times are the same on all already (`slowest`).
         """
-        if self.seat.size == 1:
+        if self.rank_info.size == 1:
             return mine
         every: list[Measurement] = self.gather(mine)
         dist.barrier(group=self.group)  # nobody leaves before all have read
-        return merge(every) if self.seat.rank == 0 else None
+        return merge(every) if self.rank_info.rank == 0 else None
 
 
 def merge(every: Sequence[Measurement]) -> Measurement:
@@ -87,13 +87,13 @@ def collective_timeout_s(limit_s: float) -> float:
 
 
 @contextmanager
-def crew_of(seat: Seat, device: str, limit_s: float) -> Iterator[Crew]:
-    """The crew of this process: NCCL on GPUs, gloo on the CPU, over torchrun's own store.
+def process_group_of(rank_info: RankInfo, device: str, limit_s: float) -> Iterator[ProcessGroup]:
+    """The process group of this process: NCCL on GPUs, gloo on the CPU, over torchrun's own store.
 
     The process group is not destroyed: the process ends at once after its answer, and tearing down may hang.
     """
-    if seat.size == 1:
-        yield Crew(seat=seat)
+    if rank_info.size == 1:
+        yield ProcessGroup(rank_info=rank_info)
         return
     timeout = timedelta(seconds=collective_timeout_s(limit_s))
     if device == "cpu":
@@ -103,4 +103,4 @@ def crew_of(seat: Seat, device: str, limit_s: float) -> Iterator[Crew]:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device(device))
     group = dist.new_group(backend="gloo", timeout=timeout)
-    yield Crew(seat=seat, group=group)
+    yield ProcessGroup(rank_info=rank_info, group=group)

@@ -1,4 +1,4 @@
-"""Qwen's towers: a picture in its own shape, its patches merged by two networks' matrices."""
+"""Qwen's encoders: a picture in its own shape, its patches merged by two networks' matrices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from planner.errors import SetupError
 from planner.models.adapters.parts import gated, layer_norm, linear, norm, plain
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, NormSpec
+from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, projector
 
 
 class _Family(NamedTuple):
-    """A family of towers: what a `config.json` leaves out, as its class has it (windows and projectors of inner layers
-    are in those alone whose class has the field), the MLP's matrices, and whether it is Qwen 3's generation."""
+    """A family of encoders: what a `config.json` leaves out, as its class has it (windows and projectors of inner
+    layers are in those alone whose class has the field), the MLP's matrices, and whether it is Qwen 3's generation."""
 
     defaults: Mapping[str, Any]
     mlp: tuple[str, ...] = ("linear_fc1", "linear_fc2")
@@ -67,7 +67,7 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
     return tall, wide
 
 
-def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated), Qwen3-VL (further projectors of inner layers) and Qwen3.5."""
     family = _FAMILIES[model.model_type]
     field = {**family.defaults, **given}
@@ -89,8 +89,8 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     order = tuple(int(index not in whole) for index in range(field["depth"]))
     layers = (layer, replace(layer, kind="vision-window")) if windowed else (layer,)
     window = (field["window_size"] // merge // patch) * merge if windowed else 0
-    return Tower(
-        model=tower_model(model, field["hidden_size"], layers, order),
+    return Encoder(
+        model=encoder_model(model, field["hidden_size"], layers, order),
         grid=grid,
         patches=patches,
         tokens=patches // merge**2,

@@ -1,4 +1,4 @@
-"""Gemma 4's vision and audio towers: weights that a text token never meets.
+"""Gemma 4's vision and audio encoders: weights that a text token never meets.
 
 Every projection is a `Gemma4ClippableLinear` that holds an nn.Linear called `linear`: PEFT's "all-linear" finds the
 inner one, a target named "q_proj" would find the wrapper, which PEFT refuses.
@@ -6,9 +6,9 @@ inner one, a target named "q_proj" would find the wrapper, which PEFT refuses.
 
 from planner.models.adapters.fields import Fields
 from planner.models.adapters.parts import linear, norm
-from planner.models.eyes.gemma4 import vision_layer
-from planner.models.eyes.tower import idle
 from planner.models.spec import LayerSpec, LinearSpec
+from planner.models.vision_encoders.encoder import idle
+from planner.models.vision_encoders.gemma4 import vision_layer
 
 _VISION = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
@@ -20,16 +20,16 @@ _AUDIO = {
 }  # fmt: skip
 """Class defaults of transformers 5.23."""
 
-Tower = tuple[list[tuple[LayerSpec, int]], int]
+Encoder = tuple[list[tuple[LayerSpec, int]], int]
 
 
 def _part(path: str, *linears: LinearSpec) -> tuple[LayerSpec, int]:
-    """Matrices of a tower that stand outside its layers."""
+    """Matrices of an encoder that stand outside its layers."""
     return LayerSpec(kind="idle-part", linears=linears, path=path), 1
 
 
-def vision_tower(given: Fields, text_width: int) -> Tower:
-    """The vision tower and its embedder; the second value counts parameters outside its layers and matrices."""
+def vision_tower(given: Fields, text_width: int) -> Encoder:
+    """The vision encoder and its embedder; the second value counts parameters outside its layers and matrices."""
     vision = Fields({**_VISION, **given.raw}, given.where)
     width, patch = vision.count("hidden_size"), vision.count("patch_size")
     layer = vision_layer(
@@ -48,7 +48,7 @@ def vision_tower(given: Fields, text_width: int) -> Tower:
     ], positions
 
 
-def audio_tower(given: Fields, text_width: int) -> Tower:
+def audio_tower(given: Fields, text_width: int) -> Encoder:
     """The audio conformer and its embedder."""
     audio = Fields({**_AUDIO, **given.raw}, given.where)
     width = audio.count("hidden_size")

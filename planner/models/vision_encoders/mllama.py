@@ -1,12 +1,12 @@
-"""Llama 3.2 Vision's tower: four tiles of a picture in one sequence, at which layers of the text look."""
+"""Llama 3.2 Vision's encoder: four tiles of a picture in one sequence, at which layers of the text look."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from planner.models.adapters.parts import layer_norm, linear, plain
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
+from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 
 DEFAULTS = {
     "hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
@@ -20,7 +20,7 @@ ROWS = 8
 """Of a tile's patches the number becomes a multiple of this."""
 
 
-def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Llama 3.2 Vision: always so many tiles, those that a picture does not fill hidden behind a mask."""
     field = {**DEFAULTS, **given}
     side, hidden, tiles = field["image_size"] // field["patch_size"], field["hidden_size"], field["max_num_tiles"]
@@ -34,8 +34,8 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     aspects = sum(tiles // columns for columns in range(1, tiles + 1)) + 1
     tables = aspects * tiles * hidden
     norms = (layer_norm("layernorm_post", hidden),)
-    return Tower(
-        model=tower_model(model, hidden, (layer, gated), (0,) * local + (1,) * whole, norms),
+    return Encoder(
+        model=encoder_model(model, hidden, (layer, gated), (0,) * local + (1,) * whole, norms),
         grid=(side, side),
         patches=tiles * rows,
         tokens=1,

@@ -1,4 +1,4 @@
-"""A tower that makes tokens of pictures, as a model of its own with what stands between it and the text."""
+"""An encoder that makes tokens of pictures, as a model of its own with what stands between it and the text."""
 
 from dataclasses import replace
 from math import prod
@@ -13,7 +13,7 @@ INT64_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projector:
-    """One network between the tower and the text, kept whole: no class checkpoints it.
+    """One network between the encoder and the text, kept whole: no class checkpoints it.
 
     Attributes:
         layer: its matrices and norms as a layer.
@@ -27,8 +27,8 @@ class Projector:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tower:
-    """A tower and what one picture becomes in it.
+class Encoder:
+    """An encoder and what one picture becomes in it.
 
     Attributes:
         model: its layers as a model without embeddings and head.
@@ -137,14 +137,14 @@ def idle(layer: LayerSpec) -> LayerSpec:
     return replace(layer, linears=linears, attention=None, mlp=None)
 
 
-def tower_model(
+def encoder_model(
     trunk: ModelSpec,
     hidden: int,
     layers: tuple[LayerSpec, ...],
     order: tuple[int, ...],
     outer_norms: tuple[NormSpec, ...] = (),
 ) -> ModelSpec:
-    """The layers of a tower as a model; `order`: of each layer the kind."""
+    """The layers of an encoder as a model; `order`: of each layer the kind."""
     return ModelSpec(
         model_id=f"{trunk.model_id} (tower)",
         model_type=f"{trunk.model_type}_vision",

@@ -1,4 +1,4 @@
-"""`Wish`: what is asked of a plan, before a model and a GPU settle what it leaves open."""
+"""`PlanRequest`: what is asked of a plan, before a model and a GPU settle what it leaves open."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class PlanRequest:
     """What a person asks for, the same for every model and GPU; None: planned, or a stated default.
 
     Attributes:
@@ -59,15 +59,15 @@ class Wish:
     absent_packages: tuple[str, ...] = ()
 
     def workload(self, model: ModelSpec, gpu: GpuSpec, cluster: "Cluster | None" = None) -> Workload:
-        """The wish for this model on this GPU, or on a cluster of them.
+        """The request for this model on this GPU, or on a cluster of them.
 
         Raises:
             UsageError: a value that makes no sense.
         """
         if "images" in self.fixed:
-            from planner.models.towers import with_eyes  # late: text alone needs none of it
+            from planner.models.encoders import with_vision  # late: text alone needs none of it
 
-            model = with_eyes(model)
+            model = with_vision(model)
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
         seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)
@@ -98,8 +98,8 @@ class Wish:
             usual_length=self.seq_len is None and model.front_end is None and "images" not in fixed,
         )
 
-    def probed(self, absent_packages: tuple[str, ...]) -> "Wish":
-        """The wish where probes follow on this machine: without what it lacks, and without torch.compile, which no
+    def probed(self, absent_packages: tuple[str, ...]) -> "PlanRequest":
+        """The request where probes follow on this machine: without what it lacks, and without torch.compile, which no
         probe runs, unless it is asked for."""
         return replace(self, absent_packages=absent_packages, fixed={"compile": (False,), **self.fixed})
 
@@ -109,7 +109,7 @@ class Wish:
         usual = min(default, model.max_position_embeddings or default)
         if (images := self.fixed.get("images", (None,))[0]) is None:
             return usual
-        from planner.models.towers import image_tokens  # late: text alone needs none of it
+        from planner.models.encoders import image_tokens  # late: text alone needs none of it
 
         return max(usual, with_text(image_tokens(model, images)))
 

@@ -1,12 +1,12 @@
-"""Pixtral's tower (Mistral 3): pictures in their own shape, all of a micro-batch in one sequence."""
+"""Pixtral's encoder (Mistral 3): pictures in their own shape, all of a micro-batch in one sequence."""
 
 from collections.abc import Mapping
 from math import ceil, floor
 from typing import Any
 
 from planner.models.adapters.parts import gated, linear, norm, plain
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
+from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp
 
 _PIXTRAL = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -14,18 +14,18 @@ _PIXTRAL = {
 }  # fmt: skip
 """`PixtralVisionConfig`'s defaults."""
 _WHERE_NONE_IS_GIVEN = {"image_size": 1540, "patch_size": 14}
-"""`Mistral3Config`'s own, of a configuration without a tower."""
+"""`Mistral3Config`'s own, of a configuration without an encoder."""
 
 
-def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Mistral 3: a token for each square of patches, and one at the end of each row of them."""
     field = {**_PIXTRAL, **(given or _WHERE_NONE_IS_GIVEN)}
     merge, patch, hidden = int(model.config.get("spatial_merge_size", 2)), field["patch_size"], field["hidden_size"]
     rows, columns = rows_and_columns(width, height, merge * patch, field["image_size"])
     patches = rows * columns * merge**2
     first = norm("ln_pre", hidden)
-    return Tower(
-        model=tower_model(model, hidden, (_layer(field),), (0,) * field["num_hidden_layers"], (first,)),
+    return Encoder(
+        model=encoder_model(model, hidden, (_layer(field),), (0,) * field["num_hidden_layers"], (first,)),
         grid=(rows * merge, columns * merge),
         patches=patches,
         tokens=rows * columns,

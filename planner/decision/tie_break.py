@@ -7,7 +7,7 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.rollouts import GENERATORS
 from planner.choices.stacks import DEFAULT
-from planner.decision.spreads import spread_order
+from planner.decision.layouts import layout_order
 from planner.setup import TrainSetup
 
 SIMPLE_FIRST = {
@@ -21,15 +21,15 @@ last."""
 
 def lossiness(setup: TrainSetup) -> int:
     """How much a setup gives up of what its class could train: its precision, the optimizer's states, the base."""
-    return OPTIMIZERS[setup.optimizer].simplicity + _place(setup, "precision") + _place(setup, "quantization")
+    return OPTIMIZERS[setup.optimizer].tie_break + _place(setup, "precision") + _place(setup, "quantization")
 
 
-def simplicity(setup: TrainSetup) -> int:
+def tie_break(setup: TrainSetup) -> int:
     """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
     return (
-        spread_order(setup)
-        + LOSSES[setup.loss].simplicity
-        + KERNELS[setup.kernels].simplicity
+        layout_order(setup)
+        + LOSSES[setup.loss].tie_break
+        + KERNELS[setup.kernels].tie_break
         + (setup.stack != DEFAULT)  # another program than the plan's usual one
         + 5 * setup.compile  # which nothing here can prove before it runs
         + setup.activation_offload
@@ -46,7 +46,7 @@ def _place(setup: TrainSetup, name: str) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def point_simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> tuple[int, int]:
-    """(lossiness, simplicity) of a walked point, which are asked for again and again."""
-    setup = shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer)
-    return lossiness(setup), simplicity(setup)
+def point_tie_break(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> tuple[int, int]:
+    """(lossiness, tie_break) of a walked point, which are asked for again and again."""
+    setup = shared.replace_trusted(attention=attention, loss=loss, optimizer=optimizer)
+    return lossiness(setup), tie_break(setup)

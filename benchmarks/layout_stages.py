@@ -1,11 +1,11 @@
 """Formula against dry run where a model is cut or lies in the host's memory: offloaded FSDP2, tensor parallelism,
 pipeline stages, device maps, nn.DataParallel. One JSON line per point.
 
-    python -m benchmarks.spread_stages --out stages.jsonl [--only tensor,offload] [--each 20] [--seed 0]
-    python -m benchmarks.spread_stages --out stages.jsonl --markdown      # tables of today's formula
+    python -m benchmarks.layout_stages --out stages.jsonl [--only tensor,offload] [--each 20] [--seed 0]
+    python -m benchmarks.layout_stages --out stages.jsonl --markdown      # tables of today's formula
 
 Points already in the file are skipped. Setups are drawn at random (seeded), models in rotation; the same list for every
-run with one seed. Measured and compared as in `benchmarks/spread_formula_vs_dryrun.py`.
+run with one seed. Measured and compared as in `benchmarks/layout_formula_vs_dryrun.py`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.spread_formula_vs_dryrun import (
+from benchmarks.layout_formula_vs_dryrun import (
     METHODS,
     MODELS,
     OTHER,
@@ -106,7 +106,7 @@ def markdown(rows: list[dict[str, Any]], worst: int) -> str:
         setup = setup_from_dict(row["setup"])
         found = formula(row["model"], setup)
         error = found.peak_allocated_bytes / row["allocated"] - 1.0
-        errors.setdefault(kind_of(setup), []).append((error, describe(row, setup, found, _spread_of(setup))))
+        errors.setdefault(kind_of(setup), []).append((error, describe(row, setup, found, _layout_of(setup))))
     lines = ["| kind | points | median | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|"]
     for kind, pairs in errors.items():
         sizes = sorted(abs(error) for error, _ in pairs)
@@ -120,9 +120,9 @@ def markdown(rows: list[dict[str, Any]], worst: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _spread_of(setup: TrainSetup) -> str:
-    spread = ", ".join(f"{name} {value}" for name, value in setup.spread.items())
-    return f"{setup.parallel} x {setup.num_gpus}, {spread}"
+def _layout_of(setup: TrainSetup) -> str:
+    layout = ", ".join(f"{name} {value}" for name, value in setup.layout.items())
+    return f"{setup.parallel} x {setup.num_gpus}, {layout}"
 
 
 def main() -> int:

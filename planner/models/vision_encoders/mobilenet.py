@@ -1,4 +1,5 @@
-"""Gemma 3n's tower, timm's MobileNet-V5: convolutions between norms, and attention in which all heads share their keys.
+"""Gemma 3n's encoder, timm's MobileNet-V5: convolutions between norms, and attention in which all heads share their
+keys.
 
 Every picture becomes 768 x 768 pixels and 256 tokens. The architecture is fixed (`mobilenetv5_300m_enc`): no field of a
 configuration changes it.
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 
 from planner.errors import SetupError
 from planner.models.adapters.parts import linear, norm
-from planner.models.eyes.tower import Projector, Tower, tower_model
 from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.vision_encoders.encoder import Encoder, Projector, encoder_model
 
 ARCHITECTURE = "mobilenetv5_300m_enc"
 SIDE = 768
@@ -29,7 +30,7 @@ FLOPS = 871_482_949_632
 
 
 class PictureBytes(NamedTuple):
-    """Bytes of one picture: what a trained tower keeps, its backward's largest moment beyond that, and the largest
+    """Bytes of one picture: what a trained encoder keeps, its backward's largest moment beyond that, and the largest
     moment of a forward that keeps nothing."""
 
     kept: int
@@ -44,18 +45,19 @@ PICTURE_BYTES = {
 }
 """By bytes of a number as a convolution takes it and as a norm gives it (fp32 under autocast).
 
-Measured: timm's own tower on meta tensors, within 0.1 % (tests/probes/test_gemma3n.py). Its attention gives every head
+Measured: timm's own encoder on meta tensors, within 0.1 % (tests/probes/test_gemma3n.py). Its attention gives every
+head
 the same key without saying so, which no fused kernel of PyTorch takes: the math kernel keeps rows x columns in fp32.
 Not counted: what cuDNN's convolutions take while they run, which depends on the algorithm it chooses."""
 
 
-def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
-    """Gemma 3n: a tower without layers of transformers', and the embedder behind it."""
+def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+    """Gemma 3n: an encoder without layers of transformers', and the embedder behind it."""
     architecture = given.get("architecture", ARCHITECTURE)
     if architecture != ARCHITECTURE or given.get("model_args"):
         raise SetupError(f"images are not planned for {model.model_id}: its tower {architecture} is not known here")
-    return Tower(
-        model=tower_model(model, FUSED, (), ()),
+    return Encoder(
+        model=encoder_model(model, FUSED, (), ()),
         grid=(OUT_SIDE, OUT_SIDE),
         patches=TOKENS,
         tokens=int(model.config.get("vision_soft_tokens_per_image", TOKENS)),
@@ -70,7 +72,7 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
 
 
 def embedder(width: int, text: int) -> LayerSpec:
-    """What brings rows of the tower to the text's width (`Gemma3nMultimodalEmbedder`)."""
+    """What brings rows of the encoder to the text's width (`Gemma3nMultimodalEmbedder`)."""
     return LayerSpec(
         kind="projector",
         linears=(linear("embedding_projection", "other", width, text),),

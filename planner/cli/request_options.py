@@ -1,5 +1,5 @@
-"""The options of a wish, declared once for every command that plans (`plan MODEL`, `plan tune`, `plan which-gpu`), and
-those that name one setup (`plan estimate`, `plan probe`)."""
+"""The options of a request, declared once for every command that plans (`plan MODEL`, `plan tune`, `plan which-gpu`),
+and those that name one setup (`plan estimate`, `plan probe`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,8 +12,8 @@ from planner.cli.setup_flags import Flag, given, takes_flags
 from planner.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.option_values import amount, positive
+from planner.plan_request import PlanRequest
 from planner.records import dataclass
-from planner.wish import Wish
 from planner.workload import Data
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class JobOptions:
     )
 
 
-@takes_flags(*setup_flags.SPREAD, *setup_flags.AIM, wished=True)
-class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
+@takes_flags(*setup_flags.LAYOUT, *setup_flags.AIM, wished=True)
+class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -109,7 +109,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, Jo
     lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
-        """With the objective and the fields of the spread.
+        """With the objective and the fields of the layout.
 
         Raises:
             UsageError: unknown values, or flags that contradict each other.
@@ -123,11 +123,11 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, Jo
         if images := self.images():
             aim["images"] = (images,)
         aim |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
-        asked = {row.key: value for row, value in given(self, setup_flags.SPREAD).items()}
-        return aim | super().fixed() | options.spread_fields(num_gpus, **asked)
+        asked = {row.key: value for row, value in given(self, setup_flags.LAYOUT).items()}
+        return aim | super().fixed() | options.layout_fields(num_gpus, **asked)
 
     def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
-        """The same wish with the links that this machine has, where its GPUs are meant and no link was named."""
+        """The same request with the links that this machine has, where its GPUs are meant and no link was named."""
         num = self.gpus or 1
         if num == 1 or name.lower() != "local" or self.interconnect is not None:
             return self
@@ -144,13 +144,13 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, Jo
         """
         return options.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
-    def wish(self) -> Wish:
+    def request(self) -> PlanRequest:
         """What the options ask for.
 
         Raises:
             UsageError: an option that makes no sense.
         """
-        return Wish(
+        return PlanRequest(
             fixed=self.fixed(),
             seq_len=self.seq_len,
             global_batch=self.global_batch,
@@ -189,13 +189,13 @@ class SetupOptions:
             UsageError: values out of range, or flags that contradict each other.
         """
         said = given(self, self.rows)
-        found = {row.of: row.read(row.word, value) for row, value in said.items() if row not in setup_flags.SPREAD}
+        found = {row.of: row.read(row.word, value) for row, value in said.items() if row not in setup_flags.LAYOUT}
         found |= self._more()
         if "method" not in found and found.get("quantization", "none") != "none":
             found["method"] = "qlora"
         num_gpus = self.num_gpus()
-        shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.SPREAD}
-        return found | options.one_setup(num_gpus, options.spread_fields(num_gpus, one_setup=True, **shared))
+        shared = {row.key: [value] if row.many else value for row, value in said.items() if row in setup_flags.LAYOUT}
+        return found | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
 
     def _more(self) -> dict[str, Any]:
         """Fields that have no row of their own."""

@@ -1,6 +1,6 @@
 """Real ranks (gloo, CPU tensors) of tiny jobs, followed with the dry run's accounting.
 
-    python -m tests.probes.spread_rank WORLD_SIZE
+    python -m tests.probes.layout_rank WORLD_SIZE
 
 Every line of the input is a job, [store file, model type, fields of the setup] as JSON; every line of the output is
 what became of it: rank 0's peaks, or the words of the ranks that failed. Each rank is a process of its own, forked from

@@ -1,4 +1,4 @@
-"""Gemma 4's tower: every picture padded to one number of patches, averaged over squares of them."""
+"""Gemma 4's encoder: every picture padded to one number of patches, averaged over squares of them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,8 +7,8 @@ from typing import Any
 
 from planner.errors import SetupError
 from planner.models.adapters.parts import SANDWICH, gated, linear, norm
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
+from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 
 DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12, "head_dim": 64,
@@ -18,7 +18,7 @@ DEFAULTS = {
 """`Gemma4VisionConfig`'s defaults."""
 
 
-def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Gemma 4: as many squares of patches as the budget of tokens holds in the picture's shape."""
     field = {**DEFAULTS, **given}
     square, hidden = field["pooling_kernel_size"], field["hidden_size"]
@@ -28,8 +28,8 @@ def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     before = norm("embedding_pre_projection_norm", hidden, weight=False)
     joint = one_matrix("model.embed_vision", "embedding_projection", hidden, model.hidden_size, norm=before)
     layer = _layer(field, padded=tokens * square**2 < patches)
-    return Tower(
-        model=tower_model(model, hidden, (layer,), (0,) * field["num_hidden_layers"]),
+    return Encoder(
+        model=encoder_model(model, hidden, (layer,), (0,) * field["num_hidden_layers"]),
         grid=(rows * square, columns * square),
         patches=patches,
         tokens=tokens,

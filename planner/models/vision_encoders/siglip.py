@@ -1,4 +1,4 @@
-"""Towers of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3, PaliGemma."""
+"""Encoders of CLIP's and SigLIP's layers, which see frames of one size: LLaVA, Gemma 3, PaliGemma."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,8 +6,16 @@ from typing import Any
 
 from planner.errors import SetupError
 from planner.models.adapters.parts import layer_norm, linear, norm, plain
-from planner.models.eyes.tower import Projector, Tower, attention, mlp, one_matrix, projector, tower_model
 from planner.models.spec import LayerSpec, ModelSpec, Role
+from planner.models.vision_encoders.encoder import (
+    Encoder,
+    Projector,
+    attention,
+    encoder_model,
+    mlp,
+    one_matrix,
+    projector,
+)
 
 LAST_NORM = "post_layernorm"
 CLIP = {
@@ -22,7 +30,7 @@ SIGLIP = {
 """`SiglipVisionConfig`'s defaults."""
 
 
-def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """LLaVA 1.5: CLIP at one fixed size, every patch a token."""
     if (kind := given.get("model_type", "clip_vision_model")) != "clip_vision_model":
         raise SetupError(f"images are not planned for {model.model_id}: LLaVA's class around {kind} is not known here")
@@ -41,7 +49,7 @@ def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     return of_one_size(field, layers, joint, tokens, 1, patches=side**2 + 1)
 
 
-def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Gemma 3: SigLIP at one fixed size, its patches averaged to 256 tokens (pan and scan off)."""
     field = {**SIGLIP, **given}
     hidden, first = field["hidden_size"], norm("mm_soft_emb_norm", field["hidden_size"])
@@ -51,7 +59,7 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
     return of_one_size(field, layers, joint, int(model.config.get("mm_tokens_per_image", 256)), 4)
 
 
-def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """PaliGemma: SigLIP at one fixed size, every patch a token."""
     field = {**SIGLIP, **given}
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
@@ -63,10 +71,10 @@ def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: in
 
 def of_one_size(
     field: Mapping[str, Any], model: ModelSpec, joint: LayerSpec, tokens: int, marks: int, frames: int = 1, **more: Any
-) -> Tower:
-    """A tower that sees frames of its own size, each as a square of patches that a projector makes `tokens` of."""
+) -> Encoder:
+    """An encoder that sees frames of its own size, each as a square of patches that a projector makes `tokens` of."""
     size, side = field["image_size"], field["image_size"] // field["patch_size"]
-    return Tower(
+    return Encoder(
         model=model,
         frames=frames,
         grid=(side, side),
@@ -79,7 +87,7 @@ def of_one_size(
 
 
 def siglip_model(trunk: ModelSpec, field: Mapping[str, Any], path: str, last_norm: str = "") -> ModelSpec:
-    """A tower of layers of CLIP or SigLIP, with a LayerNorm behind them where it has one that is used."""
+    """An encoder of layers of CLIP or SigLIP, with a LayerNorm behind them where it has one that is used."""
     hidden, inner = field["hidden_size"], field["intermediate_size"]
     layer = replace(
         siglip_layer(hidden, inner, path),
@@ -87,7 +95,7 @@ def siglip_model(trunk: ModelSpec, field: Mapping[str, Any], path: str, last_nor
         mlp=plain(inner, field["hidden_act"]),
     )
     outer = (layer_norm(last_norm, hidden),) if last_norm else ()
-    return tower_model(trunk, hidden, (layer,), (0,) * field["num_hidden_layers"], outer)
+    return encoder_model(trunk, hidden, (layer,), (0,) * field["num_hidden_layers"], outer)
 
 
 def siglip_layer(hidden: int, inner: int, path: str) -> LayerSpec:

@@ -1,0 +1,174 @@
+"""What pictures add to the memory of a micro-batch: the encoder's activations, its inputs, what it hands to the
+text."""
+
+from dataclasses import replace
+
+from planner.hardware.gpu import GpuSpec
+from planner.memory.activations import layer_saved
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
+from planner.memory.layer_context import LayerContext
+from planner.memory.layer_costs import layer_costs
+from planner.memory.micro_batch import activation_parts, shared_layer_costs, step_dtype_policy
+from planner.memory.parts import ActivationParts, EncoderBytes
+from planner.memory.traits import traits_of
+from planner.models.encoders import encoder_of
+from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.targets import lora_linears
+from planner.models.vision_encoders.encoder import Encoder
+from planner.models.vision_encoders.mobilenet import PICTURE_BYTES
+from planner.setup import TrainSetup
+
+
+def encoder_setup(setup: TrainSetup, encoder: Encoder) -> TrainSetup:
+    """The same setup of the encoder alone: its frames are its sequences."""
+    assert setup.images is not None
+    targets = {} if setup.method == "full" else {"lora_targets": "all-linear"}  # names of the text mean nothing here
+    return setup.replace_trusted(
+        **targets,
+        images=None,
+        checkpointing=setup.checkpointing * encoder.checkpoints,
+        micro_batch_seqs=setup.micro_batch_seqs * setup.images.num * encoder.frames,
+        seq_len_tokens=encoder.patches,
+    )
+
+
+def encoder_adapted(model: ModelSpec, setup: TrainSetup) -> frozenset[str]:
+    """Full names of the encoder's matrices that get adapters, without the numbers of layers."""
+    if setup.method == "full" or not setup.kind.adapts_matrices:
+        return frozenset()
+    idle = {id(layer) for layer, _ in model.idle_layers}
+    found = [(layer, linears) for layer, _, linears in lora_linears(model, setup.lora_targets)]
+    return frozenset(
+        f"{layer.path}.{one.name}".lstrip(".") for layer, linears in found if id(layer) in idle for one in linears
+    )
+
+
+def asks_gradients(encoder: Encoder, setup: TrainSetup, adapted: frozenset[str]) -> bool:
+    """Whether autograd keeps the encoder: it is trained, or adapters beside checkpointing make the patches' embeddings
+    ask for a gradient, as those of the text do.
+
+    Source: transformers 5.23 `PreTrainedModel.enable_input_require_grads`: a hook on the input embeddings of every
+    model inside; `probes/stack/build.py`.
+    """
+    return setup.method == "full" or bool(adapted) or (encoder.named_embeddings and bool(setup.checkpointing))
+
+
+def encoder_names(encoder: Encoder, adapted: frozenset[str]) -> tuple[frozenset[str], ...]:
+    """Of each kind of layer of the encoder, the names of its adapted matrices."""
+    return tuple(
+        frozenset(one.name for one in layer.linears if f"{layer.path}.{one.name}" in adapted)
+        for layer in encoder.model.layer_kinds
+    )
+
+
+def _context(
+    encoder: Encoder, layer: LayerSpec, setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str], tokens: int
+) -> LayerContext:
+    """What the terms of one layer of the encoder, or of one of its projectors, need to know."""
+    return LayerContext(
+        setup=setup,
+        dtypes=dtypes,
+        adapted=frozenset(each.name for each in layer.linears if f"{layer.path}.{each.name}" in adapted),
+        kernel="flash",
+        tokens=tokens,
+        hidden=layer.linears[0].in_features,
+        traits=traits_of(encoder.model),
+    )
+
+
+def projectors_saved(encoder: Encoder, setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]) -> int:
+    """Bytes that the networks between encoder and text keep: no class checkpoints them."""
+    total, frames = 0, setup.micro_batch_seqs
+    for one in encoder.projectors:
+        context = _context(encoder, one.layer, setup, dtypes, adapted, frames * one.tokens)
+        total += one.num * layer_saved(one.layer, context).total
+    return total
+
+
+def _patches(encoder: Encoder, setup: TrainSetup) -> int:
+    """Rows of all frames in the encoder's layers."""
+    return setup.micro_batch_seqs * encoder.patches
+
+
+def _seen(encoder: Encoder, setup: TrainSetup) -> int:
+    """Rows of the micro-batch's pictures that come out of the first projector."""
+    return setup.micro_batch_seqs * encoder.projectors[0].tokens
+
+
+def _mask(encoder: Encoder, setup: TrainSetup, dtypes: DtypePolicy) -> int:
+    """Bytes of the mask that keeps joined frames apart, which all layers share; flash-attention takes their lengths.
+
+    Source: transformers 5.23 `models/pixtral/modeling_pixtral.py` generate_block_attention_mask.
+    """
+    if not encoder.joined or setup.attention == "flash-attention-2":
+        return 0
+    return SIZE_BYTES[dtypes.table] * _patches(encoder, setup) ** 2
+
+
+def _clamps(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes that the clamps around every matrix keep beside it: what they take, which no two matrices share behind
+    them, and what the matrix gave.
+
+    Source: transformers 5.23 `models/gemma4/modeling_gemma4.py` Gemma4ClippableLinear.
+    """
+    taken = context.dtypes.residual
+    given = context.dtypes.linear_out(taken)
+    width = sum(SIZE_BYTES[taken] * one.in_features + SIZE_BYTES[given] * one.out_features for one in layer.linears)
+    return context.tokens * width
+
+
+def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderBytes:
+    """What the pictures of a micro-batch add."""
+    assert setup.images is not None
+    encoder = encoder_of(model, setup.images)
+    own, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
+    dtypes = step_dtype_policy(encoder.model, own)
+    if encoder.convolves:
+        return _convolved(model, encoder, own, dtypes, adapted)
+    costs = layer_costs(encoder.model, gpu, own, dtypes, encoder_names(encoder, adapted))
+    if encoder.clipped:
+        for layer, cost in zip(encoder.model.layer_kinds, costs, strict=True):
+            cost.saved.mlp += _clamps(layer, _context(encoder, layer, own, dtypes, adapted, _patches(encoder, own)))
+    ground = shared_layer_costs(encoder.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
+    parts = activation_parts(encoder.model, gpu, own, ground)
+    inputs, mask = own.micro_batch_seqs * encoder.input_bytes, _mask(encoder, own, dtypes)
+    row = SIZE_BYTES[dtypes.residual]
+    outputs = row * (_patches(encoder, own) * encoder.model.hidden_size + _seen(encoder, own) * model.hidden_size)
+    if not asks_gradients(encoder, setup, adapted):
+        return EncoderBytes(inputs=inputs, behind=outputs, forward=parts.forward_temp + mask)
+    beside = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
+    if encoder.looked_at:  # text is embedded after the encoder has run, so that its gradients come back first
+        beside += SIZE_BYTES[dtypes.table] * model.num_embedding_params * (setup.method == "full")
+    return EncoderBytes(
+        inputs=inputs,
+        stored=sum(parts.stored.values()) + parts.weight_casts[1],
+        mask=mask,
+        behind=outputs + parts.final_norm + projectors_saved(encoder, own, dtypes, adapted),
+        forward=parts.forward_temp,
+        backward=tuple(moment.total + beside for moment in parts.layer_moments),
+    )
+
+
+def _convolved(
+    model: ModelSpec, encoder: Encoder, own: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]
+) -> EncoderBytes:
+    """Of an encoder of convolutions: PEFT adapts none, so that it keeps something where it is trained itself, and all
+    of it; the copies that autocast makes of fp32 weights too."""
+    narrow = SIZE_BYTES[dtypes.autocast or dtypes.table]
+    frames, sizes = own.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow]
+    widened = replace(dtypes, residual="fp32" if dtypes.autocast else dtypes.residual)
+    features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, own) * model.hidden_size
+    found = EncoderBytes(
+        inputs=frames * encoder.input_bytes,
+        behind=features + (projectors_saved(encoder, own, widened, adapted) if own.method == "full" or adapted else 0),
+        forward=frames * sizes.idle,
+    )
+    if own.method != "full":
+        return found
+    casts = SIZE_BYTES[dtypes.autocast] * encoder.num_other_params if dtypes.autocast and dtypes.table == "fp32" else 0
+    return replace(found, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
+
+
+def with_encoder(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
+    """The text's activations with those of the pictures."""
+    return parts._replace(encoder=encoder_bytes(model, gpu, setup))
