@@ -43,7 +43,7 @@ else:
 tree = ahead.tree_answer(model.config, 1000.0)["spec"]
 assert (len(tree["layer_order"]), tree["vocab_size"]) == (model.num_layers, model.vocab_size)
 assert ahead._HELPER is first and first._child.poll() is None
-several = figures(spread)
+several = figures(layout)
 assert first._child is None and ahead._HELPER is not first
 assert figures() == beside  # with every library real
 def interrupted(text):
@@ -63,7 +63,7 @@ assert "torch" not in sys.modules
 ahead._HELPER._child.kill()
 ahead._HELPER._child.wait()
 assert figures() == beside
-assert figures(spread) == several
+assert figures(layout) == several
 assert "torch" in sys.modules
 ahead._HELPER = None
 assert ahead.load_ahead() is None  # the libraries are here by now

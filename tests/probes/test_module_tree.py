@@ -284,6 +284,7 @@ def test_a_child_that_brings_no_tree_is_an_error_with_its_reason(
     stdout: str, stderr: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done = subprocess.CompletedProcess(args=[], returncode=1, stdout=stdout, stderr=stderr)
+    monkeypatch.setattr(module_tree, "_readers", [])
     monkeypatch.setattr(module_tree.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(module_tree, "_cached", lambda config: tmp_path / "spec.json")
     with pytest.raises(UnknownModelError, match=words):
