@@ -19,7 +19,8 @@ borrow_torch() { # torch and all that it needs from .venv, nothing else of it
     SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     echo "$VALIDATORS/borrowed" > "$SITE/zz_torch.pth"
 }
-own_project() { # only this repository's packages, nothing of .venv
+own_project() { # only this repository's packages and two small ones that they import, nothing else of .venv
+    $PIP platformdirs rapidfuzz
     SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     echo "$ROOT" > "$SITE/zz_planner.pth"
 }

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -33,10 +34,12 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from planner.codec import decode  # noqa: E402
 from planner.exporters import EXPORTERS  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.hardware.kernels import supported_attentions  # noqa: E402
-from planner.models import catalogue  # noqa: E402
+from planner.models import catalogue, module_tree  # noqa: E402
+from planner.models.spec import ModelSpec  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from tests.launch.tiny_models import (  # noqa: E402
@@ -47,6 +50,29 @@ from tests.launch.tiny_models import (  # noqa: E402
     tiny_spec,
     tokenizer,
 )
+
+TREES = """
+import json, sys
+from probes.module_tree import answer
+for line in sys.stdin:
+    print(json.dumps(answer(json.loads(line))), flush=True)
+"""
+_reader: list["subprocess.Popen[str]"] = []
+
+
+def _own_tree(config: Any, model_type: str) -> ModelSpec:
+    """A module tree as the project's own environment reads it: the tool's pins are older than what reads trees."""
+    if not _reader:
+        words = [str(ROOT / ".venv" / "bin" / "python"), "-W", "ignore", "-c", TREES]
+        _reader.append(subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    child = _reader[0]
+    assert child.stdin is not None
+    assert child.stdout is not None
+    print(json.dumps(dict(config), default=str), file=child.stdin, flush=True)
+    return decode(ModelSpec, json.loads(child.stdout.readline())["spec"])
+
+
+module_tree._read_tree = _own_tree
 
 RANK = 4
 NAMES = {
