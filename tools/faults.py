@@ -368,9 +368,8 @@ def answer_of(out: str) -> Answer:
     measured = {json.dumps(one["setup"], sort_keys=True) for one in done}
     fastest = max(one["tokens_per_s"] for one in done)
     chosen = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}
-    return Answer(
-        json.dumps(chosen, sort_keys=True), plan["chosen"]["probe"]["tokens_per_s"], frozenset(measured), fastest
-    )
+    probe = plan["chosen"]["probe"] or {"tokens_per_s": fastest}  # rehearsed on a CPU the plan stands by itself
+    return Answer(json.dumps(chosen, sort_keys=True), probe["tokens_per_s"], frozenset(measured), fastest)
 
 
 def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
