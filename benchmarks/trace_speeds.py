@@ -18,7 +18,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from planner.hardware.gpus import find_gpu
 from planner.speed.traced import traced_speed
 from planner.trace_result import TraceResult
 
+FORKS = get_context("fork")
 OUT = Path(__file__).parent / "data" / "trace_speeds.json"
 PAGE = FOLDER / "trace-speeds.md"
 PUBLISHED = Path(__file__).parent.parent / "planner" / "data" / "measured_published.jsonl"
@@ -112,6 +114,10 @@ def _row(gpu: str, measured: float, trace: Callable[[], TraceResult]) -> dict[st
     }
 
 
+def _send(giving: Connection, gpu: str, measured: float, trace: Callable[[], TraceResult]) -> None:
+    giving.send(_row(gpu, measured, trace))
+
+
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page, from what was traced."""
     text = HEAD
@@ -142,16 +148,15 @@ def main() -> None:
     for name, gpu, measured, trace in programs():
         if arguments.only not in name or name in rows:
             continue
-        taking, giving = Pipe(duplex=False)
-        if not os.fork():
-            giving.send(_row(gpu, measured, trace))
-            os._exit(0)
+        taking, giving = FORKS.Pipe(duplex=False)
+        child = FORKS.Process(target=_send, args=(giving, gpu, measured, trace))
+        child.start()
         giving.close()
         try:
             rows[name] = taking.recv()
         except EOFError:
             rows[name] = {"not_run": "its trace ended with an error"}
-        os.wait()
+        child.join()
         print(name, rows[name], flush=True)
         OUT.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.write:

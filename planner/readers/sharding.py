@@ -86,8 +86,8 @@ def with_cut_sequences(
 
 def device_map(settings: Settings, kwargs: Settings) -> dict[str, Any]:
     """A model whose layers lie over several GPUs, as its loading asks; nothing where it does not."""
-    layout_out = kwargs.raw("device_map") == "auto" and settings.outside.num_gpus > 1
-    return {"num_gpus": settings.outside.num_gpus, "parallel": "device-map"} if layout_out else {}
+    over_gpus = kwargs.raw("device_map") == "auto" and settings.outside.num_gpus > 1
+    return {"num_gpus": settings.outside.num_gpus, "parallel": "device-map"} if over_gpus else {}
 
 
 def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int, context: int = 1) -> Layout:

@@ -139,8 +139,8 @@ def card_rates(
 
 
 COMPARED = frozenset({"h100-sxm", "h200", "a100-80gb", "a100-40gb", "l40"})
-"""Cards on which runs were held against these prices (docs/accuracy/operators.md) and lay in the step's own band. On an
-RTX 4080 eleven loops were 6 to 36 % slower than traced (docs/accuracy/trace-speeds.md)."""
+"""Cards on which runs were held against these prices (docs/accuracy/operators.md), and the A100 with half the memory,
+which is the same chip. On an RTX 4080 eleven loops were traced 2 to 36 % too fast (docs/accuracy/trace-speeds.md)."""
 
 
 def card_band(gpu: GpuSpec) -> float:
