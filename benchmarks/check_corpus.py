@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.check import Verdict, check
-from planner.cli.checking import Asked, fixed_text, load, predictor
+from planner.cli.checking import CheckRequest, fixed_text, load, predictor
 from planner.errors import PlannerError, Undetermined, UnknownModelError
 from planner.improvement import improve
 from planner.predict import predict
@@ -86,7 +86,7 @@ def one(
     start = time.perf_counter()
     line: dict[str, Any] = {}
     try:
-        config, spec, card = load(path, gpu, Asked(model=model))
+        config, spec, card = load(path, gpu, CheckRequest(model=model))
         predict(spec, card, config.setup, None)
         setup = config.setup
         line = {

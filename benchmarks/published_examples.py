@@ -199,7 +199,7 @@ def kept_out(path: str) -> bool:
 
 def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a checkout, each with its first prediction or why there is none."""
-    from planner.cli.checking import Asked
+    from planner.cli.checking import CheckRequest
 
     rows = []
     for one in {example.path: example for example in examples(checkout)}.values():
@@ -216,7 +216,7 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
                 raise ConfigError("sharded, over how many GPUs is not said")
             around = FileContext(num_gpus=one.num_gpus or 1)
             named = read_text(text, one.path, around=around).model_id or ""
-            asked = Asked(
+            asked = CheckRequest(
                 num_gpus=one.num_gpus or 1,
                 says_gpus=True,
                 model=known_as(named, folder),

@@ -15,7 +15,7 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
-from planner.readers.evaluating import HOW_MANY as EVALUATED_AT_ONCE
+from planner.readers.evaluating import setting_of
 from planner.readers.types import ReadConfig
 from planner.records import dataclass
 from planner.setup import TrainSetup
@@ -231,7 +231,7 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
     """What evaluating takes, where it decides, and what keeps it small."""
     found = []
     if decides_bytes:
-        key, micro = EVALUATED_AT_ONCE[config.format][0], config.setup.micro_batch_seqs
+        key, micro = setting_of(config), config.setup.micro_batch_seqs
         found.append(
             f"the evaluation of {config.eval_seqs} sequences at once takes more than a step, up to "
             f"{gib(decides_bytes)}: {key} {micro} keeps it below"

@@ -24,7 +24,7 @@ from planner.option_values import memory_and_headroom
 from planner.outcome import Candidate, Prediction
 from planner.predict import predict
 from planner.readers import FileContext, ReadConfig, canonical, read_config, read_text
-from planner.readers.evaluating import HOW_MANY
+from planner.readers.evaluating import setting_of
 from planner.readers.loading import read_bounded
 from planner.readers.overrides import determined, overrides, parse_sets, parse_versions
 from planner.readers.read import installs, pinned, roots_of
@@ -276,7 +276,7 @@ def edits_of(config: ReadConfig, found: Improved) -> dict[str, Any]:
     """
     edits = tool_of(config.format).edits(config.keys, config.setup, found.setup, config.path)
     edits = {key: value for key, value in edits.items() if key not in config.lacks}
-    return edits | ({HOW_MANY[config.format][0]: found.eval_seqs} if found.eval_seqs else {})
+    return edits | ({setting_of(config): found.eval_seqs} if found.eval_seqs else {})
 
 
 def by_hand(config: ReadConfig, found: Improved) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from planner.memory.around import DEFAULT_EVAL_SEQS
 from planner.readers.program import Known, Made
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
 NEVER = ("no", "none", "false")
@@ -18,6 +19,14 @@ HOW_MANY = {
     "ms-swift": ("per_device_eval_batch_size", 1),
 }
 """Format -> (the setting, its default; 0: as many as train at once)."""
+
+
+def setting_of(config: ReadConfig) -> str:
+    """The setting that says how many sequences a file's run evaluates at once: the file's own, else the tool's."""
+    usual = HOW_MANY["hf-script"][0]
+    return config.keys.get("eval_seqs") or HOW_MANY.get(config.format, (usual, 0))[0]
+
+
 DATA = {"llamafactory": ("val_size", "eval_dataset"), "axolotl": ("val_set_size", "test_datasets")}
 """Format -> the settings of which one has to name data to evaluate on."""
 

@@ -29,6 +29,7 @@ OTHER_TRAINERS = {
     "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
     "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",
     "SparseEncoderTrainer": "sparse embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
+    "AdapterTrainer": "adapters of another library", "Seq2SeqAdapterTrainer": "adapters of another library",
 }  # fmt: skip
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
 TRAINER_PARTS = {

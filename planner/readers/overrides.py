@@ -125,6 +125,8 @@ def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
         answered |= {"lora_rank", "lora_targets", "quantization"}
     elif "method" in given and method == "lora":
         answered.add("quantization")
+    if given.get("parallel") in ("none", "ddp"):
+        answered.add("offload")
     missing = tuple(one for one in config.missing if one.field not in answered)
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
     beside, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining
-from planner.readers import common, hydra
+from planner.readers import common, evaluating, hydra
 from planner.readers.fields import adapter_kind, config
 from planner.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
 from planner.readers.program.reading import PARTS_OF_LENGTH
@@ -26,7 +26,7 @@ NAMES = {
         "model_id", "base_model_name", "base_model_name_or_path",
         "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
         "pretrained_model", "model.path", "model.id", "model.base", "model.name_or_path", "pretrained_model_path",
-        "model",
+        "base_model_path", "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
@@ -58,11 +58,14 @@ NAMES = {
     "dtype": ("torch_dtype", "dtype", "model_dtype"),
     "bf16": ("bf16",),
     "fp16": ("fp16",),
+    "mixed": ("mixed_precision",),
     "attention": ("attn_implementation",),
     "flash": ("use_flash_attn", "use_flash_attention_2", "use_flash_attention", "flash_attn", "flash_attention"),
     "adapter": ("peft_type", "adapter", "finetuning_type", "train_type", "tuner_type", "peft.method"),
     "bits": ("quantization", "quantization_bit", "load_in_kbits", "bits"),
     "packing": ("packing",),
+    "evaluates": ("eval_strategy", "evaluation_strategy", "eval_steps"),
+    "evaluated": ("per_device_eval_batch_size", "eval_batch_size"),
     "liger": ("use_liger_kernel", "use_liger"),
     "dropout": ("lora_dropout", "lora.dropout", "peft.dropout"),
     "saved": ("modules_to_save", "lora_modules_to_save"),
@@ -105,7 +108,7 @@ def is_training(values: Mapping[str, Any]) -> bool:
 
 
 ABSENT = " does not say; the program that reads it may"
-NUMBERS = ("micro", "accumulation", "length", "rank", "context")
+NUMBERS = ("micro", "accumulation", "length", "rank", "context", "evaluated")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
 SWITCHES = (
@@ -164,9 +167,20 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= with_cut_sequences(settings, "context", _layout(settings, values), fields)
     keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
+    keys |= {"eval_seqs": found["evaluated"][0]} if "evaluated" in found else {}
+    evaluated = _evaluated(settings)
     named = settings.raw("model")
     answer = config(tool_of(FORMAT), settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
-    return replace(answer, values=values)
+    return replace(answer, values=values, eval_seqs=evaluated)
+
+
+def _evaluated(settings: Settings) -> int:
+    """Sequences evaluated at once, 0 where the file says that none are, or nothing of it."""
+    if str(settings.raw("evaluates", "")).lower() in evaluating.NEVER:
+        return 0
+    if settings.has("evaluates") and not settings.has("evaluated"):
+        settings.ask("eval_seqs", " evaluates, and does not say how many sequences at once")
+    return settings.integer("evaluated", 0)
 
 
 ENGINES = ("engine", "strategy", "backend", "parallel", "distributed", "accelerator", "shard")
@@ -250,6 +264,8 @@ def _method(settings: Settings) -> dict[str, Any]:
 def _precision(settings: Settings, method: str) -> str:
     word = settings.text("dtype", "auto").removeprefix("torch.")
     autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
+    mixed = str(settings.raw("mixed", "")).lower()
+    autocast = autocast or (mixed if mixed in ("bf16", "fp16") else None)
     if word not in common.DTYPES and autocast is None:
         settings.ask("precision", " names no data type; the program that reads it may")
     return common.precision(settings, common.DTYPES.get(word, "bf16"), autocast, method)

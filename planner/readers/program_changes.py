@@ -142,7 +142,7 @@ def beside(program: Program, found: Training) -> str:
     """Another model that lies on the GPU while this one trains, with its place; "" where none is known to.
 
     Those that the trainer is handed (but a reference, which preference training counts), and those of the main module
-    that are loaded before the training and not deleted.
+    that are loaded before the training and not deleted; copies of what is loaded.
     """
     trainer = found.trainer
     if trainer is None or trainer not in program.made:
@@ -162,6 +162,10 @@ def beside(program: Program, found: Training) -> str:
         if loader in before and (value in handed or _on_gpu(value, loader)):
             name = plain(named_model(loader))
             return f"{loader.where}: {name if isinstance(name, str) else 'a model'} is loaded beside it"
+    for copy in (one for one in before if one.name == "deepcopy" and one is not of_preferences):
+        loader = _loader(copy) if not any("peft_model_state" in one.name for one in _way(copy)) else None
+        if loader is not None and "del" not in copy.called and any(_on_gpu(one, loader) for one in _way(copy)):
+            return f"{copy.where}: a copy of the model lies beside it"
     return ""
 
 
@@ -193,20 +197,27 @@ def _objects(value: Value) -> list[Made]:
     return [one for one in inner if isinstance(one, Made)]
 
 
-def _loader(value: Made) -> Made | None:
+def _loader(value: Value | None) -> Made | None:
     """The call that loads what an object is made of, None where it is no model."""
-    made: Value | None = value
+    last = ([None, *_way(value)])[-1]
+    return last if last is not None and last.name == "from_pretrained" and loads_model(last.owner) else None
+
+
+def _way(value: Value | None) -> Iterator[Made]:
+    """The calls from an object back to what loads it."""
     for _ in range(8):
-        if not isinstance(made, Made) or trainer_of(made).name.endswith("Trainer"):
-            return None
-        if made.name == "from_pretrained" and loads_model(made.owner):
-            return made
-        made = made.argument("model", 0) or made.receiver if made.name != "item" else None
-    return None
+        if not isinstance(value, Made) or trainer_of(value).name.endswith("Trainer"):
+            return
+        yield value
+        if value.name == "item" or (value.name == "from_pretrained" and loads_model(value.owner)):
+            return
+        value = value.argument("model", 0) or value.receiver
 
 
 def _on_gpu(value: Made, loader: Made) -> bool:
-    """Whether a model is certainly put on the GPU: `from_pretrained` alone leaves it on the host."""
+    """Whether a model is certainly put on the GPU: `from_pretrained` alone leaves it on the host, but Unsloth's."""
+    if loader.owner.startswith("Fast"):
+        return True
     moved = value.called.get("to")
     words = [loader.argument("device_map"), moved.argument("device", 0) if moved is not None else None]
     places = [plain(word) for word in words if word is not None]

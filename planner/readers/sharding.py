@@ -196,10 +196,11 @@ def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Layo
 
 
 def zero_stage(settings: Settings, value: Any) -> Layout:
-    """The spread of a DeepSpeed setting: the configuration itself or a path to it.
+    """The spread of a DeepSpeed setting: the configuration itself or a path to it; of one that is not at hand and whose
+    name does not say the stage it is asked for, on one GPU too: masters and offloading stand in it.
 
     Raises:
-        ConfigError: a path that cannot be followed and whose name does not say the stage.
+        ConfigError: a value that makes no sense.
     """
     if isinstance(value, dict):
         return stage_of(settings, value)
@@ -213,16 +214,9 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
         return _by_name(settings, Path(value).name, int(named[1]))
-    if settings.outside.num_gpus == 1:
-        settings.approximate(
-            f"deepspeed config {value} is not beside it: on one GPU it shards nothing, and what it holds for itself or "
-            "lays into the host's memory is not counted"
-        )
-        return {"parallel": "none"}
-    raise Undetermined(
-        f"{settings.name}: the deepspeed config {value!r:.80} is not beside it and decides how the job is spread",
-        hint="put it beside the config, or say --set parallel=zero2|zero3",
-    )
+    for field in ("parallel", "offload"):
+        settings.ask(field, f": the deepspeed config {value!r:.80} is not beside it")
+    return {}
 
 
 _SHIPPED = re.compile(r"(default-)?zero[0-3](_bf16|_torch_compile)?(\.json)?|ds_z[0-3]_config\.json")

@@ -82,6 +82,10 @@ OPEN = {
     "fewer layers": ("config.num_hidden_layers = 4\n", "", "model"),
     "layers cut off": ("", "model.model.layers = model.model.layers[:4]\n", "model"),
     "a teacher": ("", TEACHER, "beside"),
+    "a copy to go back to": ("", "import copy\nbase = copy.deepcopy(model.cuda())\n", "beside"),
+    "a copy that trains": ("", "from copy import deepcopy\nold = model.to('cuda')\nmodel = deepcopy(old)\n", "beside"),
+    "a copy of its weights": ("", "import copy\nkept = copy.deepcopy(model.to('cuda').state_dict())\n", "beside"),
+    "Unsloth's, loaded twice": ("", 'other, tok = FastLanguageModel.from_pretrained("Qwen/Qwen3-0.6B")\n', "beside"),
 }  # fmt: skip
 
 
@@ -95,6 +99,9 @@ KNOWN = {
     "all on": f"{EACH}True\n",
     "a reference frozen": "for p in ref_model.parameters():\n    p.requires_grad = False\n",
     "a model of the host": 'other = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-70B")\n',
+    "a copy on the host": "import copy\nbase = copy.deepcopy(model)\n",
+    "a copy of its configuration": "import copy\nkept = copy.deepcopy(model.cuda().config)\n",
+    "a copy of the data": "import copy\nkept = copy.deepcopy(load_dataset('x'))\n",
     "a model that is deleted": 'old = AutoModelForCausalLM.from_pretrained("b", device_map="auto")\ndel old\n',
 }
 

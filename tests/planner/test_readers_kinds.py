@@ -410,3 +410,100 @@ def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
     assert (found.setup.precision, found.setup.parallel) == ("fp16-mixed", "zero2")
     with pytest.raises(ConfigError, match="cannot unscale"):
         read(body.format(given.format("")))
+
+
+@pytest.mark.parametrize(
+    ("said", "eval_seqs"),
+    [
+        ("training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n", 4),
+        ("trainer:\n  evaluation_strategy: epoch\n  eval_batch_size: 2\n", 2),
+        ("eval_steps: 100\nper_device_eval_batch_size: 16\n", 16),
+        ("per_device_eval_batch_size: 3\n", 3),
+        ("eval_strategy: 'no'\nper_device_eval_batch_size: 8\n", 0),
+        ("evaluation_strategy: no\neval_batch_size: 8\n", 0),
+        ("", 0),
+    ],
+)
+def test_own_settings_say_what_they_evaluate(said: str, eval_seqs: int) -> None:
+    found = read_text(OWN_YAML + said, "conf.yaml")
+    assert (found.eval_seqs, open_fields(found)) == (eval_seqs, set())
+
+
+@pytest.mark.parametrize(
+    "said", ["eval_strategy: steps\n", "train: {evaluation_strategy: epoch}\n", "eval_steps: 50\n"]
+)
+def test_own_settings_that_evaluate_who_knows_how_many_ask(said: str) -> None:
+    found = read_text(OWN_YAML + said, "conf.yaml")
+    assert open_fields(found) == {"eval_seqs"}
+    assert overrides(found, parse_sets(["eval_batch=8"])).eval_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "precision"),
+    [
+        ("mixed_precision: bf16\ntorch_dtype: bfloat16\n", "bf16-autocast"),
+        ("runtime: {mixed_precision: fp16}\ndtype: float16\n", "fp16-autocast"),
+        ("accelerator:\n  mixed_precision: 'no'\nmodel: {torch_dtype: bfloat16}\n", "bf16-pure"),
+        ("mixed_precision: fp16\nmodel_dtype: float32\n", "fp16-mixed"),
+    ],
+)
+def test_mixed_precision_of_own_settings_is_read(said: str, precision: str) -> None:
+    assert read_text(OWN_YAML.replace("bf16: true\n", "") + said, "conf.yaml").setup.precision == precision
+
+
+@pytest.mark.parametrize("key", ["base_model_path", "model: {base_model_path", "sft_base_model_path"])
+def test_a_model_by_its_path_is_no_unknown_one(key: str) -> None:
+    text = OWN_YAML.replace("model_name: Qwen/Qwen3-0.6B\n", f"{key}: org/Qwen3-0.6B{'}' * ('{' in key)}\n")
+    assert read_text(text, "conf.yaml").model_id == "org/Qwen3-0.6B"
+
+
+LOOP = """
+import sys
+step = 0
+model = make()
+for batch in load():
+    loss = model(**batch).loss
+    loss.backward()
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if (step + 1) % 8 == 0:\n        optimizer.step(); optimizer.zero_grad()\n    step += 1",
+        "step += 1\n    if step % 64 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
+        "step = step + 1\n    if not step % 4:\n        optimizer.zero_grad()",
+    ],
+)
+def test_a_counter_of_a_loop_is_not_its_first_value(body: str) -> None:
+    with pytest.raises(NotPlanned, match="a loop of its own"):
+        read_text(LOOP.format(body), "train.py")
+
+
+def test_a_condition_on_what_no_loop_changes_is_followed() -> None:
+    never = "if steps == 1:\n        optimizer.step(); optimizer.zero_grad()\n    step += 1"
+    with pytest.raises(NotATraining):
+        read_text(LOOP.replace("step = 0", "steps = 0").format(never), "train.py")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "type Rows = list[dict[str, int]]",
+        "type Pair[T] = tuple[T, T]",
+        "def first[T](rows: list[T]) -> T:\n    return rows[0]",
+    ],
+)
+def test_a_newer_pythons_words_for_types_are_read(line: str) -> None:
+    assert open_fields(read(f"{line}\n" + LOADED.format("") + TRAINED)) == set()
+
+
+@pytest.mark.parametrize("trainer", ["AdapterTrainer", "Seq2SeqAdapterTrainer"])
+@pytest.mark.parametrize(
+    "start", ["from adapters import {}\n{}", "import adapters\nadapters.{1}", "class Own({1}): pass\nOwn"]
+)
+def test_adapters_of_another_library_are_refused_by_name(trainer: str, start: str) -> None:
+    made = start.format(trainer, trainer) + "(model=model, args=TrainingArguments('o'), train_dataset=ds).train()\n"
+    with pytest.raises(NotPlanned, match="adapters of another library"):
+        read(LOADED.format("") + "from adapters import *\n" + made)

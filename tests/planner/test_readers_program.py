@@ -784,13 +784,19 @@ def test_files_that_only_look_like_a_tools_are_not_read_as_its(tmp_path: Path) -
         read_config(script)
 
 
-def test_a_deepspeed_file_that_is_not_there_is_asked_for_where_it_decides() -> None:
-    body = "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n" + (
-        "SFTTrainer(model, args=SFTConfig(deepspeed='ds_config.json', max_length=64)).train()\n"
+@pytest.mark.parametrize("num_gpus", [1, 8])
+@pytest.mark.parametrize("given", ["'ds_config.json'", "os.path.join('conf', 'ds.json')", "'/opt/engine.json'"])
+def test_a_deepspeed_file_that_is_not_there_is_asked_for(given: str, num_gpus: int) -> None:
+    body = "import os\nmodel = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n" + (
+        f"SFTTrainer(model, args=SFTConfig(deepspeed={given}, max_length=64)).train()\n"
     )
-    assert any("shards nothing" in one for one in read(body).approximations)
-    with pytest.raises(Undetermined, match="decides how the job is spread"):
-        read_text(HEAD + body, "train.py", around=FileContext(num_gpus=8))
+    found = read_text(HEAD + body, "train.py", around=FileContext(num_gpus=num_gpus))
+    assert {"parallel", "offload"} <= {one.field for one in found.missing}
+    for said in (["parallel=none" if num_gpus == 1 else "parallel=ddp"], ["parallel=zero3", "offload=parameters"]):
+        assert not {"parallel", "offload"} & {one.field for one in overrides(found, parse_sets(said)).missing}
+    named = body.replace(given, "{'zero_optimization': {'stage': 2}}")
+    found = read_text(HEAD + named, "train.py", around=FileContext(num_gpus=num_gpus))
+    assert (found.setup.parallel, "parallel" in {one.field for one in found.missing}) == ("zero2", False)
 
 
 def _hydra_folder(folder: Path) -> Path:

@@ -7,9 +7,10 @@ A loop of unknown length is read once. Nothing is imported or executed; modules 
 import ast
 import posixpath
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from planner.errors import ConfigError
@@ -242,6 +243,8 @@ class Reader(Functions):
 
     def once(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """A body that may run any number of times."""
+        for name in filter(scope.names.__contains__, _counters(body)):  # any value in it, not its first
+            scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
         before = self.copied(scope.names)
         self.uncertain += 1
         try:
@@ -387,3 +390,14 @@ def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[
         else:
             found[name] = one[name] if name in one else other[name]
     return found
+
+
+def _counters(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a body makes of themselves: `step += 1`, `step = step + 1`."""
+    for one in chain.from_iterable(map(ast.walk, body)):
+        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id
+        elif isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp) and isinstance(one.targets[0], ast.Name):
+            name = one.targets[0].id
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.value)):
+                yield name

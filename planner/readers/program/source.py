@@ -130,7 +130,7 @@ def _without_magics(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def parsable(text: str) -> str:
-    """The text with the quotes inside f-strings changed where this Python (before 3.12) cannot read them nested."""
+    """The text without what this Python (before 3.12) cannot read: quotes nested in f-strings, names for types."""
     return _readable(text, text)
 
 
@@ -141,9 +141,9 @@ def _readable(text: str, otherwise: str) -> str:
             ast.parse(text)
         except SyntaxError as error:
             lines = text.splitlines(keepends=True)
-            if error.lineno is None or not 0 < error.lineno <= len(lines) or "f-string" not in str(error):
+            if error.lineno is None or not 0 < error.lineno <= len(lines):
                 return otherwise
-            repaired = _requoted(lines[error.lineno - 1])
+            repaired = _older(lines[error.lineno - 1], str(error))
             if repaired == lines[error.lineno - 1]:
                 return otherwise
             lines[error.lineno - 1] = repaired
@@ -153,6 +153,14 @@ def _readable(text: str, otherwise: str) -> str:
         else:
             return text
     return otherwise
+
+
+def _older(line: str, problem: str) -> str:
+    """One line as earlier Pythons write it, as it stands where it is none of a newer one."""
+    if "f-string" in problem:
+        return _requoted(line)
+    named = re.sub(r"^(\s*)type (\w+)(?:\[[^\]]*\])? = ", r"\1\2 = ", line)  # PEP 695
+    return re.sub(r"^(\s*(?:async )?(?:def|class) \w+)\[[^\]]*\]", r"\1", named)
 
 
 def _requoted(line: str) -> str:
