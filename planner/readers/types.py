@@ -29,7 +29,7 @@ class Missing:
 
 
 OPTIONS = {
-    "objective": f"--set objective={'|'.join(row.name for row in OBJECTIVES.values() if row.trainer or row.name == 'sft')}",
+    "objective": f"--set objective={'|'.join(OBJECTIVES)}",
     "model": "--model MODEL",
     "method": "--set method=full|lora|qlora",
     "quantization": "--set quantization=none|int8|nf4|nf4-double",
