@@ -29,9 +29,9 @@ faults: # kills, full disks, read-only homes and restarted databases under real 
 	$(PY) tools/faults.py --kills 24 --every 12 --restarts 1 --cpu-seconds 440 --record $(RECORDS)-faults.jsonl
 	$(PY) tools/trace_kills.py 60
 	$(PY) tools/command_kills.py 42
-lock: # requirements.lock: the tested set with the hash of every file of it, whatever the platform
-	.venv/bin/uv pip compile -q --generate-hashes --no-deps --no-annotate constraints.txt -o requirements.lock
-release: check whole lock audit # what a release waits for, the vulnerabilities of its own set among it
+lock: # requirements.lock: the tested set with the hash of every file of it, whatever the platform; after a change of it
+	.venv/bin/uv pip compile -q --generate-hashes --no-header --no-deps --no-annotate constraints.txt -o requirements.lock
+release: check whole audit # what a release waits for, the vulnerabilities of its own set among it
 audit: # known vulnerabilities of the tested set; a venv of its own; --strict: what could not be asked about is no pass
 	test -x .audit/bin/pip-audit || { $(PY) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
-	.audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --strict
+	.audit/bin/pip-audit -r requirements.lock --require-hashes --disable-pip --strict

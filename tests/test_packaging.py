@@ -57,6 +57,15 @@ def test_in_a_wheel_nothing_is_named_from_the_top() -> None:
     assert {file: found for file, found in named.items() if found} == {}
 
 
+def test_every_tested_version_is_pinned_by_the_hashes_of_its_files() -> None:
+    """`make lock` after a change of constraints.txt."""
+    tested = [line for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line]
+    lock = (ROOT / "requirements.lock").read_text()
+    pinned = re.findall(r"^(\S+==\S+) \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE)
+    assert len(pinned) > 100
+    assert sorted(pinned) == sorted(line.lower().replace("_", "-") for line in tested)
+
+
 def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     commit = " \\([0-9a-f]{7,40}(-dirty)?\\)" if (ROOT / ".git").exists() else ""

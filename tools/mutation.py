@@ -167,6 +167,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/probes/test_dryrun_depth.py::test_fewest_layers_of_patterns",
             "tests/probes/test_dryrun_depth.py::test_period_of_patterns",
             "tests/probes/test_dryrun_kernels.py",
+            "tests/probes/test_dryrun_gradient_sums.py",
         ),
         20,
     ),

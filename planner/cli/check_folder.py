@@ -144,7 +144,7 @@ def sarif(found: Sequence[Finding]) -> dict[str, Any]:
                         "locations": [
                             {
                                 "physicalLocation": {
-                                    "artifactLocation": {"uri": quote(one.path.as_posix())},
+                                    "artifactLocation": {"uri": quote(os.fsencode(one.path.as_posix()))},
                                     "region": {"startLine": one.line},
                                 }
                             }

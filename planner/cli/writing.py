@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,8 +82,9 @@ def write_out(
 
 def _put(folder: Path, launches: Sequence[Launch], texts: Mapping[str, str], *, again: bool) -> None:
     """Writes the files; `again`: the second time for one plan."""
-    if not (folder / "plan.json").exists():
-        for name in sorted(one for one in texts if (folder / one).exists()):
+    if not _holds_a_plan(folder):
+        names = [*texts, *(f"launch/{file.path}" for launch in launches for file in launch.files)]
+        for name in sorted(one for one in names if (folder / one).exists()):
             say(f"replaces {folder / name}, which no plan wrote")
     for launch in launches:
         for file in launch.files:
@@ -94,6 +96,16 @@ def _put(folder: Path, launches: Sequence[Launch], texts: Mapping[str, str], *, 
         say(f"not of this plan, and left as it was: {where} in {folder}")
     for name, text in texts.items():
         write_text(folder / name, text)
+
+
+def _holds_a_plan(folder: Path) -> bool:
+    """Whether the folder's plan.json is one of ours: then what lies there by our names is too."""
+    path = folder / "plan.json"
+    with suppress(OSError):
+        if path.is_file():  # no pipe that nobody fills
+            with path.open(encoding="utf-8", errors="replace") as file:
+                return '"schema_version"' in file.read(200)
+    return False
 
 
 def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, ...]:

@@ -224,15 +224,17 @@ def _on_gpu(value: Made, loader: Made) -> bool:
     return "cuda" in value.called or any(place != "cpu" and place not in common.DTYPES for place in map(str, places))
 
 
-TRAINED_QUANTIZERS = ("pytorch_quantization", "brevitas", "neural_compressor", "torchao.quantization.qat")
+TRAINED_QUANTIZERS = re.compile(
+    r"^[^\S\n]*+(?:from|import) (pytorch_quantization|brevitas|neural_compressor|torchao\.quantization\.qat)\b",
+    re.MULTILINE,
+)
 """Packages that put quantizers between a model's layers which hold more than the layers alone."""
 
 
 def trained_quantizers(text: str) -> str:
     """The package that makes a training aware of a later quantization, "" where none does."""
-    return next(
-        (name for name in TRAINED_QUANTIZERS if re.search(rf"^\s*(?:from|import) {re.escape(name)}\b", text, re.M)), ""
-    )
+    found = TRAINED_QUANTIZERS.search(text)
+    return found[1] if found else ""
 
 
 def note(found: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:

@@ -1,6 +1,7 @@
 """`plan check` on a folder and for CI: every training found, the worst file decides, nothing else is in the way."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,20 @@ def test_sarif_holds_one_result_a_training(folder: Path, run: Run) -> None:
     assert [one["level"] for one in results] == ["error", "warning", "note", "note"]
     rules = {one["id"] for one in log["runs"][0]["tool"]["driver"]["rules"]}
     assert {one["ruleId"] for one in results} == rules
+
+
+@pytest.mark.parametrize("form", [["--annotations", "sarif"], ["--annotations", "github"], ["--json=full"], []])
+def test_any_name_that_a_file_can_have_is_told(form: list[str], tmp_path: Path, run: Run) -> None:
+    """Half characters (a name of other bytes than UTF-8), blanks, per cent: SARIF's addresses are percent-encoded."""
+    names = [b"\xff.yaml", b"a b%\n.yaml"]
+    for name in names:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(FITS)
+    code, text = run(str(tmp_path), "--gpu", "rtx-3060", *form)
+    assert code == 0
+    if "sarif" in form:
+        places = [one["locations"][0]["physicalLocation"] for one in json.loads(text)["runs"][0]["results"]]
+        addresses = {place["artifactLocation"]["uri"].rpartition("/")[2] for place in places}
+        assert addresses == {"%FF.yaml", "a%20b%25%0A.yaml"}
 
 
 def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:

@@ -97,6 +97,22 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
         assert not written.is_symlink(), words
 
 
+def test_what_no_plan_wrote_is_replaced_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out .` into a folder of the user's own, then a second time into what is a plan's by then."""
+    monkeypatch.chdir(tmp_path)
+    own = ["launch/trl/trl-sft.yaml", "plan.json", "report.md"]
+    Path("launch/trl").mkdir(parents=True)
+    for name in own:
+        Path(name).write_text("{}")
+    words = ["gpt2", "--gpu", "t4", "--no-dry-run", "--seq-len", "64", "--target", "trl", "--out", "."]
+    for expected in (own, []):
+        assert run(words) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "which no plan wrote" in line]
+        assert said == [f"replaces {name}, which no plan wrote" for name in expected]
+
+
 def test_devices_and_pipes_are_written_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_text(Path(os.devnull), "new")
     assert Path(os.devnull).is_char_device()

@@ -83,6 +83,23 @@ def test_attention_costs_what_it_took() -> None:
     assert max(map(abs, errors)) < 0.25
 
 
+def test_attention_with_a_mask_costs_what_it_took() -> None:
+    """Every reading with a mask, forward alone and with its backward, at heads of 64 and 128."""
+    met = set()
+    for one in readings("sdpa_forward") + readings("sdpa_both"):
+        if one.get("backend") == "masked":
+            seqs, heads, tokens, size = (int(str(one[name])) for name in ("seqs", "heads", "tokens", "head_size"))
+            met.add(size)
+            query, mask = layout(seqs, heads, tokens, size), layout(seqs, heads, tokens, tokens)
+            name = "aten._scaled_dot_product_efficient_attention"
+            seconds = price(Operator(f"{name}.default", (query, query, query, mask), (query,)), RATES).seconds
+            if one["op"] == "sdpa_both":
+                inputs = (query, query, query, query, mask)
+                seconds += price(Operator(f"{name}_backward.default", inputs, (query,) * 3), RATES).seconds
+            assert 1e6 * seconds == pytest.approx(float(str(one["us"])), rel=0.1)
+    assert met == {64, 128}
+
+
 def test_every_row_is_an_operator_with_a_price() -> None:
     matrix = layout(256, 256)
     for name in ROWS:

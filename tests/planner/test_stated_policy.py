@@ -199,6 +199,23 @@ def test_the_simpler_is_preferred_among_what_loses_the_same(other: dict[str, Any
     assert policy.equals(setup, setup.replace(**other)) is same
 
 
+@pytest.mark.parametrize(("more", "added"), [(0, 0), (1 << 30, 1 << 30), (40 << 30, 0)])
+def test_what_would_help_keeps_clear_of_what_a_dry_run_found_beyond_the_formula(
+    more: int, added: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run found `more` bytes: the remedies keep as much free besides, unless that is the card's whole memory."""
+    asked, given = workload("rtx-4090"), []
+    monkeypatch.setattr(remedies, "_remedies", lambda request, *_: iter(given.append(request) or ()))
+    monkeypatch.setattr(
+        remedies, "candidate", lambda *_: SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=30 << 30))
+    )
+    smallest = SimpleNamespace(peak_device_bytes=(30 << 30) + more, setup=None)
+    facts: Any = SimpleNamespace(nodes=lambda: {Node.LORA: SimpleNamespace(smallest=smallest)})
+    refused = remedies.refusal(asked, facts, (), cast(Any, None), ())
+    assert [one.headroom_bytes - asked.headroom_bytes for one in given] == [added]
+    assert refused.missing_bytes == (30 << 30) + more - asked.budget_bytes
+
+
 def test_a_roomier_card_saves_what_it_has_more() -> None:
     asked = workload("t4")
     (remedy,) = remedies._roomier_gpu(asked, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))

@@ -113,3 +113,8 @@ def test_math_kernel_stays_fp32_inside_under_autocast() -> None:
     assert out.dtype is torch.bfloat16
     products = [origin.size_bytes for origin in tracker.origins.values() if "bmm" in origin.op]
     assert products == [8 * 64 * 64 * 4, 8 * 64 * 32 * 4]
+
+
+def test_the_tracker_is_called_without_a_wrapper_of_the_compiler() -> None:
+    """`TorchDispatchMode` puts one around `__torch_dispatch__` unless told not to: a call more at every operator."""
+    assert Tracker.__torch_dispatch__.__code__.co_filename.endswith("tracker.py")
