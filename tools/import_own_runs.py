@@ -27,11 +27,11 @@ DIFFERS = {
     "random weights those are nearly all of down_proj's, 3.6 GB more than without any",
 }
 """Row -> why another run of its setup would not have the figure."""
-BESIDE = {
-    "h200-q05-lora-mb8-ck-liger": "of its device memory exactly 256 MiB more lie beyond the allocator than in any "
-    "other run; it was the fourth model of its process: whether they are its own or an earlier one's is not known",
+NO_DEVICE = {
+    "h200-q05-lora-mb8-ck-liger": "its device memory is left out: exactly 256 MiB more lay beyond the allocator than "
+    "in any other run, and it was the fourth model of its process; the same setup alone in its process (H100) has none",
 }
-"""Row -> what else is seen in it."""
+"""Row whose device memory is not its own -> how that is known."""
 CORRECTED: dict[str, tuple[dict[str, Any], str]] = {
     "q8-trl-default-bf16-2048": (
         {"lora_dropout": 0.05},
@@ -77,7 +77,8 @@ def measured_row(run: dict[str, Any], gpu: str, group: str, date: str, versions:
     }
     left = "what earlier runs of the same process had left was taken off all three peaks"
     row["assumed"] = [*([why] if why else ()), *([left] if run.get("leftover_subtracted_bytes") else ())]
-    row["assumed"] += [BESIDE[row["id"]]] if row["id"] in BESIDE else []
+    if row["id"] in NO_DEVICE:
+        row |= {"device_bytes": None, "assumed": [*row["assumed"], NO_DEVICE[row["id"]]]}
     if row["id"] in DIFFERS:
         row["differs"] = [DIFFERS[row["id"]]]
     if run.get("layers"):

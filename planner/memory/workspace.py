@@ -49,7 +49,7 @@ and bitsandbytes within them: 4 MiB). Before Hopper: an assumption between those
 of an H100 (0.16 GiB beyond PyTorch's first kernels; vllm-project/vllm pull request 12126)."""
 CUDNN_BYTES = 16 * MIB
 """cuDNN, where attention runs on it. Measured on the H100: 770 MiB in four of TRL's runs, 754 in one with eager
-attention; 764 to 768 in 15 of 16 on an H200, 1,024 in a process that had trained four setups before."""
+attention; 764 to 774 in 15 of 16 on an H200."""
 MEASURED_CONTEXT_BYTES = {(7, 5): 141 * MIB}
 """By compute capability, where the whole was measured after training steps: of a T4. Source: fitcheck-llm 0.3.1
 data/measurements, `cuda_context_mib` 140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""

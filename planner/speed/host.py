@@ -6,6 +6,7 @@ bitsandbytes' forwards, which a row of equal calls flatters: those are what PyTo
 (profiles.jsonl.gz), without its own 4.5 microseconds an event.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from planner.hardware.gpu import GpuSpec
@@ -23,9 +24,11 @@ VIEW_S, VIEW_IN_ENGINE_S, EMPTY_S = 1.5e-6, 3.0e-6, 2.6e-6
 LAUNCH_S = {_FORWARD: 14.9e-6, _RECOMPUTE: 14.9e-6, _NO_GRAD: 7.6e-6, _ENGINE: 20.0e-6}
 """Operators that launch a kernel: with a graph recorded (`y * 1.5` in a chain), without (`x + x`), as a node of a
 backward (that chain's backward, and LoRA's: 322 microseconds for 13 launches, 5 products and 9 views)."""
-PRODUCT_S = 7e-6
-"""Beyond another launch: 14.4 microseconds against 7.6. In steps a linear layer's eleven events take 71 microseconds,
-20 without the profiler's own (l1-lora-mb1-512); 21.6 in a row."""
+PRODUCT_S = 9e-6
+"""Beyond another launch: 14.4 microseconds against 7.6 in a row of small ones, and 0.62 further launches of some 3.5 in
+training steps: the sum of what an inner loop was split into, four bytes of counters set to zero (0.1 to 0.9 a product
+in 16 profiles). In steps a linear layer's eleven events take 71 microseconds, 20 without the profiler's own
+(l1-lora-mb1-512); 21.6 in a row."""
 TRITON_S = 190e-6
 """One launch from Python with the autograd function around it: 160 to 250 microseconds in steps (Liger), 128 in a
 row."""
@@ -34,6 +37,12 @@ HOOK_S = 25e-6
 checkpointed linear layer, of which 42 are its operators, over four such calls, times 1.3: on a CPU 36 layers of a
 transformer that keep 2,166 and 2,418 tensors take 52 and 51 milliseconds more when checkpointed (random states,
 contexts and all: 22.6 a tensor), a row of linear layers 17.4 a tensor."""
+
+
+def _attention(way: str) -> list[str]:
+    return [f"aten._scaled_dot_product_{kernel}_attention{way}" for kernel in ("flash", "efficient", "cudnn")]
+
+
 BEYOND_S = {
     "bitsandbytes.gemm_4bit": 203e-6,
     "bitsandbytes.dequantize_4bit": 130e-6,
@@ -41,15 +50,22 @@ BEYOND_S = {
     "bitsandbytes.int8_linear_matmul": 118e-6,
     "bitsandbytes.int8_mm_dequant": 30e-6,
     "bitsandbytes.optimizer_update_8bit_blockwise": 62e-6,
+    **dict.fromkeys(_attention(""), 90e-6),
+    **dict.fromkeys(_attention("_backward"), 110e-6),
 }
-"""What calls of libraries' own Python take beyond a launch.
+"""What calls of libraries' own Python, and of cuDNN's graphs, take beyond a launch.
 
 Backward of Linear4bit 205, AdamW8bit 67 a tensor: in a row. The forwards inside training steps: a row of layers with 16
 tokens (67 and 361) takes bitsandbytes' one kernel for few rows and its fp16 path without a warning. Linear4bit 218:
 `MatMul4Bit` 51, `gemm_4bit` 87, the `linear` within and three launches 40, and 40 of peft's and its own Python outside
 (52 by itself on a CPU on which a module's call takes 0.58 of this host's). Linear8bitLt: `MatMul8bitLt` 170, the
 quantization 117, a look at a value 11, writing zeros into no columns 47; products 72, 43 and 25, dequantization 33.
+Attention in steps (cuDNN's, whose plan is looked up and whose tensors are described anew in every call): forward 75 to
+148, backward 115 to 150 over six profiles; the kernels of other cards were not read.
 """
+COPY_S = 13e-6
+"""Beyond another launch, of a tensor that is copied as it lies, which is a `cudaMemcpyAsync`: 20.5 to 22.6 microseconds
+in steps against 7.1 to 8.1 of a kernel's launch (peft clones the result of every 4-bit layer)."""
 TENSOR_S = {"aten._fused_adamw_": 1.1e-6, "aten._foreach_norm": 3e-6}
 """Of multi-tensor operators by tensor in their lists: fused AdamW 5.3 microseconds for five lists, clipping 6 for its
 norms and products, foreach AdamW 15.6."""
@@ -106,6 +122,19 @@ class Named(Protocol):
     def numbers(self) -> tuple[float, ...]: ...
     @property
     def listed(self) -> int: ...
+    @property
+    def inputs(self) -> "Sequence[Lying]": ...
+    @property
+    def outputs(self) -> "Sequence[Lying]": ...
+
+
+class Lying(Protocol):
+    """How a tensor lies, of whatever size."""
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+    @property
+    def dense(self) -> bool: ...
 
 
 def issued_s(call: Named, issuer: int, launches: bool, *, checkpointed: bool) -> float:
@@ -128,4 +157,6 @@ def issued_s(call: Named, issuer: int, launches: bool, *, checkpointed: bool) ->
     if not launches:
         return VIEW_IN_ENGINE_S if issuer == _ENGINE else VIEW_S
     seconds = LAUNCH_S[issuer] + (PRODUCT_S if name.startswith(_PRODUCTS) else 0.0) + BEYOND_S.get(name, 0.0)
+    if name == "aten.clone" and call.inputs[0].dense and call.inputs[0].order == call.outputs[0].order:
+        seconds += COPY_S
     return seconds + call.listed * TENSOR_S.get(name, FOREACH_TENSOR_S)

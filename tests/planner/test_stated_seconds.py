@@ -21,7 +21,17 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed import speed_profile, step_program
-from planner.speed.host import FOREACH_TENSOR_S, HOOK_S, TENSOR_S, TRITON_S, VIEW_IN_ENGINE_S, VIEW_S, issued_s
+from planner.speed.host import (
+    COPY_S,
+    FOREACH_TENSOR_S,
+    HOOK_S,
+    LAUNCH_S,
+    TENSOR_S,
+    TRITON_S,
+    VIEW_IN_ENGINE_S,
+    VIEW_S,
+    issued_s,
+)
 from planner.speed.operators import ISSUERS, Layout, Operator
 from planner.speed.prices import THIN, matrix_s, moved_s
 from planner.speed.rates import card_rates
@@ -86,6 +96,16 @@ def test_what_the_host_takes_for_a_call(
     name: str, who: str, launches: bool, checkpointed: bool, seconds: float
 ) -> None:
     assert issued_s(Operator(name), ISSUERS.index(who), launches, checkpointed=checkpointed) == seconds
+
+
+def test_a_copy_of_a_tensor_as_it_lies_is_no_kernel() -> None:
+    """`cudaMemcpyAsync`: host seconds, in steps on an H100."""
+    rows, columns = Layout((64, 32), (32, 1), "bfloat16"), Layout((64, 32), (1, 64), "bfloat16")
+    seconds = [
+        issued_s(Operator("aten.clone.default", (one,), (rows,)), FORWARD, True, checkpointed=False)
+        for one in (rows, columns, rows._replace(stride=(64, 1)))
+    ]
+    assert seconds == [LAUNCH_S[FORWARD] + COPY_S, LAUNCH_S[FORWARD], LAUNCH_S[FORWARD]]
 
 
 @pytest.mark.parametrize("name", ["aten._foreach_add_.List", "aten._fused_adamw_.default"])
