@@ -49,19 +49,23 @@ def _evaluates(form: str, values: Mapping[str, Any]) -> bool:
     return str(when).lower().rpartition(".")[2] not in NEVER
 
 
-def of_program(trainer: Made | None, arguments: Settings) -> int:
-    """Sequences that a program's trainer evaluates at once, 0 where none; where that is not known it is asked for."""
-    if not given(trainer, "eval_dataset"):
+def of_program(trainer: Made | None, arguments: Settings, *, measured: bool) -> int:
+    """Sequences that a program's trainer evaluates at once, 0 where none; where that is not known it is asked for.
+
+    `measured`: the program itself calls its `evaluate` or `predict`.
+    """
+    if not measured and not given(trainer, "eval_dataset"):
         return 0
-    when = [key for key in (*LATER, "do_eval", "eval_on_start") if key in arguments.unknown]
-    told = any(arguments.values.get(key) is not None for key in LATER)
+    values: dict[str, Any] = {**arguments.values}
+    values |= {"do_eval": True, **dict.fromkeys(LATER)} if measured else {}
+    when = [key for key in (*LATER, "do_eval", "eval_on_start") if key in arguments.unknown and not measured]
+    told = measured or any(values.get(key) is not None for key in LATER)
     size = arguments.unknown.get("per_device_eval_batch_size")
-    evaluates = _evaluates("hf-script", arguments.values)
     why = arguments.unknown[when[0]] if when and not told else arguments.more if not told else ""
-    if why or (size and evaluates):
+    if why or (size and _evaluates("hf-script", values)):
         arguments.missing["eval_seqs"] = why or str(size)
         return 0
-    return sequences("hf-script", arguments.values)
+    return sequences("hf-script", values)
 
 
 def keeps_logits(trainer: Made | None, arguments: Settings) -> bool:

@@ -22,7 +22,7 @@ from planner.readers.program.source import Source, environment_word, imported, o
 from planner.readers.program.values import Value
 from planner.readers.program_loading import Adapters, heard, pictures, quantization
 from planner.readers.sharding import cut_sequences, device_map, loaded, parallel_of
-from planner.readers.training import Training
+from planner.readers.training import Training, measures
 from planner.readers.trl import loss_of, sharded
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -163,7 +163,9 @@ class _Script:
             lacks=self.transformers.lacks,
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
-            eval_seqs=evaluating.of_program(self.found.trainer, arguments),
+            eval_seqs=evaluating.of_program(
+                self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
+            ),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
         )
 

@@ -144,7 +144,7 @@ def _refuse_trainer(found: Training, trainer: Made, program: Program, name: str)
     Raises:
         ConfigError: it is such a one.
     """
-    if not program.trained and _only_measures(program, trainer):
+    if not program.trained and measures(program, trainer):
         raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
     if found.objective == "embedding":
         found.open_objective = embedding.open_loss(trainer, name)
@@ -191,8 +191,8 @@ def _find_adapter(found: Training, program: Program) -> None:
         found.adapter = _last(program, lambda one: one.name == "LoraConfig")
 
 
-def _only_measures(program: Program, trainer: Made) -> bool:
-    """Whether a trainer is made for its evaluation alone."""
+def measures(program: Program, trainer: Made | None) -> bool:
+    """Whether the program itself calls a trainer's evaluation."""
     asked = {one.name for one in program.made if isinstance(one.receiver, Made) and trainer_of(one.receiver) is trainer}
     return bool(asked & {"evaluate", "predict"})
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError
 from planner.readers import FileContext, read_config, read_text
+from planner.readers.overrides import determined
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -60,7 +61,7 @@ def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monk
     file.write_text(text)
     start = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
-        read_config(file, num_gpus=2)
+        determined(read_config(file, num_gpus=2))
     assert words in caught.value.message, caught.value.message
     assert len(caught.value.message) < 400
     assert caught.value.hint
@@ -111,7 +112,7 @@ def test_a_linked_deepspeed_file_is_not_followed(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("base_model: x\ndeepspeed: linked.json\n")
     with pytest.raises(ConfigError, match="not beside it"):
-        read_config(file, num_gpus=2)
+        determined(read_config(file, num_gpus=2))
 
 
 @pytest.mark.parametrize(

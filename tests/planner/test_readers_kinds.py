@@ -507,3 +507,73 @@ def test_adapters_of_another_library_are_refused_by_name(trainer: str, start: st
     made = start.format(trainer, trainer) + "(model=model, args=TrainingArguments('o'), train_dataset=ds).train()\n"
     with pytest.raises(NotPlanned, match="adapters of another library"):
         read(LOADED.format("") + "from adapters import *\n" + made)
+
+
+SETTINGS = "args = SFTConfig('o', per_device_train_batch_size=3, max_length=640, bf16=True)\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "args = dataclasses.replace(args, learning_rate=1e-4)\n",
+        "args = copy.deepcopy(args)\nargs.seed = 3\n",
+        "from copy import copy as again\nargs = again(args)\n",
+        "setattr(args, 'gradient_accumulation_steps', 1)\n",
+        "kw = {'per_device_train_batch_size': 3} | {'max_length': 640, 'bf16': True}\nargs = SFTConfig('o', **kw)\n",
+        "both = {'max_length': 1}\nboth |= {'max_length': 640}\nargs.max_length = both['max_length']\n",
+    ],
+)
+def test_settings_that_are_copied_or_put_together_stay_what_they_are(line: str) -> None:
+    found = read("import copy, dataclasses\n" + LOADED.format("") + SETTINGS + line + TRAINED)
+    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, open_fields(found)) == (3, 640, set())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("args = dataclasses.replace(args, max_length=128)\n", (3, 128)),
+        ("setattr(args, 'max_length', 256)\n", (3, 256)),
+        ("other = copy.copy(args)\nother.max_length = 1\n", (3, 640)),
+        ("kw = vars(types.SimpleNamespace(a=5))\nargs.per_device_train_batch_size = kw['a']\n", (5, 640)),
+    ],
+)
+def test_what_a_copy_says_anew_counts_for_it_alone(line: str, expected: tuple[int, int]) -> None:
+    found = read("import copy, dataclasses, types\n" + LOADED.format("") + SETTINGS + line + TRAINED)
+    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == expected
+
+
+OWN_CLASS = (
+    "class C:\n    def __init__(self, **kw):\n        for k, v in kw.items():\n            setattr(self, k, v)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "asked"),
+    [
+        ("C(bs=3)", set()),
+        ("C(**{'bs': 3})", set()),
+        ("C(**json.load(open(sys.argv[1])))", {"micro_batch_seqs"}),
+        ("C(size=3)", {"micro_batch_seqs"}),
+    ],
+)
+def test_attributes_of_a_programs_own_class_are_those_that_it_sets(made: str, asked: set[str]) -> None:
+    body = f"import json\n{OWN_CLASS}c = {made}\n" + SETTINGS.replace("=3", "=c.bs")
+    found = read(LOADED.format("") + body + TRAINED)
+    assert open_fields(found) == asked
+
+
+TRAINER = "trainer = SFTTrainer(model=model, args=args, train_dataset=ds, eval_dataset=ev)\ntrainer.train()\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "seqs"),
+    [
+        ("trainer.evaluate()\n", 8),
+        ("if os.environ.get('TEST'):\n    pass\nelse:\n    print(trainer.predict(ds['test']))\n", 8),
+        ("def report(t):\n    return t.evaluate(eval_dataset=ds)\nreport(trainer)\n", 8),
+        ("trainer.save_model('o')\n", 0),
+        ("other = SFTTrainer(model=model, args=args, train_dataset=ds)\nother.evaluate()\n", 0),
+    ],
+)
+def test_an_evaluation_that_the_program_itself_calls_counts(after: str, seqs: int) -> None:
+    assert read(LOADED.format("") + SETTINGS + TRAINER + after).eval_seqs == seqs

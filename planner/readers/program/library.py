@@ -5,6 +5,7 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 
 import posixpath
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 from planner.readers.program.embedding import fitted
@@ -70,6 +71,13 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
                 if isinstance(found, Function) and isinstance(value, Class):
                     return found.bound_to(None, value)
                 return found
+            if isinstance(value, Instance) and value.more:
+                return Unknown(value.more)
+            if name == "__dict__" and isinstance(value, Instance):
+                return Table(reader.copied(value.attributes), place)
+            kind = value.made_by if isinstance(value, Instance) else value
+            if kind is None or not kind.base:  # foreign code may have it
+                return Unknown(f"{place}: {name} is not set in the program")
         case Parent():
             found_in = next((one for one in value.kind.parents if name in one.attributes), None)
             inherited = found_in.attributes[name] if found_in is not None else None
@@ -77,11 +85,6 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
                 kind = value.of.made_by if isinstance(value.of, Instance) else value.of
                 return inherited.bound_to(value.of, kind)
             return inherited or Made(name, receiver=value, where=place)
-            if isinstance(value, Instance) and value.more:
-                return Unknown(value.more)
-            if name == "__dict__" and isinstance(value, Instance):
-                return Table(reader.copied(value.attributes), place)
-            return Unknown(f"{place}: {name} is not set in the program")
         case Table() if name in value.entries:  # of OmegaConf: settings are its attributes
             return value.entries[name]
         case Known(data=str()) if name in PATH_PARTS:
@@ -164,9 +167,16 @@ def _counts_emulation(reader: Reading, made: Made) -> bool:
 
 
 def _by_others(reader: Reading, callee: Dotted, made: Made) -> Value | None:
-    """What asks an object for an attribute, or makes one by its name in settings."""
+    """What asks an object for an attribute or sets one, copies it, or makes one by its name in settings."""
     if callee.path == "getattr" and len(made.positional) >= 2:
         return _getattr(reader, made)
+    if callee.path == "setattr" and len(made.positional) == 3:
+        owner, name, value = made.positional
+        if isinstance(owner, (Made, Instance)) and isinstance(plain(name), str):
+            reader.store(owner.attributes, str(plain(name)), value, made.where)
+            return Known(None, made.where)
+    if callee.name in ("replace", "copy", "deepcopy") and callee.path.startswith(("dataclasses.", "copy.")):
+        return _copied(reader, made)
     if callee.path in ("hydra.utils.instantiate", "hydra.utils.call") and made.positional:
         return _instantiated(reader, made.positional[0], made)
     return None
@@ -289,6 +299,22 @@ def _getattr(reader: Reading, made: Made) -> Value:
         if isinstance(owner, (Instance, Dotted, Class)):
             return attribute(reader, owner, name, made.where)
     return Unknown(f"{made.where}: computed while the program runs")
+
+
+def _copied(reader: Reading, made: Made) -> Value | None:
+    """A copy of settings, with what is said anew; None of what holds none, such as a model."""
+    match made.argument("obj", 0):
+        case Made() as one if is_followed(one.name) and not is_trainer(one):
+            again = replace(one, keywords={**one.keywords, **made.keywords}, attributes=reader.copied(one.attributes))
+            again.more = one.more or made.more
+            return again
+        case Instance() as one:
+            return Instance({**reader.copied(one.attributes), **made.keywords}, one.made_by, one.more or made.more)
+        case Table() as table:
+            return Table(reader.copied(table.entries), table.where, table.more)
+        case Items() as items:
+            return Items(list(items.items), items.where)
+    return None
 
 
 def _instantiated(reader: Reading, settings: Value, made: Made) -> Value:

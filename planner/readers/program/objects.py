@@ -213,6 +213,8 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     """left op right."""
     if isinstance(left, Items) and isinstance(right, Items) and isinstance(op, ast.Add):
         return Items([*left.items, *right.items], place)
+    if isinstance(left, Table) and isinstance(right, Table) and isinstance(op, ast.BitOr):
+        return Table({**left.entries, **right.entries}, place, left.more or right.more)
     one, other = plain(left), plain(right)
     for part in (one, other):
         if isinstance(part, Unknown):

@@ -123,6 +123,7 @@ class Reading:
     assign: Callable[[ast.expr, Value, Scope], None]
     value: Callable[[ast.expr, Scope], Value]
     called: Callable[[Function, Made], Value]
+    store: Callable[[dict[str, Value], str, Value, str], None]
     instance: Callable[[Class, Made], Value]
 
     def __init__(self, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> None:
