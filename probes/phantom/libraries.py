@@ -52,6 +52,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     }
     return {
         "evaluate": of(metrics_stand_in),
+        "safetensors": of(_open_saved),
         "safetensors.torch": of(_save_nothing),
         "tiktoken": of(encoding_stands_in),
         "transformers.generation.utils": of(generation_without_files, shortened),
@@ -119,8 +120,9 @@ without a driver."""
 
 
 def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
-    """Weights are not written: there are none, and the library would read them at their addresses."""
-    true_file, true_bytes = safetensors.save_file, safetensors.save
+    """Weights are not written: there are none, and the library would read them at their addresses. What is saved are
+    PyTorch's names, shapes and types, which `load_file` and `safe_open` give back."""
+    true_file, true_bytes, true_load = safetensors.save_file, safetensors.save, safetensors.load_file
 
     def without_values(tensors: Any) -> bool:
         return any(isinstance(one, torch.Tensor) and _is_meta(one) for one in tensors.values())
@@ -129,14 +131,59 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
         if not without_values(tensors):
             true_file(tensors, ready(filename), metadata, *args, **kwargs)
             return
-        phantom.note("what the program saved has no weights in it: the files are empty")
-        Path(filename).write_bytes(b"")
+        phantom.note("what the program saved has no weights in it: the files hold names, shapes and types alone")
+        torch.save(dict(tensors), filename)
+
+    def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+        return _saved(filename, device) if _is_ours(filename) else true_load(filename, device, **kwargs)
 
     def save(tensors: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> Any:
         return b"" if without_values(tensors) else true_bytes(tensors, metadata, *args, **kwargs)
 
     patch(safetensors, "save_file", save_file)
     patch(safetensors, "save", save)
+    patch(safetensors, "load_file", load_file)
+
+
+def _is_ours(filename: Any) -> bool:
+    """Whether a file is none of safetensors' but what a traced program saved in its place."""
+    path = Path(filename)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _saved(filename: Any, device: Any) -> dict[str, torch.Tensor]:
+    with Path(filename).open("rb") as file:  # by its name torch.load would ask safetensors again
+        return cast(dict[str, torch.Tensor], torch.load(file, map_location=torch.device(device), weights_only=True))
+
+
+class _Opened:
+    """What `safe_open` gives of a file that a traced program saved."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.get_tensors = lambda: tensors
+        self.keys = self.offset_keys = lambda: list(tensors)
+        self.get_tensor = self.get_slice = tensors.__getitem__
+        self.metadata = lambda: {"format": "pt"}
+
+    def __enter__(self) -> "_Opened":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+
+def _open_saved(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
+    true = safetensors.safe_open
+
+    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
+        if _is_ours(filename):
+            return _Opened(_saved(filename, device))
+        return true(filename, framework=framework, device=device, **kwargs)
+
+    patch(safetensors, "safe_open", safe_open)
 
 
 def _one_process(phantom: Phantom, module: Any, patch: Patch) -> None:

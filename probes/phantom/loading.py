@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from planner.models import catalogue, copies
+from planner.units import MIB, gib
 from probes.phantom.cuda import Refused
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 from probes.stack.quantize import meta_params4bit
 
+HELD_BYTES = 64 * MIB
+"""What a training that was let go of may leave: cuBLAS's workspaces, and little else."""
 _EMPTY: dict[str, Callable[[], Any]] = {
     "missing_keys": set,
     "unexpected_keys": set,
@@ -56,7 +59,14 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
     def load(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, Any]:
-        _load(modeling, get_device, model, load_config, expected_keys)
+        held = phantom.memory.allocator.allocated_bytes
+        if phantom.num_steps and held > HELD_BYTES:
+            phantom.note(
+                f"{type(model).__name__} is loaded while {gib(held)} of the training still lie on the card: deleting "
+                "the trainer and its model first gives them back"
+            )
+        with phantom.origins.loads():
+            _load(modeling, get_device, model, load_config, expected_keys)
         phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
         empty = {one.name: _EMPTY[one.name]() for one in fields(modeling.LoadStateDictInfo)}
         return modeling.LoadStateDictInfo(**empty), None

@@ -245,6 +245,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
         *((torch, name, makers.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
         *((torch, name, _with_numbers(getattr(torch, name))) for name in _FACTORIES),
         (torch, "save", _saving(phantom)),
+        (torch, "load", _loading(phantom)),
         (torch._C, "_group_tensors_by_device_and_dtype", _grouping()),
     ]
     with replaced(patches):
@@ -265,6 +266,33 @@ def _saving(phantom: Phantom) -> Callable[..., None]:
             phantom.claims.depth -= 1
 
     return save
+
+
+def _loading(phantom: Phantom) -> Callable[..., Any]:
+    """`torch.load` of what the program saved without bytes: on the device that `map_location` says, else the GPU."""
+    true = torch.load
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        place = map_location
+        if callable(place):
+            place = place(torch.UntypedStorage(0), "cuda:0")
+        elif isinstance(place, dict):
+            place = place.get("cuda:0", place.get("cuda"))
+        device = torch.device(getattr(place, "device", place) if place is not None else CUDA)
+        return placed(true(f, map_location, *args, **kwargs), device)
+
+    def placed(found: Any, device: torch.device) -> Any:
+        if isinstance(found, torch.Tensor):
+            if not is_meta(found) or phantom.claims.of(found) != META:
+                return found
+            return (phantom.unfilled if device.type == "cpu" else phantom.made)(found.shape, found.dtype)
+        if isinstance(found, dict):
+            found.update({key: placed(value, device) for key, value in found.items()})
+        elif type(found) in (list, tuple):
+            return type(found)(placed(one, device) for one in found)
+        return found
+
+    return load
 
 
 def _grouping() -> Callable[..., Any]:

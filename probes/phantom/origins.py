@@ -5,7 +5,8 @@ import sys
 import sysconfig
 import weakref
 from bisect import bisect_right
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Origins:
         owners: allocation -> (category, name) of parameters, gradients and optimizer states.
         refused: the first request that the card refused.
         num_forwards: calls of outermost modules in training mode.
-        stepping: above zero while an optimizer steps.
+        stepping: above zero while an optimizer steps; loading: while a model is loaded or goes to a device.
         evaluating: whether the outermost module that ran last is the trained one out of its training.
         idle_checkpointing: whether it trained in evaluation mode, where transformers' checkpointing does nothing.
         questions: what the program asked that only a GPU could answer -> how often.
@@ -80,7 +81,7 @@ class Origins:
         self._ran: list[str] = []
         self._names: dict[int, tuple[Any, str]] = {}
         self._parameters: dict[int, str] = {}
-        self.stepping = 0
+        self.stepping = self.loading = 0
         self.num_forwards = 0
         self.evaluating = False
         self.idle_checkpointing = False
@@ -93,6 +94,8 @@ class Origins:
             return "step"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
+        if self.loading:
+            return "load"
         if self.evaluating:
             return "evaluation"
         if self._modules or self.num_forwards:
@@ -161,7 +164,7 @@ class Origins:
     def _outermost(self, module: Any) -> None:
         """A whole model begins a forward: of the training, or of an evaluation of what trains (no other model's, such
         as a reference's)."""
-        if module.training:
+        if module.training or (torch.is_grad_enabled() and not self.num_forwards):
             self.num_forwards += 1
             self._trained.add(id(module))
         learns = not self._trained or id(module) in self._trained
@@ -172,7 +175,7 @@ class Origins:
 
     def following(self) -> AbstractContextManager[None]:
         """Within it the running module and the optimizer's step are known."""
-        call = torch.nn.Module._call_impl
+        call, apply = torch.nn.Module._call_impl, torch.nn.Module._apply
         stack = self._modules
 
         def _call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +190,20 @@ class Origins:
                 del stack[depth:]
                 self._runs()
 
-        return replaced([(torch.nn.Module, "_call_impl", _call_impl)])
+        def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.loads():
+                return apply(module, *args, **kwargs)
+
+        return replaced([(torch.nn.Module, "_call_impl", _call_impl), (torch.nn.Module, "_apply", _apply)])
+
+    @contextmanager
+    def loads(self) -> Iterator[None]:
+        """Within it a model is loaded, or goes to a device, whatever ran before."""
+        self.loading += 1
+        try:
+            yield
+        finally:
+            self.loading -= 1
 
 
 _is_library: dict[str, bool] = {}

@@ -60,8 +60,9 @@ def test_what_a_program_saved_itself_is_loaded_again(phantom: Phantom, tmp_path:
     passed(layer, torch.randn(8, 64, device="cuda"))
     optimizer.step()
     torch.save([layer.state_dict(), optimizer.state_dict()], tmp_path / "last.pt")
-    for place in ("cuda", "cpu", None):
+    for place in ("cuda", "cpu", None, {"cuda:0": "cuda:0"}, to_first_gpu):
         model, states = torch.load(tmp_path / "last.pt", map_location=place)
+        assert {one.is_cuda for one in model.values()} == {place != "cpu"}
         layer.load_state_dict(model)
         optimizer.load_state_dict(states)
         optimizer.step()
@@ -132,3 +133,61 @@ def test_checkpointing_that_does_nothing_is_named(phantom: Phantom, on: bool, tr
     assert (IDLE in summary(phantom, "ended").notes) == idle
     with torch.no_grad():  # an evaluation needs none
         model(torch.randn(4, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", 0])
+def test_safetensors_that_a_program_saved_itself_are_loaded_again(tmp_path: Path, device: Any) -> None:
+    with phantom_gpu(CARD):
+        import safetensors
+        from safetensors import torch as of_torch
+
+        layer = nn.Linear(1024, 1024, device="cuda")
+        path = tmp_path / "model.safetensors"
+        of_torch.save_file(layer.state_dict(), path)
+        before = torch.cuda.memory_allocated()
+        kept = of_torch.load_file(path, device=device)
+        assert (kept["weight"].is_cuda, kept["bias"].shape) == (device != "cpu", (1024,))
+        assert (torch.cuda.memory_allocated() > before) == (device != "cpu")
+        assert of_torch.load_model(layer, path, device=device) == (set(), [])
+        with safetensors.safe_open(path, framework="pt", device=device) as opened:
+            assert opened.get_tensor("weight").shape == (1024, 1024)
+        of_torch.save_file({"real": torch.ones(2)}, path)  # what has values is written and read as ever
+        assert of_torch.load_file(path)["real"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu", torch.device("cuda", 0)])
+def test_a_checkpoint_of_its_own_takes_its_room_on_the_card(phantom: Phantom, tmp_path: Path, place: Any) -> None:
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    torch.save({"model": layer.state_dict(), "step": 7}, tmp_path / "last.pt")
+    before = torch.cuda.memory_allocated()
+    kept = torch.load(tmp_path / "last.pt", map_location=place)
+    assert (torch.cuda.memory_allocated() - before, kept["step"]) == (0 if place == "cpu" else 4 * MIB, 7)
+    layer.load_state_dict(kept["model"])
+    del kept
+    assert torch.cuda.memory_allocated() == before
+
+
+SECOND = {
+    "moved": lambda: nn.Linear(4096, 4096, bias=False).cuda(),
+    "moved by its device": lambda: nn.Linear(4096, 4096, bias=False).to(torch.device("cuda", 0)),
+    "moved as another type": lambda: nn.Linear(4096, 4096, bias=False).to("cuda", torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_model_that_is_loaded_after_the_steps_is_no_activation(phantom: Phantom, name: str) -> None:
+    model = nn.Linear(64, 64).cuda()
+    passed(model, torch.randn(8, 64, device="cuda"))
+    kept = SECOND[name]()
+    found = summary(phantom, "ended")
+    assert (found.peak_phase, found.by_category[0].name) == ("load", "weights and buffers")
+    assert found.by_category[0].size_bytes > 64 * MIB
+    passed(model, torch.randn(1 << 20, 64, device="cuda"))  # the opposite: what a step makes is its own
+    assert summary(phantom, "ended").peak_phase in ("forward", "backward")
+    del kept
+
+
+def test_a_step_in_evaluation_mode_is_a_step(phantom: Phantom) -> None:
+    model = nn.Linear(64, 64).cuda().eval()
+    passed(model, torch.randn(8, 64, device="cuda"))
+    assert phantom.origins.phase == "forward"
