@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.around import evaluation_bytes, logits_bytes
+from planner.memory.around import between_steps_bytes, evaluation_bytes, loading_host_bytes, logits_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
@@ -23,6 +23,8 @@ from planner.single_changes import Predict, single_changes, speedup
 from planner.tools import changed_fields
 from planner.units import gib, percent
 
+MAX_ON_NODE = 8
+"""GPUs of a node where nobody says more: the table's boxes have no more."""
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
 
@@ -245,6 +247,35 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
     return tuple(found)
 
 
+def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
+    """Device memory where a program loads its model once more after the training; 0 where it does not."""
+    if not config.loaded_again[0] or config.setup.num_gpus > 1:
+        return 0
+    held = between_steps_bytes(model, gpu, config.setup)
+    return held + SIZE_BYTES[config.loaded_again[1]] * model.num_params
+
+
+def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
+    """What loading takes of the host where several processes do it, and a second model after the training."""
+    found = []
+    setup, where = config.setup, config.loaded_again[0]
+    on_node = min(setup.num_gpus, MAX_ON_NODE)
+    if setup.num_gpus > 1 and (loading := loading_host_bytes(model, setup, on_node)):
+        whole = loading_host_bytes(model, setup, 1)
+        who = "its first process" if loading == whole else f"each of its {on_node} processes"
+        found.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
+        if loading == whole and setup.method == "full":
+            dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
+            size = gib(SIZE_BYTES[dtype] * model.num_params)
+            found.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
+    if afterwards > step_bytes:
+        found.append(
+            f"{where} loads the model once more while the trainer holds the first: {gib(afterwards)}, more than a "
+            'step; del trainer, model and torch.cuda.empty_cache() before it, or device_map="cpu"'
+        )
+    return tuple(found)
+
+
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
     of_step = including(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
@@ -266,6 +297,9 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
+    afterwards = again_bytes(config, model, gpu)
+    if verdict is Verdict.FITS and afterwards > budget_bytes:
+        verdict = Verdict.UNCERTAIN
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -277,6 +311,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         evaluation_bytes=evaluation if decides else 0,
         notes=(
             *_evaluation_notes(config, model, evaluation if decides else 0),
+            *_around_notes(config, model, of_step.peak_device_bytes, afterwards),
             *(_cache_notes(of_step, budget_bytes) or _length_notes(config.setup)),
         ),
     )

@@ -169,6 +169,26 @@ def beside(program: Program, found: Training) -> str:
     return ""
 
 
+def loaded_again(program: Program, found: Training) -> tuple[str, str]:
+    """Where and in which type the trained model's base goes to the GPU once more after the training, while the trainer
+    holds the first ("" twice: it does not): to merge into it, mostly."""
+    trainer = found.trainer
+    held = trainer is not None and program.trained and trainer in program.module.names.values()
+    if trainer is None or not held or "del" in trainer.called or trainer not in program.made:
+        return "", ""
+    own = plain(named_model(found.loader)) if found.loader is not None else plain(found.model) if found.model else None
+    for one in program.made[program.made.index(trainer) :]:
+        if one.name != "from_pretrained" or not (loads_model(one.owner) or one.owner.startswith("AutoPeft")):
+            continue
+        base = one.owner.startswith("AutoPeft") or plain(named_model(one)) == own
+        quantized = one.argument("quantization_config") or one.argument("load_in_4bit") or one.argument("load_in_8bit")
+        if base and not quantized and _on_gpu(one, one):
+            return one.where, common.DTYPES.get(
+                str(plain(one.argument("dtype") or one.argument("torch_dtype"))), "bf16"
+            )
+    return "", ""
+
+
 def reference(found: Training, method: str, arguments: Settings) -> str:
     """Which reference model that a preference trainer is handed lies beside what is counted; "" where none does: the
     policy's own copy stands for it."""

@@ -167,6 +167,7 @@ class _Script:
                 self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
             ),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
+            loaded_again=program_changes.loaded_again(self.program, self.found),
         )
 
     def _fields(self) -> dict[str, Any]:

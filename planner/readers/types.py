@@ -100,6 +100,8 @@ class ReadConfig:
         eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
         eval_logits: whether metrics are computed from their logits.
         beside_bytes: what else lies on the GPU while it trains, as a person said.
+        loaded_again: where, and in which type, the program loads the model onto the GPU once more after its training,
+            what was trained being there still; "" twice: it does not.
     """
 
     format: str
@@ -123,6 +125,7 @@ class ReadConfig:
     eval_seqs: int = 0
     eval_logits: bool = False
     beside_bytes: int = 0
+    loaded_again: tuple[str, str] = ("", "")
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
         """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""

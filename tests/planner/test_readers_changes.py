@@ -14,6 +14,8 @@ from planner.models import catalogue
 from planner.readers import FileContext, read_text
 from planner.readers.overrides import overrides, parse_sets
 from planner.readers.types import ReadConfig
+from planner.setup import TrainSetup
+from planner.units import gib
 
 HEAD = """
 import torch, bitsandbytes as bnb
@@ -284,3 +286,48 @@ def test_settings_that_no_model_follows_are_said_and_those_that_make_another_run
         "model_name_or_path: a\nmax_length: 9\nauto_find_batch_size: true\n", "t.yaml", around=FileContext()
     )
     assert any("halved" in said for said in halved.assumptions)
+
+
+KEPT = (
+    "args = SFTConfig(per_device_train_batch_size=2, max_length=512)\n"
+    "trainer = SFTTrainer(model, args=args, peft_config=LoraConfig(r=8))\ntrainer.train()\n"
+)
+AGAIN = {
+    "the base, to merge": 'base = AutoModelForCausalLM.from_pretrained(NAME, dtype="float16", device_map="auto")\n',
+    "moved": "merged = AutoModelForCausalLM.from_pretrained(NAME, torch_dtype=torch.float16).to('cuda')\n",
+    "by its adapters": "done = AutoPeftModelForCausalLM.from_pretrained('o', dtype='float16', device_map={'': 0})\n",
+}
+ALONE = {
+    "on the host": AGAIN["the base, to merge"].replace("auto", "cpu"),
+    "where it is": "base = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float16)\n",
+    "after the first is gone": "del trainer, model\n" + AGAIN["moved"],
+    "another model": AGAIN["the base, to merge"].replace("NAME", "'org/judge'"),
+    "nothing": "trainer.save_model('o')\n",
+}
+
+
+@pytest.mark.parametrize("name", [*AGAIN, *ALONE])
+def test_a_model_that_is_loaded_again_after_the_training_is_told(name: str) -> None:
+    found = read(train=KEPT + (AGAIN | ALONE)[name])
+    assert found.missing == ()
+    assert (found.loaded_again[1], bool(found.loaded_again[0])) == (("fp16", True) if name in AGAIN else ("", False))
+    card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")
+    assert model is not None
+    answer = check(found, model, card, 25 << 30, predictor(model, card))
+    told = any("loads the model once more" in note for note in answer.notes)
+    assert (told, answer.verdict) == (name in AGAIN, Verdict.UNCERTAIN if name in AGAIN else Verdict.FITS)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero2", "fsdp2", "zero3"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_loading_takes_of_the_host_is_said(parallel: str, quantized: bool) -> None:
+    card, model = find_gpu("h100-sxm"), catalogue.load("Llama-3.1-8B")
+    assert model is not None
+    setup = TrainSetup(method="full", precision="bf16-mixed", lora_rank=0, seq_len_tokens=512)
+    if quantized:
+        setup = TrainSetup(method="qlora", quantization="nf4", seq_len_tokens=512)
+    config = replace(read(), setup=setup.replace(num_gpus=4, parallel=parallel))
+    notes = " ".join(check(config, model, card, 80 << 30, predictor(model, card)).notes)
+    whole = 1 if parallel in ("fsdp2", "zero3") else 4
+    assert (f"host's memory: {gib(whole * 4 * model.num_params)}" in notes) is not quantized
+    assert ("one state dict" in notes) is (whole == 1 and not quantized)
