@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class ModelProfiles:
         self._found: dict[str, StepProfile] = {}
         self._moments: dict[int, ProfileMoment] = {}
         self._forms: dict[int, Form] = {}
+        self._groups: list[Group] = [(category, name) for category, name in raw["groups"]]
 
     @property
     def keys(self) -> frozenset[str]:
@@ -67,13 +69,9 @@ class ModelProfiles:
 
     def _moment(self, number: int) -> ProfileMoment:
         phase, later, alive = self._raw["moments"][number]
-        groups = tuple((self._group(group), self._forms.get(form) or self._form(form)) for group, form in alive)
+        groups = tuple([(self._groups[group], self._forms.get(form) or self._form(form)) for group, form in alive])
         found = self._moments[number] = ProfileMoment(phase, bool(later), groups)
         return found
-
-    def _group(self, number: int) -> Group:
-        category, name = self._raw["groups"][number]
-        return category, name
 
     def _form(self, number: int) -> Form:
         found = self._forms[number] = tuple((index, float(factor)) for index, factor in self._raw["forms"][number])
@@ -92,10 +90,11 @@ def profiled_kind(setup: TrainSetup) -> bool:
     """
     known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     plain = setup.alone and known and setup.images is None and not setup.compile
-    plain = plain and not any(getattr(setup, name) for name in OF_OTHERS)
+    plain = plain and not any(_LATER(setup))
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
 
 
+_LATER = attrgetter(*OF_OTHERS)
 _OBJECTIVES = ("dpo", "orpo", "reward", "classification")
 _LIKE_LORA = ("lora", "rslora", "pissa")
 """Adapters that differ in numbers alone."""
@@ -114,9 +113,7 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
 
 def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
     """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
-    values = [
-        str(getattr(setup, name)) for name in _FIELDS if name != "resolved_adapter_dtype" or setup.method != "full"
-    ]
+    values = [str(value) for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
     adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
     rarer = (
         ("objective", setup.objective, "sft"),
@@ -137,6 +134,7 @@ _FIELDS = (
     "loss", "packing", "kernels", "activation_offload", "selective_checkpointing", "quantize_experts", "stack",
     "reentrant_checkpointing",
 )  # fmt: skip
+_OF_ADAPTERS, _OF_FULL = attrgetter(*_FIELDS), attrgetter(*(one for one in _FIELDS if one != "resolved_adapter_dtype"))
 
 
 def find_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> StepProfile | None:

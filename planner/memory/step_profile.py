@@ -7,6 +7,7 @@ optimizer keeps and makes stays a closed form over the list of trained parameter
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -123,12 +124,11 @@ class Sizes:
         """All groups'; without accumulation of one micro-batch's samples."""
         known = self._moments.get((id(moment), accumulated))
         if known is None:
-            total = [0.0] * 4
+            lines: list[Sequence[float]] = []
             for group, form in moment.groups:
-                share = 1.0 if accumulated or group != BATCH else 0.5
-                for place, value in enumerate(self.form(form)):
-                    total[place] += share * value
-            known = self._moments[id(moment), accumulated] = moment, Line(*total)
+                line = self.form(form)
+                lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
+            known = self._moments[id(moment), accumulated] = moment, Line(*map(sum, zip(*lines, strict=True)))
         return known[1]
 
 

@@ -24,6 +24,7 @@ from planner.speed.rates import CardRates, card_band, card_rates
 from planner.speed.step_program import (
     ONCE,
     TILES,
+    Block,
     Blocks,
     Counts,
     ModelPrograms,
@@ -84,11 +85,13 @@ class _Issues:
 
     Attributes:
         ranked: operators whose sizes depend on the rank of adapters.
+        tiled: stretches that come by tiles of the loss.
     """
 
     def __init__(self, programs: ModelPrograms) -> None:
         self._operators = programs.operators
         self.ranked = {place for place, one in enumerate(programs.operators) if _has_rank(one)}
+        self.tiled = {place for place, one in enumerate(programs.stretches) if any(r.per == TILES for r in one.runs)}
         self._issued: dict[bool, Issued] = {}
         self._known: dict[tuple[tuple[int, ...], bool, float], list[Issue]] = {}
 
@@ -130,9 +133,8 @@ class Sized:
         self._prices: Prices = {}
         self._unranked = unranked
         self._device: dict[int, _Device] = {}
-        self._courses: dict[tuple[int, bool, Tiles, float], Course] = {}
-        self._blocks: dict[tuple[tuple[int, ...], int, bool, Tiles, float], Course] = {}
-        self._counted: dict[tuple[Counts, float], Course] = {}
+        self._courses: dict[tuple[bool, Tiles, float], _Courses] = {}
+        self._counted: dict[tuple[int, float], Course] = {}
         self._parts: dict[tuple[int, Tiles], tuple[dict[str, float], int]] = {}
 
     def _layout(self, one: SizedLayout, tile: int) -> Layout:
@@ -181,40 +183,53 @@ class Sized:
             return Tiles(tiles.tokens, max(0, turns), filled)
         return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
 
-    def _runs(self, place: int, tiles: Tiles) -> tuple[tuple[Run, ...], Tiles]:
-        """The runs of a stretch, and the tiles that it knows."""
-        runs = self._programs.stretches[place].runs
-        return runs, tiles if any(run.per == TILES for run in runs) else UNCUT
-
-    def stretch(self, place: int, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
+    def _stretch(self, place: int, courses: "_Courses") -> Course:
         """The course of a stretch."""
-        runs, tiles = self._runs(place, tiles)
-        key = place, checkpointed, tiles, scale
-        found = self._courses.get(key)
-        if found is None:
-            found = IDLE
-            for run in runs:
-                tile, turns, filled = self.loop(run, tiles)
-                issue = self._issues.of(run.calls, checkpointed, scale)
-                found = found.then(course_of(issue, self.device(tile), filled).times(turns))
-            self._courses[key] = found
-        return found
+        found: Course | None = None
+        for run in self._programs.stretches[place].runs:
+            tile, turns, filled = self.loop(run, courses.tiles)
+            issue = self._issues.of(run.calls, courses.checkpointed, courses.scale)
+            own = course_of(issue, self.device(tile), filled)
+            own = own if turns == 1 else own.times(turns)
+            found = own if found is None else found.then(own)
+        return found or IDLE
 
     def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
         """The course of stretches."""
-        return composed(self._block(*one, checkpointed, tiles, scale) for one in blocks)
-
-    def _block(self, places: tuple[int, ...], times: int, checkpointed: bool, tiles: Tiles, scale: float) -> Course:
-        key = places, times, checkpointed, tiles, scale
-        found = self._blocks.get(key)
+        key = checkpointed, tiles, scale
+        courses = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
+        found = courses.whole.get(id(blocks))
         if found is None:
-            stretches = (self.stretch(one, checkpointed=checkpointed, tiles=tiles, scale=scale) for one in places)
-            found = self._blocks[key] = composed(stretches).times(times)
+            found = courses.whole[id(blocks)] = composed([self._block(one, courses) for one in blocks])
+        return found
+
+    def _block(self, block: Block, courses: "_Courses") -> Course:
+        found = courses.blocks.get(id(block))
+        if found is None:
+            places, times = block
+            known, own = courses.stretches, list[Course]()
+            for place in places:
+                one = known.get(place)
+                if one is None:
+                    one = known[place] = self._found(place, courses)
+                own.append(one)
+            found = courses.blocks[id(block)] = (composed(own) if len(own) > 1 else own[0]).times(times)
+        return found
+
+    def _found(self, place: int, courses: "_Courses") -> Course:
+        """The course of a stretch; those that no tile cuts are the same whatever the tiles."""
+        if place in self._issues.tiled or courses.tiles is UNCUT:
+            return self._stretch(place, courses)
+        key = courses.checkpointed, UNCUT, courses.scale
+        shared = self._courses.get(key) or self._courses.setdefault(key, _Courses(*key))
+        found = shared.stretches.get(place)
+        if found is None:
+            found = shared.stretches[place] = self._stretch(place, shared)
         return found
 
     def counted(self, counts: Counts, scale: float) -> Course:
         """The course of calls whose order does not matter."""
-        key = counts, scale
+        key = id(counts), scale  # `ModelPrograms` has each once
         found = self._counted.get(key)
         if found is None:
             found = IDLE
@@ -241,7 +256,7 @@ class Sized:
 
     def _stretch_parts(self, place: int, tiles: Tiles) -> tuple[dict[str, float], int]:
         """The device's seconds of a stretch by part, and how many calls it is."""
-        runs, tiles = self._runs(place, tiles)
+        runs, tiles = self._programs.stretches[place].runs, tiles if place in self._issues.tiled else UNCUT
         found = self._parts.get((place, tiles))
         if found is None:
             parts: dict[str, float] = defaultdict(float)
@@ -254,6 +269,17 @@ class Sized:
                     add_parts(parts, phase, self.price(number, tile), turns * count * filled)
             found = self._parts[place, tiles] = parts, num_calls
         return found
+
+
+class _Courses:
+    """Courses of stretches, of blocks of them and of several blocks (by their identity: `ModelPrograms` has each once),
+    where the loss is so cut and the host so fast."""
+
+    def __init__(self, checkpointed: bool, tiles: Tiles, scale: float) -> None:
+        self.checkpointed, self.tiles, self.scale = checkpointed, tiles, scale
+        self.stretches: dict[int, Course] = {}
+        self.blocks: dict[int, Course] = {}
+        self.whole: dict[int, Course] = {}
 
 
 class _Device(dict[int, float]):

@@ -70,8 +70,9 @@ class SizedStretch(NamedTuple):
     runs: tuple[Run, ...]
 
 
-Blocks = tuple[tuple[tuple[int, ...], int], ...]
-"""(stretches one after another, how many times) in order."""
+Block = tuple[tuple[int, ...], int]
+"""Stretches one after another, and how many times."""
+Blocks = tuple[Block, ...]
 Counts = tuple[tuple[int, int], ...]
 """(call, how often)."""
 
@@ -109,6 +110,8 @@ class ModelPrograms:
         self.worked_out: dict[object, Any] = {}
         self._raw = raw
         self._found: dict[str, StepProgram] = {}
+        self._known_blocks: dict[Block, Block] = {}
+        self._known_courses: dict[Blocks, Blocks] = {}
         forms = [tuple((index, float(factor)) for index, factor in one) for one in raw["forms"]]
         layouts = [
             SizedLayout(tuple(forms[one] for one in shape), tuple(order), bool(dense), tuple(repeated), dtype)
@@ -142,8 +145,8 @@ class ModelPrograms:
             return found
         ahead, behind, added, steps, num_modules, checkpointed = self._raw["programs"][key]
         found = self._found[key] = StepProgram(
-            ahead=_blocks(ahead),
-            behind=_blocks(behind),
+            ahead=self._blocks(ahead),
+            behind=self._blocks(behind),
             added=self._steps[added],
             steps={optimizer: self._steps[place] for optimizer, place in steps.items()},
             num_modules=num_modules,
@@ -151,9 +154,11 @@ class ModelPrograms:
         )
         return found
 
-
-def _blocks(values: Sequence[Any]) -> Blocks:
-    return tuple((tuple(places), times) for places, times in values)
+    def _blocks(self, values: Sequence[Any]) -> Blocks:
+        """Equal ones are one object, each block too."""
+        one = self._known_blocks.setdefault
+        found = tuple([one(block, block) for block in [(tuple(places), times) for places, times in values]])
+        return self._known_courses.setdefault(found, found)
 
 
 class Tables:

@@ -119,14 +119,14 @@ def course_of(issue: Sequence[Issue], device: Mapping[int, float], filled: float
     Args:
         device: seconds of the device by place; of each call such a share.
     """
-    done = IDLE
-    for number, (host, starts, places) in enumerate(issue):
+    courses: list[Course] = []
+    for host, starts, places in issue:
         until_end = list(accumulate([device[place] for place in places]))  # from the begin of each call, the last first
         if filled != 1.0:
             until_end = [filled * one for one in until_end]
         ready, busy = (max(map(add, starts, until_end)), until_end[-1]) if places else (_NEVER, 0.0)
-        done = (done.then(JOIN) if number else done).then(Course(host, _NEVER, ready, busy))
-    return done
+        courses += [*([JOIN] if courses else ()), _made(Course, (host, _NEVER, ready, busy))]
+    return composed(courses) if len(courses) > 1 else courses[0]
 
 
 class Stage(NamedTuple):
