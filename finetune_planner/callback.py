@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,11 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
             return
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"  # whether sequences had the length that was predicted for
-        try:
+        self.checked = None
+        with _harmless("nothing is predicted"):
             self._predict(args, kwargs["model"], kwargs.get("train_dataloader"))
-        except PlannerError as error:
-            _tell(f"nothing is predicted: {error.message} ({error.hint})")
+        if self.checked is None:
             return
-        assert self.checked is not None
         result = self.checked
         _tell(_words(result))
         if result.verdict is Verdict.DOES_NOT_FIT:
@@ -93,7 +93,8 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
                 raise UsageError(_words(result), hint=best)
             warnings.warn(PredictedOutOfMemory(f"{_words(result)}; {best}"), stacklevel=2)
         speed = {"predicted_tokens_per_s": result.prediction.tokens_per_s}
-        self._report({"predicted_peak_device_bytes": result.prediction.peak_device_bytes, **speed})
+        with _harmless("nothing is reported"):
+            self._report({"predicted_peak_device_bytes": result.prediction.peak_device_bytes, **speed})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if len(self._began) < TIMED_STEPS:
@@ -111,10 +112,8 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
 
         if self.checked is None or len(self._ended) <= WARM_UP_STEPS:
             return
-        try:
+        with _harmless("no receipt is kept"):
             self._keep(args, state)
-        except PlannerError as error:
-            _tell(f"no receipt is kept: {error.message} ({error.hint})")
 
     def _predict(self, args: Any, model: Any, loader: Any) -> None:
         from planner.cli.checking import CheckRequest, checked
@@ -191,6 +190,17 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]
                 module.log(named)
             else:
                 _tell(f"{tool} has no open run: report_to of the training arguments opens one")
+
+
+@contextmanager
+def _harmless(otherwise: str) -> Iterator[None]:
+    """Whatever goes wrong within is said, and the training goes on."""
+    try:
+        yield
+    except PlannerError as error:
+        _tell(f"{otherwise}: {error.message} ({error.hint})")
+    except Exception as error:  # a fault of ours, or of a tool that is reported to, is no reason to end somebody's run
+        _tell(f"{otherwise}: an internal error, {type(error).__name__}: {error}"[:500])
 
 
 def program(args: Any, model: Any, model_id: str) -> str:

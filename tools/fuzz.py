@@ -41,7 +41,7 @@ NUM_HOSTILE = 7_500
 NUM_DOOR = 2_000
 """For each of the doors that came later (`fuzz_doors`): their inputs follow the requests."""
 FIRST_DOOR = NUM_HOSTILE + 500
-NUM_INPUTS = FIRST_DOOR + 4 * NUM_DOOR
+NUM_INPUTS = FIRST_DOOR + 6 * NUM_DOOR
 STRIDE = 6_007
 """Prime to the number of inputs: `--spread` goes through all of them in steps of it."""
 LIMIT_S = 10
@@ -873,10 +873,14 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{number}-"))
     seeds()
     preload()
-    if number >= FIRST_DOOR + 3 * NUM_DOOR:
+    door = (number - FIRST_DOOR) // NUM_DOOR
+    if door == 3:
         from fuzz_doors import planned
 
         planned()
+    elif door == 5:
+        with contextlib.suppress(ImportError):
+            import_module("finetune_planner.callback")
     start = time.monotonic()
     own_bytes = _resident_bytes()  # a fork starts with what this process holds
     child = os.fork()

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fuzz import GPU, MODEL, NASTY, Case, as_json, as_yaml, damage, mutate, notebook, put, seeds, shell_script
@@ -461,4 +462,115 @@ def confirm_case(folder: Path, dice: random.Random) -> Case:
     return Case("confirm", [*words, *dice.choice(([], ["--json"]))], environment={"HF_TOKEN": TOKEN})
 
 
-DOORS = (mcp_case, oom_case, race_case, confirm_case)
+def table_case(folder: Path, dice: random.Random) -> Case:
+    """Configurations of strangers in a folder or a Parquet file, a folder of rows where other things lie."""
+    configs = [mutate(seeds().configs[0], dice) for _ in range(dice.choice((1, 1, 2)))]  # others: `config_case`
+    names = ("a/b", "", "..", "\u4e00" * 200, "x" * 3000, "\x1b[2J", "a/../../b", None, 7, "\ud800")
+    place = folder / "c"
+    if dice.random() < 0.5:
+        for number, config in enumerate(configs):
+            name = dice.choice(("m", "\u4e00" * 80, " ", "\x1b[2J"))
+            put(place / f"{name}{number}" / "config.json", as_json(config, dice), dice)
+    else:
+        place = folder / "c.parquet"
+        texts: list[Any] = [as_json(config, dice).decode("utf-8", "replace") for config in configs]
+        columns: dict[str, Any] = {"model_id": [dice.choice(names) for _ in texts], "config": texts}
+        what = dice.random()
+        if what < 0.1:
+            columns["config"] = [dice.choice((None, 7, [1], "[" * 5000, "7")) for _ in texts]
+        elif what < 0.2:
+            columns.pop(dice.choice(("model_id", "config")))
+        content = _parquet({name: list(map(str, values)) if name == "model_id" else values
+                            for name, values in columns.items()})  # fmt: skip
+        put(place, damage(content, dice) if dice.random() < 0.3 else content, dice)
+    out = folder / "o"
+    words = ["--configs", str(place), "--out", str(out)]
+    for option, honest, *others in (
+        ("--gpus", GPU, "t4,t4", "", "x", ","), ("--seq-lens", "64", "9" * 30, "0", "a", "", "1024,,64"),
+        ("--methods", "lora", "full,lora,qlora", "x", ""),
+    ):  # fmt: skip
+        words += [option, honest if dice.random() < 0.85 else dice.choice(others)]
+    words += dice.choice(([], [], [], ["--global-batch", "0"], ["--match", "m"], ["--match", "\ud800"]))
+    if dice.random() < 0.1:
+        put(out, b"x", dice)
+    return Case("table", ["table", *words, *dice.choice(([], ["--json"]))])
+
+
+def _parquet(columns: dict[str, Any]) -> bytes:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:  # an extra that is not installed
+        return b"PAR1"
+    packed = io.BytesIO()
+    with suppress(pyarrow.ArrowException, UnicodeEncodeError):  # values of several types
+        parquet.write_table(pyarrow.table(columns), packed)
+    return packed.getvalue()
+
+
+def callback_case(folder: Path, dice: random.Random) -> Case:
+    """A trainer whose configuration, adapters, arguments, rows and counts are a stranger's, around one run."""
+    if find_spec("transformers") is None:
+        return Case("callback", [], call=lambda: None)
+    config, stop = mutate(dice.choice(seeds().configs), dice), dice.random() < 0.1
+    config = config if isinstance(config, dict) else {}
+    row = mutate({"input_ids": [1] * 64, "labels": [1] * 64}, dice)
+    rows = dice.choice(([row] * 4, [], row, None, 7, "text"))
+    settings = mutate({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "use_dora": False}, dice)
+    changed = {
+        dice.choice(("per_device_train_batch_size", "optim", "max_steps", "learning_rate", "gradient_checkpointing",
+                     "gradient_checkpointing_kwargs", "bf16", "deepspeed", "fsdp", "lr_scheduler_kwargs")):
+        dice.choice(NASTY) for _ in range(dice.choice((0, 1, 2)))
+    }  # fmt: skip
+    counts = [dice.choice((0, 6, 6, -1, 10**400, None, "6", float("nan"))) for _ in range(2)]
+    adapted = dice.random() < 0.5 and isinstance(settings, dict)
+
+    def call() -> None:
+        _trained(folder, config, settings if adapted else None, changed, rows, counts, stop=stop)
+
+    return Case("callback", [json.dumps([config, settings, counts], default=str)[:3000]], call=call)
+
+
+def _trained(
+    folder: Path, written: Any, settings: Any, changed: dict[str, Any], rows: Any, counts: list[Any], *, stop: bool
+) -> None:
+    """The events of a run of six steps: nothing but `stop` may end it."""
+    import torch
+    from transformers import TrainingArguments
+
+    from finetune_planner.callback import PlanCallback
+    from planner.errors import UsageError
+
+    class Kept(SimpleNamespace):
+        def save_pretrained(self, place: Path) -> None:
+            place.mkdir()
+            (place / "config.json").write_text(json.dumps(self.written))
+
+    class LlamaForCausalLM:
+        config = Kept(written=written, dtype=torch.float32, _attn_implementation="sdpa", model_type="llama")
+
+        def parameters(self) -> Any:
+            return iter([torch.empty(1)])
+
+    model: Any = LlamaForCausalLM()
+    if settings is not None:
+        model.peft_config = {"default": type("LoraConfig", (), {"to_dict": lambda self: settings})()}
+        model.get_base_model = lambda: model
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    for name, value in changed.items():
+        setattr(args, name, value)
+    state = SimpleNamespace(is_world_process_zero=True, num_input_tokens_seen=0, global_step=0)
+    callback = PlanCallback(GPU, store=folder / "s.jsonl", stop=stop, report_to="wandb")
+    loader = SimpleNamespace(dataset=rows)
+    try:
+        callback.on_train_begin(args, state, None, model=model, train_dataloader=loader)
+    except UsageError:
+        assert stop
+    for _ in range(6):
+        callback.on_step_begin(args, state, None)
+        callback.on_step_end(args, state, None)
+    state.num_input_tokens_seen, state.global_step = counts
+    callback.on_train_end(args, state, None)
+
+
+DOORS = (mcp_case, oom_case, race_case, confirm_case, table_case, callback_case)

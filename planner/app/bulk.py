@@ -13,15 +13,18 @@ from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
-from planner.models.config_file import CONFIG_NAME, read_config
+from planner.models.config_file import CONFIG_NAME, parse_config, read_config
 from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
 from planner.plan_request import PlanRequest
 from planner.planning.answer import plan_workload
 from planner.planning.runs import WalkCache
 from planner.records import dataclass
+from planner.samples.rows import DataError, read_rows
 
 Row = dict[str, Any]
+MAX_CONFIGS = 1_000_000
+"""Of one Parquet file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,9 @@ class Config:
         asked: list[Any] = [__version__, self.model_id, self.config, [asdict(card) for card in grid.cards]]
         asked += [grid.seq_lens, grid.methods, grid.global_batch]
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        slug = "".join(sign if sign.isalnum() or sign in ".-" else "_" for sign in self.model_id)[-80:]
+        slug = "".join(sign if (sign.isascii() and sign.isalnum()) or sign in ".-" else "_" for sign in self.model_id)[
+            -80:
+        ]
         return f"{slug}.{digest}.parquet"
 
 
@@ -81,7 +86,8 @@ def configs_of(place: Path | None, match: str = "") -> list[Config]:
     file (columns `model_id` and `config`, a JSON text), or of the catalogue (None), whose names contain `match`.
 
     Raises:
-        UsageError: nothing there.
+        UsageError: nothing there, a Parquet file that holds something else.
+        ConfigError: a configuration that is none.
         EnvironmentProblem: a Parquet file without pyarrow.
     """
     if place is None:
@@ -90,8 +96,7 @@ def configs_of(place: Path | None, match: str = "") -> list[Config]:
         files = sorted({*place.rglob(CONFIG_NAME), *place.glob("*.json")})
         found = [Config(model_id=_name_in(place, file), config=read_config(file)) for file in files]
     elif place.is_file():
-        table = _parquet().read_table(place, columns=["model_id", "config"]).to_pylist()
-        found = [Config(model_id=str(row["model_id"]), config=json.loads(row["config"])) for row in table]
+        found = list(_in_parquet(place))
     else:
         raise UsageError(f"no such directory or file: {place}", hint="--configs takes a directory or a Parquet file")
     found = [config for config in found if match.lower() in config.model_id.lower()]
@@ -99,6 +104,19 @@ def configs_of(place: Path | None, match: str = "") -> list[Config]:
         where = "the catalogue" if place is None else str(place)
         raise UsageError(f"no configuration in {where} with {match!r} in its name", hint="leave --match out")
     return found
+
+
+def _in_parquet(place: Path) -> Iterator[Config]:
+    hint = "--configs takes a Parquet file with the columns model_id and config, a JSON text"
+    _parquet()
+    try:
+        for number, row in enumerate(read_rows(place)):
+            if number >= MAX_CONFIGS or not isinstance(row.get("config"), str) or "model_id" not in row:
+                raise UsageError(f"{place}: row {number + 1:,} is no configuration", hint=hint)
+            where = f"{place}, row {number + 1:,}"
+            yield Config(model_id=str(row["model_id"]), config=parse_config(row["config"].encode(), where))
+    except DataError as error:
+        raise UsageError(str(error), hint=hint) from error
 
 
 def _name_in(place: Path, file: Path) -> str:

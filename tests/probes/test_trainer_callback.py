@@ -84,6 +84,14 @@ def test_what_does_not_fit_is_said_before_the_first_step(tmp_path: Path, stop: b
     assert "does not fit: " in str(said.value if stop else said[0].message)
 
 
+def test_no_fault_of_ours_ends_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune_planner.callback.program", lambda *_: 1 / 0)
+    assert trainer_of(tmp_path, PlanCallback(CARD, store=False)).train().global_step == 6
+    assert "nothing is predicted: an internal error, ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_trl_s_arguments_are_read_as_trl_runs_them(tmp_path: Path) -> None:
     model = small().to(torch.bfloat16)
     args = trl.SFTConfig(
