@@ -489,7 +489,7 @@ def table_case(folder: Path, dice: random.Random) -> Case:
         ("--gpus", GPU, "t4,t4", "", "x", ","), ("--seq-lens", "64", "9" * 30, "0", "a", "", "1024,,64"),
         ("--methods", "lora", "full,lora,qlora", "x", ""),
     ):  # fmt: skip
-        words += [option, honest if dice.random() < 0.85 else dice.choice(others)]
+        words += [option, honest if dice.random() < 0.95 else dice.choice(others)]
     words += dice.choice(([], [], [], ["--global-batch", "0"], ["--match", "m"], ["--match", "\ud800"]))
     if dice.random() < 0.1:
         put(out, b"x", dice)

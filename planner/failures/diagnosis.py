@@ -1,8 +1,8 @@
 """Why a run ran out of memory, and the smallest change, from what its text says."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from planner.failures.message import Message, read_message
+from planner.failures.message import Message, read_message, sentences_of
 from planner.failures.phases import Phase, phase_of
 from planner.hardware.gpus import all_gpus
 from planner.records import dataclass
@@ -68,12 +68,12 @@ class Diagnosis:
 
 def diagnose(text: str) -> Diagnosis:
     """What a log, a traceback or a message says."""
-    return diagnose_message(read_message(text))
+    return diagnose_message(read_message(text), sentences_of(text))
 
 
-def diagnose_message(message: Message) -> Diagnosis:
-    """What an error's figures and calls say."""
-    phase = phase_of(message.frames, message.code) if message.where else None
+def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnosis:
+    """What an error's figures and calls say, else its author."""
+    phase = phase_of(message.frames, message.code, sentences) if message.where else None
     causes = (HOST[message.where],) if message.where in HOST else tuple(_causes(message, phase))
     unknown = []
     if message.where == "device" and not message.frames and phase is None:

@@ -23,8 +23,8 @@ _EDGE = r" {1,120}(?:│ {0,40}\n {0,40}│ {1,4})?"
 _FRAMES = (
     # Python's own; IPython's since 8; rich's boxes; IPython's before 8; pytest's, and chains with arrows
     re.compile(
-        r"File \"(?P<file>[^\"\n]{1,400})\", line (?P<line>\d{1,9}), in (?P<name>[^\s(]{1,200})[^\n]{0,200}"
-        r"(?:\n(?![ \t]{0,60}File )[ \t]{0,60}(?P<code>[^\n]{1,300}))?"
+        r"(?:File \"|(?m:^)[ \t]{0,8})(?P<file>[^\"\n]{1,400})\", line (?P<line>\d{1,9}), in (?P<name>[^\s(]{1,200})"
+        r"[^\n]{0,200}(?:\n(?![ \t]{0,60}File )[ \t]{0,60}(?P<code>[^\n]{1,300}))?"
     ),
     re.compile(r"File (?P<file>[^\"\s][^\n]{0,400}?):(?P<line>\d{1,9}), in (?P<name>[\w.<>]{1,200})"),
     re.compile(rf"│ (?P<file>\S[^\n│]{{0,300}}?):(?P<line>\d{{1,9}}){_EDGE}in{_EDGE}(?P<name>[\w<>]{{1,200}})"),
@@ -63,7 +63,7 @@ _FIGURES = {
 _DEVICE_ERRORS = re.compile(
     r"(?:CUDA|HIP|XPU|GPU)[: ]{1,2}(?:error: )?out[- ]of[- ](?:the )?memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
     r"|MPS backend out of memory|OutOfMemoryError|(?-i:Tried) to allocate \d|Failed to CUDA calloc"
-    r"|cudaErrorMemoryAllocation",
+    r"|^Allocation on device\b|cudaErrorMemoryAllocation",
     re.IGNORECASE,
 )
 _SHARED_ERRORS = re.compile(r"killed by signal: Bus error|out of shared memory|No space left on device.{0,80}/dev/shm")
@@ -73,12 +73,18 @@ _HOST_ERRORS = re.compile(
     r"|ray-oom-prevention|\b(?:CPU|RAM|host|node)\b.{0,8}\bOOM\b",
     re.IGNORECASE,
 )
-_IN_WORDS = re.compile(r"out[- ]of[- ]memory|(?<![a-z])oom(?![a-z])", re.IGNORECASE)
+_IN_WORDS = re.compile(
+    r"out[- _]of[- _]memory|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆)|爆显存|\bmemory crash", re.IGNORECASE
+)
 """As people say it, where no error's own text was pasted."""
+_TOLD = re.compile(
+    rf"{_IN_WORDS.pattern}|{_DEVICE_ERRORS.pattern}|\bcrash|\b(?:solved|fixed|resolved)\b", re.IGNORECASE
+)
 _OTHER_ERRORS = re.compile(r"^\W{0,20}[A-Za-z_][\w.]{0,100}(?:Error|Exception)\b(?!.{0,20}Traceback)")
 CONTEXT_BYTES = GIB
 """What CUDA and its libraries take beside PyTorch's own memory, at most: messages before 2.1 do not count it."""
 MAX_FRAMES = 400
+MAX_SENTENCE = 1000
 MAX_LINE = 20_000
 """Of a longer line the end is read."""
 MAX_TRACEBACK = 1_000_000
@@ -131,8 +137,18 @@ def read_message(text: str) -> Message:
     frames = _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
     inner = tuple(_frames(_IN_ENGINE, "\n".join(lines[at + 1 : at + MAX_FRAMES])))[::-1]
     return Message(
-        where=where, frames=(*frames, *inner)[-MAX_FRAMES:], code=_code(lines, at), **_figures(lines[at : at + 6])
+        where=where,
+        frames=(*frames, *inner)[-MAX_FRAMES:],
+        code=_code(lines, at),
+        **_figures(lines[at : at + 6]),
     )
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Sentences in which people speak of the error, or of what ended it."""
+    for line in text.splitlines():
+        if len(line) <= MAX_SENTENCE and not line.startswith(("    ", "  File", "│")):
+            yield from filter(_TOLD.search, re.split(r"(?<=[.!?;])\s|(?<=[。！？])", line))
 
 
 def _error(lines: Sequence[str]) -> tuple[str, int | None]:

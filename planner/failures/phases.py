@@ -173,7 +173,10 @@ _REFERENCE = "compute_reference_log_probs|compute_ref_log_probs|_get_per_token_l
 _LOSSES = (
     "cross_entropy|\\w*log_softmax|ForCausalLMLoss|compute_log_probs|get_batch_logps|entropy_from_logits|logsumexp"
 )
-_LOADS = "from_pretrained|_load_pretrained_model|_move_model_to_device|create_quantized_param|load_model|prepare_model"
+_LOADS = (
+    "from_pretrained|_load_pretrained_model|_load_state_dict_into_meta_model|_load_from_state_dict|load_shard_files?"
+    "|_move_model_to_device|create_quantized_param|load_model|prepare_model"
+)
 _RULES = (
     # phase, pattern of "file:function": the first rule that any frame meets
     (
@@ -197,7 +200,10 @@ _RULES = (
     ("reference", rf":(?:{_REFERENCE})$"),
     ("recompute", r":(?:unpack_hook|inner_unpack|recompute_fn\w*)$|checkpoint(?:ing)?\.py:(?:backward)?$"),
     ("loss", r"accelerate/utils/operations\.py:_?convert_to_fp32$"),
-    ("loss", rf"loss/loss_\w+\.py:|loss\.py:forward$|:(?:{_LOSSES}|fixed_cross_entropy|fused_linear\w*)$"),
+    (
+        "loss",
+        rf"loss/loss_\w+\.py:|(?:loss|cross_entropy)\.py:forward$|:(?:{_LOSSES}|fixed_cross_entropy|fused_linear\w*)$",
+    ),
     ("backward", r":(?:backward|_engine_run_backward|apply_backward)$"),
     (
         "attention",
@@ -214,7 +220,7 @@ _RULES = (
         "load",
         rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$|torch/serialization\.py:",
     ),
-    ("forward", r":(?:training_step|compute_loss|_inner_training_loop|forward|train_step|forward_pass)$"),
+    ("forward", r":(?:training_step|compute_loss|_inner_training_loop|(?:new_|old_)?forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
     ("forward", r"nn/modules/module\.py:(?:(?:_wrapped)?_call_impl|__call__)$"),
 )
@@ -231,8 +237,33 @@ _CODE_RULES = (
         r"att(?:entio)?n\w*\.softmax|attn_(?:weights|scores|probs) = |scaled_dot_product|matmul\(q|softmax\(att",
     ),
     ("load", r"\.to\((?:self\.)?(?:args\.)?\w*device|\.cuda\(\)|from_pretrained\(|prepare_model\("),
-    ("forward", r"\bF\.\w+\(|\b_?(?:model|unet|transformer)\("),
+    ("forward", r"\bF\.\w+\(|\b_?(?:model|unet|transformer)\(|(?:loss|train|training|forward)_step\(|compute_loss\("),
 )
+_WHEN = r"\b(?:during|while|when|in|on|at|calling|doing)\s+(?:the\s|a\s|my\s|each\s|first\s|model\s){0,2}"
+_SAID = (
+    # phase, pattern of a sentence that tells of the error
+    (
+        "save",
+        r"\bmodel checkpointing\b|\b(?:checkpoint|ckpt|model|weights?)[ -]sav(?:e|ing)\b"
+        r"|\bsav(?:e|ing)\b.{0,40}\b(?:model|checkpoint|ckpt|weights?|states?|adapter)|保存"
+        r"|\bmerg(?:e|ing)\b.{0,40}\b(?:lora|models?|weights?|adapters?)|\b(?:lora|models?|weights?) merging|合并",
+    ),
+    ("optimizer", r"\boptim(?:i[sz]er)?(?:'s |\.|[ _])(?:step|states?)\b"),
+    ("backward", r"\bbackward(?:\(|[ -]pass|\b.{0,20}propagat)|" + _WHEN + r"`?(?:loss\.)?back(?:ward|-?prop)"),
+    (
+        "evaluation",
+        r"(?<![a-z])(?<!after )(?<!after a )(?<!after the )(?<!after each )(?:eval|validation|validating)|评估",
+    ),
+    ("wrap", r"\binitiali[sz]\w{1,5} (?:ddp|fsdp|deepspeed|distributed)"),
+    (
+        "generation",
+        r"cumem_allocator|" + _WHEN + r"(?:generat|rollouts?\b|rolling out|sampling|inference|decoding)|推理",
+    ),
+    ("load", _WHEN + r"(?:load|initiali[sz])|\bloading\b.{0,30}\b(?:model|checkpoint|weights?)|加载"),
+    ("forward", _WHEN + "`?forward"),
+    ("attention", r"\b(?:solved|fixed|resolved)\b.{0,60}\bflash[- _]?att|\bflash[- _]?att.{0,60}\b(?:solves|fixes)\b"),
+)
+"""Where neither calls nor source lines are known: what its author says of the moment."""
 _REFINED = {
     None: {name for name, _ in _CODE_RULES},
     "forward": {"loss", "attention"},
@@ -241,8 +272,9 @@ _REFINED = {
 """Phase by the calls -> what the source lines may make of it."""
 
 
-def phase_of(frames: Iterable[Frame], code: str = "") -> Phase | None:
-    """The part of the run that these calls, and the line before the error, belong to; None where no rule knows them.
+def phase_of(frames: Iterable[Frame], code: str = "", words: Iterable[str] = ()) -> Phase | None:
+    """The part of the run that these calls, and the line before the error, belong to, else that the words tell; None
+    where no rule knows them.
 
     A rule counts wherever it is met: an evaluation's forward pass is evaluation, a checkpointed layer's is recompute.
     """
@@ -253,8 +285,14 @@ def phase_of(frames: Iterable[Frame], code: str = "") -> Phase | None:
     lines = [*(frame.code for frame in frames if frame.code and "torch/_" not in frame.file), code]
     allowed = _REFINED.get(found, set())
     refined = (name for name, said in _CODE_RULES if name in allowed and any(re.search(said, line) for line in lines))
-    name = next(refined, found)
+    name = next(refined, found) or _in_words(words)
     return PHASES[name] if name else None
+
+
+def _in_words(sentences: Iterable[str]) -> str | None:
+    """The part of the run that the first sentence names which names any."""
+    found = (name for one in sentences for name, said in _SAID if re.search(said, one, re.IGNORECASE))
+    return next(found, None)
 
 
 @lru_cache(maxsize=20_000)

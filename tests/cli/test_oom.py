@@ -252,6 +252,46 @@ def test_people_say_it_in_words(words: str) -> None:
     assert not diagnose(f"{words}\nKeyError: 'text'").message.where or "uda" in words
 
 
+@pytest.mark.parametrize(
+    ("words", "phase"),
+    [
+        ("CUDA OOM\nThe training suddenly crashed during `loss.backward()`.", "backward"),
+        ("CUDA OOM during the first optimizer.step()", "optimizer"),
+        ("FSDP cuda out of memory during checkpoint saving", "save"),
+        ("Merging LoRA into the model goes out of memory", "save"),
+        ("一到eval_step就爆OOM了", "evaluation"),
+        ("CUDA OOM when doing rollout in GRPO", "generation"),
+        ("Out of memory while loading the checkpoint", "load"),
+        ("CUDA OOM when initializing DDP", "wrap"),
+        ("It was OOM. I fixed it, it got solved when I installed flash attention", "attention"),
+        ("OOM after a validation", ""),
+        ("gradient checkpointing does not help, still OOM", ""),
+        ("I load the model and save it. Then it is OOM.", ""),
+    ],
+)
+def test_what_people_say_of_the_moment_counts_where_nothing_else_is_shown(words: str, phase: str) -> None:
+    found = diagnose(words).phase
+    assert (found.name if found else "") == phase
+    shown = diagnose(f"{words}\n{as_python(CASES['forward'])}\n{OLD}").phase
+    assert shown is not None
+    assert shown.name == "forward"
+
+
+@pytest.mark.parametrize(
+    ("text", "phase"),
+    [
+        ('efficient_cross_entropy.py", line 108, in forward\n    x = y\n' + OLD, "loss"),
+        ('  File "/x/node.py", line 3, in load_model\n    m.to(device)\nAllocation on device', "load"),
+        ('  File "r.py", line 9, in train\n    loss = self._loss_step(batch)\n' + OLD, "forward"),
+        (as_python((f"{SITE}/transformers/modeling_utils.py:load_shard_file",)) + "\n" + OLD, "load"),
+    ],
+)
+def test_a_traceback_that_lost_an_end_is_read(text: str, phase: str) -> None:
+    found = diagnose(text).phase
+    assert found is not None
+    assert found.name == phase
+
+
 def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -> None:
     calls = as_python(CASES["loss"]) + "\n"
     others = diagnose(calls + NEW.format(**{**PLAIN, "others": "Process 41 has 9.00 GiB memory in use. "}))
