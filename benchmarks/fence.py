@@ -212,7 +212,7 @@ def row(asked: Asked, found: Found) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wish", default="", help="only wishes whose title has this text")
+    parser.add_argument("--request", default="", help="only requests whose title has this text")
     parser.add_argument("--write", action="store_true", help="write the table into docs/choices.md")
     args = parser.parse_args()
     lines = ["| wish | chosen | tokens/s | best | share | the best differs in | left out |", "|---|---" * 3 + "|---|"]

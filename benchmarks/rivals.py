@@ -4,12 +4,13 @@
 
 Each rival is a launch file as its project publishes it, read by `plan check`'s readers with the tool's own defaults. Of
 every pair of model and card the same work is compared: sequences of SEQ_LEN tokens, GLOBAL_BATCH of them per step (the
-rival's micro-batch kept, its accumulation made up), the rival's method, rank and matrices. A rival that does not fit
-gets its micro-batch halved; one of 16-bit weights of which no sequence fits takes its project's own 4-bit example
-("4-bit" in the row; the plan is then of QLoRA too). The plan is the fastest of the engines that
-launch files are written for, each within its own limits (`--target` is named in the row). With `--dry-run` every plan
-is proven as `plan` does it where torch is installed, by a dry run whose band is narrower, so that less is kept in
-reserve; the speeds are the same formula's.
+rival's micro-batch kept, its accumulation made up), the rival's rank and matrices, its bits or more. A rival that does
+not fit gets its micro-batch halved; one of 16-bit weights of which no sequence fits takes its project's own 4-bit
+example ("4-bit" in the row). The plan is the fastest of the engines that launch files are written for, each within its
+own limits (`--target` is named in the row), with its full rows said to be packed or not. With `--dry-run` every plan is
+proven as `plan` does it where torch is installed, by a dry run whose band is narrower, so that less is kept in reserve;
+the speeds are the same formula's. "Bound" is the rival's step over its matrices', attention's and loss's seconds alone:
+what a plan of no recomputing, no adapters and no elementwise kernels, on a card of any memory, would gain.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from planner.app.climb import answered
@@ -33,6 +36,7 @@ from planner.readers import read_text
 from planner.readers.published import PUBLISHED
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
+from planner.throughput import step_time
 
 SEQ_LEN, GLOBAL_BATCH = 2048, 32
 PAIRS = (
@@ -49,7 +53,7 @@ PAIRS = (
     ("Qwen/Qwen2.5-32B", "h100-sxm"),
     ("meta-llama/Llama-3.3-70B-Instruct", "h100-sxm"),
 )
-ENGINES = ("trl", "axolotl", "unsloth")
+ENGINES = ("trl", "hf", "axolotl", "unsloth")
 RIVALS = {
     "TRL": ("trl", "trl-4bit"),
     "TRL, float32": ("trl-fp32", "trl-fp32-4bit"),
@@ -69,6 +73,7 @@ class Row(NamedTuple):
     planned: float
     engine: str
     theirs: float
+    bound: float
     remarks: tuple[str, ...]
 
     @property
@@ -112,21 +117,46 @@ def _on(setup: TrainSetup, gpu: GpuSpec) -> tuple[TrainSetup, list[str]]:
 def ours(
     model: ModelSpec, gpu: GpuSpec, rival: TrainSetup, *, dry_run: bool = False
 ) -> tuple[float, str, TrainSetup] | None:
-    """Tokens/s, engine and setup of the fastest plan of the rival's method."""
-    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(rival, name),) for name in ("method", "lora_rank")}
-    fixed["lora_targets"] = (rival.lora_targets,)
-    found: list[tuple[float, str, TrainSetup]] = []
-    for engine in ENGINES:
-        request = PlanRequest(
-            fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(engine,), prefer="speed"
-        ).workload(model, gpu)
-        try:
-            plan = answered(request, dry_run=dry_run, history=False)
-        except PlannerError:
-            continue
-        if isinstance(plan, Plan) and plan.chosen.fits:
-            found.append((plan.chosen.formula.tokens_per_s or 0.0, engine, plan.chosen.setup))
-    return max(found, key=lambda one: one[0], default=None)
+    """Tokens/s, engine and setup of the fastest plan that loses no more than the rival's method. Rows are planned as
+    packed too where SDPA has no flash kernel: with packing's mask it takes one that holds no scores."""
+    methods = ("qlora", "lora") if rival.method == "qlora" else (rival.method,)
+    packings = (False,) if gpu.flash_attention_2 else (False, True)
+    found = []
+    for method, packing, engine in product(methods, packings, ENGINES):
+        fixed = {"method": method, "packing": packing, "lora_rank": rival.lora_rank, "lora_targets": rival.lora_targets}
+        found.append(_planned(model, gpu, engine, tuple(fixed.items()), dry_run))
+    return max((one for one in found if one is not None), key=lambda one: one[0], default=None)
+
+
+@cache
+def _planned(
+    model: ModelSpec, gpu: GpuSpec, engine: str, fixed: tuple[tuple[str, Any], ...], dry_run: bool
+) -> tuple[float, str, TrainSetup] | None:
+    request = PlanRequest(
+        fixed={name: (value,) for name, value in fixed},
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        targets=(engine,),
+        prefer="speed",
+    ).workload(model, gpu)
+    try:
+        plan = answered(request, dry_run=dry_run, history=False)
+    except PlannerError:
+        return None
+    if not isinstance(plan, Plan) or not plan.chosen.fits:
+        return None
+    return plan.chosen.formula.tokens_per_s or 0.0, engine, plan.chosen.setup
+
+
+def bound(model: ModelSpec, gpu: GpuSpec, rival: TrainSetup) -> float:
+    """Step time of the rival over the seconds of its matrices, attention and loss alone, at the best micro-batch."""
+    bare = rival.replace(checkpointing=0, activation_offload=False, kernels="eager", lora_dropout=0.0)
+    least = math.inf
+    for micro in (1, 2, 4, 8, 16, 32):
+        setup = bare.replace(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
+        parts = step_time(model, gpu, setup).parts_s
+        least = min(least, sum(parts[name] for name in ("matmul", "attention", "loss")))
+    return step_time(model, gpu, rival).step_time_s / least
 
 
 def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> list[Row]:
@@ -146,7 +176,12 @@ def rows(rivals: Iterable[str] = tuple(RIVALS), *, dry_run: bool = False) -> lis
             speed = speed_profile(model, gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1]
             if setup.lora_targets != "all-linear":
                 remarks = (*remarks, f"adapts {setup.lora_targets}")
-            found.append(Row(name, key, rival, mine[0], mine[1], speed, remarks))
+            if mine[2].packing:
+                remarks = (*remarks, "packed")
+            if mine[2].method != setup.method:
+                remarks = (*remarks, f"planned as {mine[2].method}")
+            most = bound(model, gpu, setup)
+            found.append(Row(name, key, rival, mine[0], mine[1], speed, most, remarks))
     return found
 
 
@@ -170,13 +205,14 @@ def main() -> None:
     for one in found:
         print(
             f"{one.model:36} {one.gpu:18} {one.rival:14} {one.planned:8.0f} ({one.engine:7}) / {one.theirs:8.0f} = "
-            f"{one.ratio:5.2f}  {', '.join(one.remarks)}"
+            f"{one.ratio:5.2f} of {one.bound:4.2f}  {', '.join(one.remarks)}"
         )
     for rival in asked:
         ratios = [one.ratio for one in found if one.rival == rival]
         print(
             f"over {rival}: {geometric_mean(ratios):.2f} (geometric mean of {len(ratios)} pairs, "
-            f"{min(ratios):.2f} to {max(ratios):.2f})"
+            f"{min(ratios):.2f} to {max(ratios):.2f}); bound "
+            f"{geometric_mean([one.bound for one in found if one.rival == rival]):.2f}"
         )
     print("Speeds are the formula's predictions: no GPU has run these.", file=sys.stderr)
 
