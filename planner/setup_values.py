@@ -280,12 +280,22 @@ class SetupValues:
         return _before(self.transformers_version, version)
 
     @property
+    def computed_otherwise(self) -> bool:
+        """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
+        loss = self.loss == "full" and self.by.transformers_loss and self.before_transformers(4, 49)
+        return self.use_cache or self.repeats_keys or loss or self._pins_four_bit
+
+    @property
+    def _pins_four_bit(self) -> bool:
+        return self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2))
+
+    @property
     def pins_inputs(self) -> bool:
         """Whether a quantized matrix keeps its input on the node of its graph, where no checkpointing reaches it.
 
         Source: bitsandbytes 0.50 `MatMul8bitLt` (ctx.tensors); of 4 bits 0.43.1 `MatMul4Bit` ((A, B)), not 0.43.2.
         """
-        return self.quantization == "int8" or (self.four_bit and _before(self.bitsandbytes_version, (0, 43, 2)))
+        return self.quantization == "int8" or self._pins_four_bit
 
     @property
     def repeats_keys(self) -> bool:

@@ -90,7 +90,7 @@ def profiled_kind(setup: TrainSetup) -> bool:
     """
     known = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     plain = setup.alone and known and setup.images is None and not setup.compile
-    plain = plain and not any(_LATER(setup))
+    plain = plain and not (any(_LATER(setup)) and setup.computed_otherwise)
     return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
 
 

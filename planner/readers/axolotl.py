@@ -80,7 +80,7 @@ def read(settings: Settings) -> ReadConfig:
     config_of = settings.raw("overrides_of_model_config")
     if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):
         settings.ask("model", f": overrides_of_model_config sets {', '.join(sizes)}")
-    return config(AXOLOTL, settings, fields, dataset=_dataset(settings))
+    return config(AXOLOTL, settings, fields, dataset=_dataset(settings), reentrant=_reentrant(settings, fields))
 
 
 def _pairs(settings: Settings, method: str) -> dict[str, Any]:
@@ -200,6 +200,18 @@ def _checkpointing(settings: Settings) -> int:
     if not settings.flag("gradient_checkpointing", False):
         return 0
     return settings.block("gradient_checkpointing_kwargs").integer("every_n_layers", 1, at_least=1)
+
+
+def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether Axolotl asks for the older form of checkpointing, as it does where nothing else is said.
+
+    Source: axolotl 0.21 `utils/config/__init__.py` normalize_config (and Gemma 4 without it),
+    `monkeypatch/selective_checkpointing.py`; its reader's keys that set the form are `read._reentrant`'s.
+    """
+    said = any(settings.raw(key) is not None for key in ("gradient_checkpointing_kwargs", "unfrozen_parameters", "rl"))
+    gemma = settings.model is not None and settings.model.model_type.startswith("gemma4")
+    asked = settings.raw("gradient_checkpointing") is True
+    return asked and not (said or gemma or fields["selective_checkpointing"] or fields["activation_offload"])
 
 
 def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:

@@ -44,9 +44,9 @@ def _four_bits(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
 
 def _checkpointing(key: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     edits: dict[str, Any] = {key: after.checkpointing > 0}
-    if max(after.checkpointing, before.checkpointing) > 1:
+    if after.checkpointing or before.checkpointing > 1:
         every = {"every_n_layers": after.checkpointing} if after.checkpointing > 1 else {}
-        edits[f"{key}_kwargs"] = {"use_reentrant": False, **every}
+        edits[f"{key}_kwargs"] = {"use_reentrant": after.reentrant_checkpointing, **every}
     if before.selective_checkpointing:
         edits["selective_checkpointing"] = after.selective_checkpointing
     return edits

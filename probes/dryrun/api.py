@@ -12,7 +12,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
-from planner.setup import OF_OTHERS, TrainSetup
+from planner.setup import TrainSetup
 from planner.speed.run import with_run_speed
 from probes.dryrun import cache
 from probes.dryrun.ahead import reported
@@ -166,7 +166,7 @@ def report_for_config(
 def _refusal(setup: TrainSetup) -> str:
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
-    if any(getattr(setup, name) for name in OF_OTHERS):
+    if setup.computed_otherwise:
         return (
             "it runs the installed libraries, without a key-value cache: not the older ones or the cache of this setup"
         )

@@ -316,6 +316,23 @@ def test_layers_that_train_alone_are_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "older"),
+    [
+        ("", True),
+        ("rl: dpo\n", False),
+        ("selective_checkpointing: true\n", False),
+        ("activation_offloading: true\n", False),
+        ("gradient_checkpointing_kwargs: {use_reentrant: false}\n", False),
+        ("gradient_checkpointing_kwargs: {every_n_layers: 2}\n", False),
+    ],
+)
+def test_axolotl_checkpoints_in_the_older_form_where_nothing_else_is_said(lines: str, older: bool) -> None:
+    """`normalize_config`: under it 8-bit layers do not hold all their inputs, of Llama-2-7B at 2 x 4,096 11 GiB."""
+    head = "base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nsequence_len: 512\ngradient_checkpointing: true\n"
+    assert read_text(head + lines, "axolotl.yaml").setup.reentrant_checkpointing is older
+
+
+@pytest.mark.parametrize(
     ("said", "version", "precision"),
     [
         ("", "1.16.0", "bf16-mixed"),

@@ -264,6 +264,14 @@ def test_older_libraries_keep_more() -> None:
     packed = kept.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
     assert "inputs that quantized matrices keep" in terms(packed)
     assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))
+    flash = kept.replace(attention="flash-attention-2", transformers_version="4.53")
+    assert not flash.computed_otherwise  # so that profiles and dry runs of today's libraries hold
+    assert (
+        predict_memory(MODEL, card, flash).terms
+        == predict_memory(MODEL, card, flash.replace(transformers_version="")).terms
+    )
+    others = ({"attention": "sdpa"}, {"transformers_version": "4.48"}, {"use_cache": True})
+    assert all(one.computed_otherwise for one in (packed, *(flash.replace(**changed) for changed in others)))
     with pytest.raises(SetupError, match="transformers_version"):
         kept.replace(transformers_version="newest")
 
