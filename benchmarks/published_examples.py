@@ -9,8 +9,8 @@ ms-swift's `memory(GiB)` (`torch.cuda.max_memory_reserved`), rounded by whoever 
 `--read` predicts each config before anything is compared (`first`, never written again). Half of the rows, by the
 checksum of the path (`kept_out`), is never looked at to change a model.
 
-An ms-swift script is read as it stood when its figure was written, with that day's transformers. It counts where its
-length is known: packed, or the self-introductions of `swift/self-cognition` alone (SHORT tokens).
+A file is read as it stood when its figure was written, with that day's transformers. An ms-swift script counts where
+its length is known: packed, or the self-introductions of `swift/self-cognition` alone (SHORT tokens).
 """
 
 import argparse
@@ -95,7 +95,7 @@ def scripts(checkout: Path) -> Iterator[Example]:
         if _OTHERWISE_RUN.search(path) or said is None or float(said[2]) == 80 or "\nswift sft" not in now:
             continue
         day, commit = _git(checkout, "log", "--format=%as %h", f"-S{said[0]}", "--", path).split()[-2:]
-        text = _git(checkout, "show", f"{commit}:{path}")
+        text = _of_commit(checkout, commit, path)
         of_day = [version for since, version in RELEASES.items() if since <= day]
         data = re.findall(r"[\w-]+/[\w-]+(?:#\d+)?", text.partition("--dataset")[2].partition("--")[0])
         short = all("self-cognition" in one for one in data)
@@ -121,32 +121,55 @@ def _git(checkout: Path, *words: str) -> str:
 
 def readmes(checkout: Path) -> Iterator[Example]:
     """Axolotl's configs with a figure: in a comment before their command or behind it, in a sentence after it, in a
-    table, or under a link."""
+    table, or under a link. Each as it stood when its figure was written, with that day's pins."""
     for readme in sorted(checkout.glob("examples/**/README.md")):
-        ahead: tuple[float, int] | None = None
+        ahead: tuple[re.Match[str], float, int] | None = None
         before: list[str] = []
         text = readme.read_text(encoding="utf-8")
         installs = {name: "0" for name in ("flash-linear-attention",) if name in text}
+        name = str(readme.relative_to(checkout))
         for line in map(str.strip, text.splitlines()):
             command, link = _RUN.search(line), _LINK.search(line)
             if command:
                 inline = re.search(rf"#.*?{_FIGURE}", line[command.end() :])
-                said = (float(inline[1]), 0) if inline else ahead
+                said = (inline, float(inline[1]), 0) if inline else ahead
                 before = [] if said else [*before, command[1]]
                 if said:
-                    yield Example(command[1], _text(checkout, command[1]), *said, installs, {}, False)
+                    yield _of_day(checkout, name, command[1], *said, installs)
                 ahead = None
                 continue
             if link:
                 before = [str((readme.parent / (link[1] or link[2])).relative_to(checkout))]
             if (found := _BEHIND.search(line)) and before:
                 gpus = 2 if "Dual" in line else int("Single" in line)
-                yield from (
-                    Example(one, _text(checkout, one), float(found[1]), gpus, installs, {}, False) for one in before
-                )
+                yield from (_of_day(checkout, name, one, found, float(found[1]), gpus, installs) for one in before)
                 before = []
             elif ahead is None and (found := _AHEAD.search(line)):
-                ahead = float(found[2]), int(found[1] or 0)
+                ahead = found, float(found[2]), int(found[1] or 0)
+
+
+def _of_day(
+    checkout: Path, readme: str, path: str, found: re.Match[str], gib: float, gpus: int, installs: dict[str, str]
+) -> Example:
+    """A config as it was in the commit that wrote its figure, with what that commit pins."""
+    words = re.search(_FIGURE, found[0])
+    assert words is not None
+    commit = _git(checkout, "log", "--format=%h", f"-S{words[0]}", "--", readme).split()[-1]
+    text, now = _of_commit(checkout, commit, path), _text(checkout, path)
+    if not text or (_SHARDED.search(now) and not _SHARDED.search(text)):
+        text = now  # a file of its day that says less of its GPUs than today's
+    pinned = re.findall(r"^(transformers|bitsandbytes)==([\d.]+)", _of_commit(checkout, commit, _PINS), re.MULTILINE)
+    return Example(path, text, gib, gpus, {**dict(pinned), **installs}, {}, False)
+
+
+def _of_commit(checkout: Path, commit: str, path: str) -> str:
+    """A file as a commit has it; "" where it has none."""
+    words = ("git", "-C", str(checkout), "show", f"{commit}:{path}")
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
+_SHARDED = re.compile(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", re.MULTILINE)
+_PINS = "requirements.txt"
 
 
 SAME_SHAPES = {
@@ -165,9 +188,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": False,
     },
     "zai-org/GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "tie_word_embeddings": False},
+    "swiss-ai/Apertus-8B-Instruct-2509": {
+        "model_type": "apertus", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 21504,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 131072, "tie_word_embeddings": False,
+    },
+    "XiaomiMiMo/MiMo-7B-RL": {
+        "model_type": "qwen2", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 11008,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151680, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
-"""Configurations of others: Seed-OSS as tests of an MLX port have it; GLM-4.7-Flash is transformers 5.23's default of
-its type (vLLM's own tests name the same sizes)."""
+"""Configurations of others: Seed-OSS and Apertus as MLX ports have them (mlx-swift-lm's ApertusConfiguration);
+GLM-4.7-Flash is transformers 5.23's default of its type (vLLM's own tests name the same sizes); MiMo-7B as a test of
+Megatron-Bridge has it, whose class is Qwen2's but for a layer that predicts further tokens."""
 
 
 OTHERWISE = {
@@ -212,7 +244,7 @@ def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
         row |= {"at_most": True} if one.at_most else {}
         try:
             text = one.text
-            if not one.num_gpus and re.search(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", text, re.MULTILINE):
+            if not one.num_gpus and _SHARDED.search(text):
                 raise ConfigError("sharded, over how many GPUs is not said")
             around = FileContext(num_gpus=one.num_gpus or 1)
             named = read_text(text, one.path, around=around).model_id or ""
@@ -287,7 +319,12 @@ def _of_one(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: b
             f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
-    halves = {"all": list(ratios), "kept out": [path for path in ratios if kept_out(path)]}
+    alone = {row["path"] for row in rows if "setup" in row and asked_setup(row["setup"]).alone}
+    halves = {
+        "all": list(ratios),
+        "kept out": [path for path in ratios if kept_out(path)],
+        "one GPU": [path for path in ratios if path in alone],
+    }
     for name, paths in halves.items():
         if not paths:
             continue

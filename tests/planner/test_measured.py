@@ -1,6 +1,7 @@
 """The recorded measurements: every row is complete, sourced, and its setup one that can exist."""
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -172,9 +173,29 @@ def test_figures_of_others_readmes_are_read_where_they_stand(tmp_path: Path) -> 
     - [LoRA](./lora.yml)
       - Dual GPU @ 11GB VRAM
     """
-    (tmp_path / "examples" / "a").mkdir(parents=True)
-    (tmp_path / "examples" / "a" / "README.md").write_text(text)
-    found = [(one.path.removeprefix("examples/a/"), one.gib, one.num_gpus) for one in examples(tmp_path)]
+    folder = tmp_path / "examples" / "a"
+    folder.mkdir(parents=True)
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+
+    def commit() -> None:
+        subprocess.run((*git, "add", "."), check=True)
+        subprocess.run((*git, "commit", "-qm", "x"), check=True)
+
+    subprocess.run((*git, "init", "-q"), check=True)
+    (folder / "README.md").write_text(text)
+    (folder / "two.yml").write_text("of the figure's day")
+    (tmp_path / "requirements.txt").write_text("bitsandbytes==0.43.0\ntransformers==4.53.1\n")
+    commit()
+    (folder / "README.md").write_text(text + "moved\n")
+    (folder / "two.yml").write_text("of today")
+    (folder / "one.yaml").write_text("of today")
+    commit()
+    read = list(examples(tmp_path))
+    assert {one.path.rpartition("/")[2]: one.text for one in read if one.text} == {
+        "one.yaml": "of today", "two.yml": "of the figure's day"
+    }  # fmt: skip
+    assert read[0].versions["transformers"] == "4.53.1"
+    found = [(one.path.removeprefix("examples/a/"), one.gib, one.num_gpus) for one in read]
     told = [
         ("fsdp.yaml", 29.0, 2),
         ("one.yaml", 69.0, 0),
