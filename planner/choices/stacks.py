@@ -51,6 +51,7 @@ class Stack:
             rearrangement einops', as a course's transformer is written.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
+        torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
         source: where all this was read.
     """
 
@@ -77,6 +78,7 @@ class Stack:
     single_operations: bool = False
     packs_rows: bool = False
     wide_embedding_states: bool = False
+    torch_nf4: bool = False
     source: str
 
     @property
@@ -208,6 +210,7 @@ _ROWS = (
         loss_chunks=8,
         overlaps_offload=True,
         packs_rows=True,
+        torch_nf4=True,
         quantized_adapters="",
         plain_adapters="",
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
@@ -221,6 +224,7 @@ _ROWS = (
         compiles_loss=False,
         overlaps_offload=True,
         packs_rows=True,
+        torch_nf4=True,
         quantized_adapters="",
         plain_adapters="",
         source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."

@@ -25,11 +25,14 @@ def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -
     """The copy of one quantized matrix that its multiplication makes, alive only within it: in the compute type for
     NF4, in its input's type for int8 (in the backward only).
 
-    Source: bitsandbytes 0.50 `MatMul4Bit`, `MatMul8bitLt` backward.
+    Source: bitsandbytes 0.50 `MatMul4Bit`, `MatMul8bitLt` backward; torchao `dtypes/nf4tensor.py` get_original_weight:
+    as its values are interleaved, their codes (int64), looked-up and scaled values still lie beside them.
     Shapes: [out_features, in_features].
     """
     if not setup.quantized or not linear.quantizes:
         return 0
+    if setup.four_bit and setup.by.torch_nf4 and not setup.compiled:
+        return linear.in_features * linear.out_features * (8 + 3 * SIZE_BYTES[setup.compute_dtype])
     dtype = input_dtype if setup.quantization == "int8" else setup.compute_dtype
     return linear.in_features * linear.out_features * SIZE_BYTES[dtype]
 

@@ -28,6 +28,7 @@ class Conditions:
         rented_host: the host is a rented virtual machine's (`planner.throughput.rented`); else that of the published
             runs, as fast as fitted, no trainer counted around their micro-batches.
         cudnn_attention: SDPA takes cuDNN's kernels on Hopper and data-centre Blackwell: PyTorch 2.13, cuDNN above 9.15.
+        torch_nf4: matrices in 4 bits are unpacked by operations of torch's, not by one kernel.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
         fp32_reduction: gradients travel between GPUs in fp32 although weights are gathered in 16 bit.
@@ -47,6 +48,7 @@ class Conditions:
     masked_attention: bool = False
     rented_host: bool = False
     cudnn_attention: bool = False
+    torch_nf4: bool = False
     flash_1: bool = False
     optimizer_part: float = 1.0
     fp32_reduction: bool = False
@@ -74,6 +76,7 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
         gradient_clipping=by.clips_gradients,
         trainer_overhead=by.trainer_overhead,
         rented_host=by.trainer_overhead,
+        torch_nf4=by.torch_nf4 and not compiled,
         cudnn_attention=True,
         fsdp_1=fsdp_version == 1,
     )

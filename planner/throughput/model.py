@@ -36,6 +36,14 @@ from planner.throughput.rented import LISTED_TENSOR_S, LOOPED_TENSOR_S, UPDATE_S
 
 INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
+TORCH_NF4_BYTES, TORCH_NF4_KERNELS = 33.0, 18
+"""Bytes moved for one weight of torchao's NF4Tensor, and kernels for a matrix: of each pair in a byte, two shifts or
+masks (4), two copies in int64 (18), two look-ups by them (20), two repeated scales (4), two products (12) and their
+interleaving (8).
+
+Source: torchao `dtypes/nf4tensor.py` get_original_weight, dequantize_scalers (commit 05980129).
+Measured: torchtune's Llama-3-8B QLoRA at 2 x 512 tokens on a 4090: 958 tokens/s (BenjaminBossan/peft-experiments).
+"""
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
 EFFICIENT = 0.6  # SDPA's memory-efficient kernel against its flash kernel, for the same products
 CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
@@ -345,6 +353,10 @@ class SpeedModel:
                 weights += group.weights
                 modules += group.count * group.linear.num
         each = INT8_UNPACK_BYTES if quantization == "int8" else NF4_READ_BYTES + SIZE_BYTES[dtypes.compute]
+        if self.conditions.torch_nf4 and quantization != "int8":
+            return weights * TORCH_NF4_BYTES / self.bandwidth + modules * TORCH_NF4_KERNELS * (
+                self.constants.kernel_gap_s
+            ), modules
         moved = weights * each
         extra = 2 if quantization == "nf4-double" else 0
         seconds = moved / (self.rates.bandwidth * self.constants.dequantize_share)
