@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.around import between_steps_bytes, evaluation_bytes, loading_host_bytes, logits_bytes
+from planner.memory import around
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
@@ -216,11 +216,8 @@ def held_bytes(config: ReadConfig, model: ModelSpec, setup: TrainSetup) -> int:
 
 def evaluating_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device peak of the evaluation between two steps, at most; 0 where it surely stays below the step's."""
-    more = config.eval_seqs > setup.micro_batch_seqs or (config.eval_seqs and config.eval_logits)
-    if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
-        return 0
-    own = evaluation_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
-    return own + held_bytes(config, model, setup)
+    own = around.evaluating_bytes(model, gpu, setup, config.eval_seqs, logits=config.eval_logits)
+    return own + held_bytes(config, model, setup) if own else 0
 
 
 def _keeps_all_logits(config: ReadConfig) -> bool:
@@ -239,7 +236,7 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
             f"{gib(decides_bytes)}: {key} {micro} keeps it below"
         )
     if _keeps_all_logits(config):
-        each = gib(2 * logits_bytes(model, config.setup))
+        each = gib(2 * around.logits_bytes(model, config.setup))
         found.append(
             f"compute_metrics keeps the logits of the whole evaluation on the GPU, {each} for each sequence: "
             "eval_accumulation_steps 1 sends them to the host"
@@ -251,7 +248,7 @@ def again_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
     """Device memory where a program loads its model once more after the training; 0 where it does not."""
     if not config.loaded_again[0] or config.setup.num_gpus > 1:
         return 0
-    held = between_steps_bytes(model, gpu, config.setup)
+    held = around.between_steps_bytes(model, gpu, config.setup)
     return held + SIZE_BYTES[config.loaded_again[1]] * model.num_params
 
 
@@ -260,8 +257,8 @@ def _around_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwa
     found = []
     setup, where = config.setup, config.loaded_again[0]
     on_node = min(setup.num_gpus, MAX_ON_NODE)
-    if setup.num_gpus > 1 and (loading := loading_host_bytes(model, setup, on_node)):
-        whole = loading_host_bytes(model, setup, 1)
+    if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
+        whole = around.loading_host_bytes(model, setup, 1)
         who = "its first process" if loading == whole else f"each of its {on_node} processes"
         found.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
         if loading == whole and setup.method == "full":

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +23,15 @@ from planner.hardware.gpus import find_gpu
 from planner.hardware.kernels import default_attention
 from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import asked_setup
+from planner.memory.around import evaluating_bytes
 from planner.models.spec import ModelSpec
-from planner.outcome import Candidate
+from planner.option_values import positive
+from planner.outcome import Candidate, Prediction
 from planner.predict import predict
 from planner.records import dataclass
 from planner.setup import TrainSetup
 from planner.single_changes import enough_alone
+from planner.units import gib
 from reports.plan_json import candidate_to_dict, estimate_to_dict
 from reports.terminal import render_estimate
 
@@ -88,6 +92,7 @@ def estimate(
     memory: options.Memory,
     dry: DryRunOptions,
     lookup: options.Lookup,
+    eval_batch: Annotated[int | None, typer.Option(help="Sequences evaluated at once between steps.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Memory and speed of one setup: formula beside dry run."""
@@ -101,7 +106,7 @@ def estimate(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     spec, card = _resolve(model, gpu, lookup)
-    _one(spec, card, one, links, memory, dry, as_json=as_json)
+    _one(spec, card, one, links, memory, dry, eval_batch=eval_batch, as_json=as_json)
 
 
 def _one(
@@ -112,6 +117,7 @@ def _one(
     memory: options.Memory,
     dry: DryRunOptions,
     *,
+    eval_batch: int | None,
     as_json: bool,
 ) -> None:
     """The setup of the flags."""
@@ -128,10 +134,11 @@ def _one(
         result = with_dry_run(result, spec, card, full_depth=dry.full_depth, memory_bytes=memory.of(card)[0])
         if samples is not None:
             over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
+    result = with_evaluation(result, spec, card, eval_batch)
     if as_json:
         print_json(estimate_to_dict(result, spec.model_id, card.key, cluster=cluster, over=over))
     else:
-        _show(result, spec, card, cluster, memory.of(card)[0], over)
+        _show(result, spec, card, cluster, memory.of(card)[0], over, eval_batch)
 
 
 def _show(
@@ -141,15 +148,23 @@ def _show(
     cluster: Cluster | None,
     memory_bytes: int,
     over: "OverLengths | None",
+    eval_batch: int | None,
 ) -> None:
     """The estimate for a person, with what alone would be enough where it does not fit."""
     notes: tuple[str, ...] = ()
+    step = predict(spec, card, result.setup, cluster)
+    decides = result.formula.peak_device_bytes > step.peak_device_bytes
     if cluster is not None:
         from planner.planning.answer import cluster_notes
 
         notes = cluster_notes(cluster)
+    if decides:
+        own = gib(step.peak_device_bytes)
+        notes += (f"the evaluation of {eval_batch} at once decides the device peak; a step's is {own}",)
     enough: tuple[str, ...] | None = None
-    if not result.fits:
+    if not result.fits and decides and step.peak_device_bytes <= result.budget_bytes:
+        enough = (f"evaluation of {result.setup.micro_batch_seqs} at once",)
+    elif not result.fits:
         enough = enough_alone(
             result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
         )
@@ -169,8 +184,10 @@ def candidate_of(
     *,
     dry: bool,
     cluster: Cluster | None = None,
+    eval_seqs: int | None = None,
 ) -> Candidate:
-    """One setup against a card's budget: formula, with `dry` the dry run too.
+    """One setup against a card's budget: formula, with `dry` the dry run too; `eval_seqs` are evaluated at once between
+    its steps.
 
     Raises:
         UsageError: no engine runs it, or sizes that make no sense.
@@ -183,7 +200,19 @@ def candidate_of(
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
     if dry:
         result = with_dry_run(result, spec, card, memory_bytes=memory)
-    return result
+    return with_evaluation(result, spec, card, eval_seqs)
+
+
+def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs: int | None) -> Candidate:
+    """A candidate whose device peak is at least that of the evaluation between two steps; without one the same."""
+    own = evaluating_bytes(spec, card, result.setup, positive("eval-batch", eval_seqs) or 0)
+    rungs = ((name, getattr(result, name)) for name in ("formula", "dry_run"))
+    found = {
+        name: replace(one, peak_device_bytes=own)
+        for name, one in rungs
+        if isinstance(one, Prediction) and one.peak_device_bytes < own
+    }
+    return replace(result, **found) if found else result
 
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
@@ -199,9 +228,11 @@ def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> No
     """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
     for number, line in _lines(path):
         try:
-            model, gpu, setup = parse_line(line)
+            model, gpu, setup, around = parse_line(line)
             spec, card = _resolve(model, gpu, options.Lookup())
-            result = candidate_of(spec, card, setup, memory, dry=dry)
+            eval_seqs = around.pop("eval_batch")
+            cluster = options.cluster_of(card, setup.num_gpus, **around)
+            result = candidate_of(spec, card, setup, memory, dry=dry, cluster=cluster, eval_seqs=eval_seqs)
             answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
         except PlannerError as error:
             answer = {"error": error.message, "hint": error.hint, "line": number}
@@ -220,8 +251,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.decode("utf-8", "replace")
 
 
-def parse_line(line: str) -> tuple[str, str, TrainSetup]:
-    """(model, gpu, setup) from one line of the interchange form.
+def parse_line(line: str) -> tuple[str, str, TrainSetup, dict[str, Any]]:
+    """(model, gpu, setup, what is around it) from one line of the interchange form: beside a setup's keys it takes
+    those of `--nodes`, `--interconnect` and `--eval-batch`.
 
     Raises:
         ConfigError: not a JSON object, or model or gpu missing.
@@ -235,4 +267,8 @@ def parse_line(line: str) -> tuple[str, str, TrainSetup]:
         raise ConfigError(
             "a setup line needs the strings 'model' and 'gpu'", hint='{"model": "...", "gpu": "...", ...}'
         )
-    return model, gpu, asked_setup(values)
+    around = {name: values.pop(name, None) for name in ("nodes", "interconnect", "eval_batch")}
+    for name, kind in (("nodes", int), ("interconnect", str), ("eval_batch", int)):
+        if around[name] is not None and type(around[name]) is not kind:
+            raise ConfigError(f"{name} must be a {'number' if kind is int else 'name'}, got {around[name]!r:.80}")
+    return model, gpu, asked_setup(values), around

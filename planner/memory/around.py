@@ -105,6 +105,14 @@ def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: in
     return max(phases) + memory.peak_device_bytes - memory.peak_allocated_bytes
 
 
+def evaluating_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
+    """`evaluation_bytes`, 0 where it surely stays below the step's peak, or is not known."""
+    more = seqs > setup.micro_batch_seqs or (seqs and logits)
+    if not more or setup.num_gpus > 1 or setup.aim.rolls_out or setup.aim.whole_batch:
+        return 0
+    return evaluation_bytes(model, gpu, setup, seqs, logits=logits)
+
+
 def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Logits of one sequence as `compute_metrics` gets them: in fp32 under autocast (accelerate
     `convert_outputs_to_fp32`), twice that on the GPU while they are joined at the evaluation's end, unless

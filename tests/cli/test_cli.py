@@ -106,6 +106,24 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     assert "lora_targets" in targets["error"]
 
 
+def test_a_setup_line_says_its_evaluation_and_its_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Beside the setup's own keys: what is evaluated at once between steps, nodes and what links them."""
+    alone = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "rtx-4090"}
+    two = {**alone, "method": "full", "num_gpus": 2, "parallel": "ddp"}
+    linked = {**two, "nodes": 2, "interconnect": "ethernet-25"}
+    rows = [alone, {**alone, "eval_batch": 1}, {**alone, "eval_batch": 16}, two, linked, {**alone, "eval_batch": "x"}]
+    path = tmp_path / "setups.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["estimate", "--setups", str(path), "--json=full", *FAST]) == 0
+    *found, wrong = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    peaks = [one["formula"]["peak_device_bytes"] for one in found]
+    assert peaks[0] == peaks[1] < peaks[2] / 10
+    assert found[4]["formula"]["tokens_per_s"] < 0.6 * found[3]["formula"]["tokens_per_s"]
+    assert "eval_batch" in wrong["error"]
+    assert run(["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--eval-batch", "16", *FAST]) == 0
+    assert "evaluation of 1 at once" in capsys.readouterr().out
+
+
 def test_out_writes_plan_reports_and_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "plan"
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--out", str(out), *FAST]) == 0
