@@ -206,13 +206,12 @@ def candidate_of(
 def with_evaluation(result: Candidate, spec: ModelSpec, card: GpuSpec, eval_seqs: int | None) -> Candidate:
     """A candidate whose device peak is at least that of the evaluation between two steps; without one the same."""
     own = evaluating_bytes(spec, card, result.setup, positive("eval-batch", eval_seqs) or 0)
-    rungs = ((name, getattr(result, name)) for name in ("formula", "dry_run"))
-    found = {
-        name: replace(one, peak_device_bytes=own)
-        for name, one in rungs
-        if isinstance(one, Prediction) and one.peak_device_bytes < own
-    }
-    return replace(result, **found) if found else result
+    if own <= result.formula.peak_device_bytes:
+        return result
+    ran = result.dry_run
+    if isinstance(ran, Prediction):
+        ran = replace(ran, peak_device_bytes=max(own, ran.peak_device_bytes))
+    return replace(result, formula=replace(result.formula, peak_device_bytes=own), dry_run=ran)
 
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
