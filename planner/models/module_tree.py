@@ -33,7 +33,7 @@ from planner.outputs import write_whole
 NEEDED = ("torch", "transformers", "peft")
 LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
-VERSION = 8
+VERSION = 9
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 SHIPPED = Path(__file__).parent.parent / "data" / "module_trees.jsonl.gz"
 """A line for each model of the catalogue whose type has no adapter: the digests of its configuration, as published and

@@ -6,8 +6,8 @@ configuration (heads, windows, activation) or from what modules are called (whic
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,9 @@ _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output", re.IGNORECASE)
 """Names of what mixes no tokens; a matrix below another name, and not directly in its layer, belongs to a mixer."""
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
-SEES_AHEAD = frozenset({"paligemma"})
-"""Types whose prompts and pictures are seen both ways, which takes a mask."""
+SEES_AHEAD = frozenset({"gemma3", "paligemma"})
+"""Types whose prompts or pictures are seen both ways, which takes a mask; in Gemma 4's layers with a window its
+configuration says so."""
 _ELSEWHERE = re.compile(r"encoder_attn|crossattention")
 _BESIDE = re.compile(r"altup|laurel|per_layer")
 """Gemma 3n's matrices beside attention and MLP."""
@@ -54,7 +55,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     rotary = any("rotary" in name or "rope" in name for name, _ in model.named_modules()) or _first(text, "rotary_dim")
     head, table = _ends(model)
     hidden = int(_first(text, "hidden_size") or table.embedding_dim)
-    kinds, order, unseen = _kinds(config.model_type, layers, text, path, hidden, bool(rotary))
+    kinds, order, unseen = _kinds(config, layers, text, path, hidden, bool(rotary))
     inside = {id(one) for layer in layers for one in layer.parameters()}
     inside |= {id(one) for one in head.parameters(recurse=False)}
     refused = unadaptable_modules(model)
@@ -71,7 +72,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         layer_order=order,
         head=_linear("lm_head", head, "other"),
         tied=head.weight is table.weight,
-        **_outside(model, inside, path, unseen),
+        **_outside(model, inside, path, hidden, unseen),
         logit_softcap=bool(_first(text, "final_logit_softcapping")),
         attentions=_attentions(model, text),
         lacks=tuple(_lacking(model, head, hidden)),
@@ -108,7 +109,7 @@ def _ends(model: Any) -> tuple[nn.Linear, nn.Embedding]:
 
 
 def _kinds(
-    model_type: str, layers: list[Any], text: Any, path: str, hidden: int, rotary: bool
+    config: Any, layers: list[Any], text: Any, path: str, hidden: int, rotary: bool
 ) -> tuple[tuple[LayerSpec, ...], tuple[int, ...], Counter[LayerSpec]]:
     """The kinds of layer that text sees, of each such layer the kind, and what text does not see: Llama 3.2 Vision
     leaves layers out where there is no picture, a decoder alone (BART's) its attention to an encoder."""
@@ -116,6 +117,7 @@ def _kinds(
     unseen: Counter[LayerSpec] = Counter()
     order = []
     held: set[int] = set()
+    in_windows = config is not text and _first(text, "use_bidirectional_attention") == "vision"
     for index, layer in enumerate(layers):
         one = _layer(layer, index, text, path, hidden, rotary, held)
         held |= {id(parameter) for parameter in layer.parameters()}
@@ -124,7 +126,8 @@ def _kinds(
             continue
         one, idle = _looking_elsewhere(one)
         unseen.update(idle)
-        one = seeing_ahead(one) if model_type in SEES_AHEAD else one
+        window = None if one.attention is None else one.attention.window_tokens
+        one = seeing_ahead(one) if config.model_type in SEES_AHEAD or (in_windows and window) else one
         order.append(kinds.setdefault(one, len(kinds)))
     return tuple(kinds), tuple(order), unseen
 
@@ -187,7 +190,7 @@ def _attentions(model: Any, text: Any) -> tuple[str, ...]:
     return ("eager", *(kind for kind, flag in kinds.items() if all(getattr(one, flag, True) for one in parts)))
 
 
-def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]) -> dict[str, Any]:
+def _outside(model: Any, inside: set[int], path: str, hidden: int, unseen: Counter[LayerSpec]) -> dict[str, Any]:
     """What stands before and after the layers (at `path`), as `ModelSpec` names it.
 
     Args:
@@ -195,7 +198,7 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
     """
     sizes: Counter[str] = Counter()
     embeddings, linears, norms = [], [], []
-    encoders: dict[tuple[str, str], list[LinearSpec]] = {}
+    encoders: dict[tuple[str, str], tuple[list[LinearSpec], list[NormSpec]]] = defaultdict(lambda: ([], []))
     seen, tables = set(inside), set[int]()
     for name, module in model.named_modules():
         if name.startswith(f"{path}."):
@@ -212,30 +215,38 @@ def _outside(model: Any, inside: set[int], path: str, unseen: Counter[LayerSpec]
             continue
         seen |= {id(one) for one in own.values()}
         size = sum(one.numel() for one in own.values())
+        place, number, inner = _numbered(name)
         if isinstance(module, nn.Linear) and own and idle:
-            place, number, inner = _numbered(name)
-            encoders.setdefault((place, number), []).append(_linear(inner, module, "other"))
+            encoders[place, number][0].append(_linear(inner, module, "other"))
+        elif idle and number and own and _is_norm(module):
+            encoders[place, number][1].append(_norm(inner, module, (_size(module), 1)))
         elif isinstance(module, nn.Linear) and own:
             linears.append(_linear(leaf, module, "other"))
         elif idle or not _is_norm(module):
             sizes["num_idle_other_params" if idle else "num_outer_other_params"] += size
         elif size or not list(module.parameters()):
-            norms.append(_norm(leaf, module, 1))
+            within = (one.out_features for one in linears if _size(module) not in (0, hidden))
+            rows = next((size // _size(module) for size in within if size % _size(module) == 0), 1)
+            norms.append(_norm(leaf, module, (_size(module), rows)))
     found = {"embeddings": tuple(embeddings), "outer_linears": tuple(linears), "outer_norms": tuple(norms)}
     return {**found, "idle_layers": (*_alike(encoders), *unseen.items()), **sizes}
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
-    """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one, ("", "", name)."""
+    """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one its parent and its own:
+    ("embed_vision", "", "embedding_projection")."""
     found = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
-    return (found[1], found[2], found[3]) if found else ("", "", name)
+    return (found[1], found[2], found[3]) if found else (name.rpartition(".")[0], "", name.rpartition(".")[2])
 
 
-def _alike(encoders: Mapping[tuple[str, str], list[LinearSpec]]) -> tuple[tuple[LayerSpec, int], ...]:
-    """The matrices of layers that see no text token, alike layers of one list counted together."""
+def _alike(
+    encoders: Mapping[tuple[str, str], tuple[Sequence[LinearSpec], Sequence[NormSpec]]],
+) -> tuple[tuple[LayerSpec, int], ...]:
+    """The matrices and norms of layers that see no text token, alike layers of one list counted together."""
     counts: dict[LayerSpec, int] = {}
-    for (place, _), linears in encoders.items():
-        layer = LayerSpec(kind="idle", linears=tuple(linears), norms=(), attention=None, mlp=None, path=place)
+    for (place, number), (linears, norms) in encoders.items():
+        kind = "idle" if number else "idle-part"
+        layer = LayerSpec(kind=kind, linears=tuple(linears), norms=tuple(norms), path=place)
         counts[layer] = counts.get(layer, 0) + 1
     return tuple(counts.items())
 
@@ -247,7 +258,9 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, hidden: int, rota
     linears = list(_linears(modules, hidden, text, held))
     attention = _attention(linears, modules, index, text, rotary, hidden)
     own_first = sorted((name for name, one in modules.items() if _is_norm(one)), key=lambda name: "." in name)
-    norms = tuple(_norm(name, modules[name], _rows(name, modules[name], attention, hidden), held) for name in own_first)
+    norms = tuple(
+        _norm(name, modules[name], _of_rows(name, modules[name], attention, hidden), held) for name in own_first
+    )
     counted = sum(one.num_weights + one.num_bias for one in linears) + sum(one.num_params for one in norms)
     holders = {one: one.name.rpartition(".")[0].rpartition(".")[2] for one in norms}  # of a norm, the module around it
     whole = [one for one, holder in holders.items() if one.size == hidden and not _ATTENTION.search(holder)]
@@ -463,28 +476,46 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and not list(module.children())
 
 
-def _norm(name: str, module: Any, rows: int, held: Set[int] = frozenset()) -> NormSpec:
+def _norm(name: str, module: Any, rows: tuple[int, int], held: Set[int] = frozenset()) -> NormSpec:
+    """A norm of (size, rows a token)."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    shape = weight.numel() if weight is not None else getattr(module, "normalized_shape", (0,))[0]
     rms = "RMS" in type(module).__name__ or not (
         isinstance(module, nn.LayerNorm) or "LayerNorm" in type(module).__name__
     )
     return NormSpec(
         name=name,
         kind="rms" if rms else "layer",
-        size=int(shape),
+        size=rows[0],
         bias=bias is not None and id(bias) not in held,
         weight=weight is not None and id(weight) not in held,
-        rows_per_token=rows,
+        rows_per_token=rows[1],
     )
 
 
-def _rows(name: str, module: Any, attention: AttentionSpec | None, hidden: int) -> int:
-    """A norm of a head's size is applied to every head."""
+_OF_HEADS = re.compile(r"([qkv])_?(norm|layernorm)")
+
+
+def _of_rows(name: str, module: Any, attention: AttentionSpec | None, hidden: int) -> tuple[int, int]:
+    """(Size, rows a token) of a layer's norm: one of a head's size is applied to every head. One without a weight, and
+    with no shape of its own, is a head's where it is called so, else a whole token's."""
+    leaf, size = name.rpartition(".")[2], _size(module)
+    of_heads = _OF_HEADS.fullmatch(leaf)
+    if attention is None or (size == hidden and hidden == attention.head_dim):
+        return size or hidden, 1
+    if not size:
+        size = attention.head_dim if of_heads or "qk" in leaf else hidden
+    if size != attention.head_dim:
+        return size, 1
+    if "qk" in leaf:
+        return size, attention.num_heads + attention.num_kv_heads
+    of_keys = of_heads[1] != "q" if of_heads else "k" in leaf.partition("_")[0]
+    return size, attention.num_kv_heads if of_keys else attention.num_heads
+
+
+def _size(module: Any) -> int:
+    """Elements that a norm takes at once; 0 where it does not say."""
     weight = getattr(module, "weight", None)
-    if attention is None or weight is None or weight.numel() != attention.head_dim or hidden == attention.head_dim:
-        return 1
-    return attention.num_kv_heads if "k" in name.rpartition(".")[2].partition("_")[0] else attention.num_heads
+    return int(weight.numel() if weight is not None else getattr(module, "normalized_shape", (0,))[0])
 
 
 def _first(holder: Any, *names: str) -> Any:

@@ -27,10 +27,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("google/gemma-2-2b", {"layer_types": ["full_attention"] * 26, "final_logit_softcapping": None}),
     ("google/gemma-3-1b-it", {"sliding_window_pattern": 2, "attention_bias": True}),
     ("google-t5/t5-small", {"num_decoder_layers": 3, "d_kv": 32, "relative_attention_num_buckets": 16}),
-    ("google/gemma-3-4b-it", {"vision_config": {"model_type": "siglip_vision_model"}}),
-    ("google/gemma-4-E2B-it", {"audio_config": None, "vision_config": None}),
-    ("google/gemma-4-E2B-it", {"audio_config": {"model_type": "gemma4_audio", "subsampling_conv_channels": [64, 16]}}),
-    ("google/gemma-4-E2B-it", {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}),
 ]
 
 FIRST = {entry.model_type: entry for entry in reversed(catalogue.entries())}

@@ -15,9 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
 
 _BUILDERS = {
-    "gemma:build": ("gemma3",),
     "gemma3n:build": ("gemma3n", "gemma3n_text"),
-    "gemma4:build": ("gemma4", "gemma4_text"),
     "t5:build": ("t5",),
     "whisper:build": ("whisper",),
 }
