@@ -81,7 +81,7 @@ class PlanRequest:
             memory_bytes=memory,
             headroom_bytes=headroom,
             seq_len_tokens=seq_len_tokens,
-            global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1),
+            global_batch_seqs=self._batch(data, cluster.num_gpus if cluster is not None else 1, seq_len_tokens),
             fixed=dict(fixed),
             min_rank=max(1, floor),
             min_rank_reason=reason,
@@ -113,10 +113,12 @@ class PlanRequest:
 
         return max(usual, with_text(image_tokens(model, images)))
 
-    def _batch(self, data: Data, num_gpus: int) -> int:
-        """Sequences of an optimizer step: as asked for, or a usual number for the data and the GPUs."""
+    def _batch(self, data: Data, num_gpus: int, seq_len_tokens: int) -> int:
+        """Sequences of an optimizer step: as asked for, or a usual number for the data, their length and the GPUs."""
         asked = positive("global-batch", self.global_batch)
-        return asked or steps.global_batch(data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq)
+        return asked or steps.global_batch(
+            data.epoch_seqs, num_gpus, samples_per_seq=data.samples_per_seq, seq_len_tokens=seq_len_tokens
+        )
 
     def _data(self, seq_len_tokens: int) -> Data:
         """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,

@@ -259,11 +259,12 @@ def _datasets(request: ExportRequest) -> Section:
 def _precision(setup: TrainSetup) -> list[Line]:
     if setup.precision == "bf16-pure":
         return [Line("bf16", False), Line("bfloat16", True, "bf16 weights, no autocast"), Line("fp16", False)]
-    return [
-        Line("bf16", setup.autocast_dtype == "bf16", "weights and autocast"),
+    lines = [
+        Line("bf16", setup.autocast_dtype == "bf16", "weights and autocast" if setup.autocast_dtype == "bf16" else ""),
         Line("fp16", setup.autocast_dtype == "fp16"),
-        Line("tf32", False, "fp32 products are counted without"),
     ]
+    plain = Line("tf32", False, "fp32 products are counted without")
+    return lines if setup.autocast_dtype else [*lines, plain]
 
 
 def _kernels(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:

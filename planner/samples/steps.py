@@ -6,7 +6,7 @@ less well than full fine-tuning (Schulman et al. 2025, LoRA Without Regret). How
 measured for all data: MIN_STEPS is a judgement (warmup over 3 % of 100 steps is 3 steps).
 """
 
-from math import ceil
+from math import ceil, inf
 
 DEFAULT_GLOBAL_BATCH = 32
 LEAST_GLOBAL_BATCH = 8
@@ -16,16 +16,23 @@ MAX_EPOCHS = 3
 """Epochs that small data is given. Source: Taori et al. 2023, Stanford Alpaca: 3 epochs; repeated data is worth as much
 as new for about 4 (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
+MOST_TOKENS = 1 << 19
+"""Tokens of a default batch: 524,288, the 128 sequences of 4,096 of Tulu 3's supervised stage (Lambert et al. 2024,
+https://arxiv.org/abs/2411.15124)."""
 PADDING_LIMIT = 0.1
 """Share of padded batches that may be padding before samples are packed. Packing changes which samples share a row, and
 takes a kernel that keeps them apart: a judgement."""
 
 
-def global_batch(epoch_seqs: int | None, num_gpus: int = 1, *, samples_per_seq: float = 1.0) -> int:
+def global_batch(
+    epoch_seqs: int | None, num_gpus: int = 1, *, samples_per_seq: float = 1.0, seq_len_tokens: int = 0
+) -> int:
     """Sequences per step where nobody says: DEFAULT_GLOBAL_BATCH, halved while an epoch has fewer than MIN_STEPS steps,
-    down to LEAST_GLOBAL_BATCH samples, of which a packed row holds several; a multiple of the number of GPUs."""
+    or a step more than MOST_TOKENS, down to LEAST_GLOBAL_BATCH samples, of which a packed row holds several; a multiple
+    of the number of GPUs."""
     batch, least = DEFAULT_GLOBAL_BATCH, max(1, round(LEAST_GLOBAL_BATCH / samples_per_seq))
-    while epoch_seqs is not None and batch // 2 >= least and epoch_seqs < MIN_STEPS * batch:
+    enough = inf if epoch_seqs is None else epoch_seqs
+    while batch // 2 >= least and (enough < MIN_STEPS * batch or batch * seq_len_tokens > MOST_TOKENS):
         batch //= 2
     return num_gpus * ceil(batch / num_gpus)
 

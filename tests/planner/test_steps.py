@@ -47,6 +47,13 @@ def test_the_batch_is_halved_before_epochs_are_added(epoch_seqs: int | None, bat
     assert num_epochs(epoch_seqs, batch) == epochs
 
 
+def test_a_default_batch_has_at_most_half_a_million_tokens() -> None:
+    """Before, 32 sequences of 131,072: 4.2 M tokens a step."""
+    lengths = (2048, 16_384, 32_768, 131_072, 1 << 20)
+    assert [global_batch(None, seq_len_tokens=one) for one in lengths] == [32, 32, 16, 8, 8]
+    assert global_batch(None, 16, seq_len_tokens=131_072) == 16
+
+
 def test_a_packed_row_counts_as_the_samples_in_it() -> None:
     """67 rows of 7.5 samples: one row a step is a batch of 8 samples, and two epochs are over 100 steps."""
     assert global_batch(67, samples_per_seq=7.5) == 1
