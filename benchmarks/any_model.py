@@ -137,8 +137,11 @@ def _cpu_s() -> float:
 
 def _plan_one(model_type: str, layers: int | None, answer: Path) -> None:
     """In the child: the command, and what it wrote, as JSON."""
+    import torch
+
     from planner.cli.app import run
 
+    torch.set_num_threads(1)  # a fork has none of the threads that its parent's OpenMP pool counts on, and would wait
     folder, out = answer.parent / model_type, answer.parent / "out"
     os.environ["XDG_CACHE_HOME"] = str(answer.parent / "cache")
     said = io.StringIO()
