@@ -5,6 +5,7 @@ comes back short with a handle, under which `details` gives the rest. Paths are 
 server was started for; no file is executed unless the server was started with `--allow-trace`.
 """
 
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,6 +58,7 @@ def mcp(
     if skill:
         sys.stdout.write(SKILL.read_text(encoding="utf-8"))
         return
+    gc.disable()  # what the SDK's import makes stays: looking through it is a tenth of the start
     try:
         import mcp  # noqa: F401
     except ImportError:
@@ -64,4 +66,7 @@ def mcp(
     folders = root or [Path.cwd()]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise EnvironmentProblem(f"--root {missing[0]}: no such folder", hint="name folders that exist")
-    build_server(Desk(folders, limit, dry_run=not no_dry_run), allow_trace=allow_trace).run("stdio")
+    server = build_server(Desk(folders, limit, dry_run=not no_dry_run), allow_trace=allow_trace)
+    gc.freeze()
+    gc.enable()
+    server.run("stdio")
