@@ -7,6 +7,7 @@ modules named in texts, `files("planner")`). A checkout and an editable install 
 """
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -34,10 +35,11 @@ class BuildPy(build_py):
     """Moves and renames what was built for a wheel."""
 
     def run(self) -> None:
+        built = Path(self.build_lib)
+        shutil.rmtree(built / TOP, ignore_errors=True)  # what an earlier wheel left
         super().run()
         if self.editable_mode:
             return
-        built = Path(self.build_lib)
         for room in ROOMS:
             (built / room).rename(built / TOP / room)
         for file in built.glob(f"{TOP}/**/*.py"):

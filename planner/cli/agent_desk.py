@@ -12,13 +12,10 @@ from typing import Any
 
 from platformdirs import user_cache_path, user_data_path
 
-from planner.app.machine import STORE_VARIABLE
 from planner.children import ROOT, child_environment, python_argv
 from planner.inputs import WITHIN, reason
 from planner.install import DISTRIBUTION
-from planner.models import hub
 from planner.redaction import without_secrets_in
-from planner.throughput.calibration import VARIABLE as CALIBRATION_VARIABLE
 
 MAX_ANSWER_BYTES = 2_000
 MAX_KEPT = 64
@@ -144,6 +141,10 @@ class Desk:
         """
         if command == "trace":
             return {}
+        from planner.app.machine import STORE_VARIABLE  # not at the start, which an agent waits for
+        from planner.models import hub
+        from planner.throughput.calibration import VARIABLE as CALIBRATION_VARIABLE
+
         own = [ROOT, hub.cache_directory(), user_cache_path(DISTRIBUTION), user_data_path(DISTRIBUTION)]
         named = (os.environ.get(name) for name in (STORE_VARIABLE, CALIBRATION_VARIABLE))
         places = [*self.roots, Path(empty), *own, *(Path(one) for one in named if one)]
