@@ -125,7 +125,8 @@ STREAMED_EXPERTS = {"Qwen/Qwen3-30B-A3B": (2048, 10_463_000_000)}
 many tokens in so many bytes (allocated, micro-batch 1, rank 16 on attention and experts, fp32 adapters).
 
 Source: experts4bit-qlora 0.58.1 on PyPI, description, e4b.train.frontier.qwen3.a2000-12gb.2026-10-02: one run on an RTX
-A2000 12 GB. Its 7.16 GB of an earlier version was not reproduced, it says.
+A2000 12 GB. Its 7.16 GB of an earlier version was not reproduced, it says. Its own trainer reads tatsu-lab/alpaca
+alone; loggetta 0.7.0 (PyPI, `loggetta train`) runs it on anybody's data, with a plan of its own and no file to write.
 """
 
 
@@ -137,9 +138,10 @@ def _streamed_experts(workload: Workload, nearest: Candidate) -> Iterator[Remedy
     if restricted or not runs_there or not workload.aim.supervised:
         return
     if workload.seq_len_tokens <= tokens and peak_bytes <= workload.budget_bytes:
+        command = f"loggetta train {workload.model.model_id} --dataset FILE --seq {workload.seq_len_tokens}"
         action = (
-            f"experts4bit-qlora, no target here: 4-bit experts in the host's memory; published: rank 16, {tokens:,} "
-            f"tokens in {gib(peak_bytes)}"
+            f"{command} --experts host, no target here: experts4bit-qlora keeps 4-bit experts in the host's memory; "
+            f"published: rank 16, {tokens:,} tokens in {gib(peak_bytes)}"
         )
         saved = nearest.formula.peak_device_bytes - peak_bytes
         yield Remedy(action=action, saves_bytes=saved, fits=True)

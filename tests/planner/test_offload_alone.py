@@ -113,7 +113,7 @@ def test_a_mixture_on_a_small_card_names_the_host_and_the_tool_that_streams_its_
         assert run([*words, *more]) == 1
         actions = [one["action"] for one in json.loads(capsys.readouterr().out)["remedies"]]
         assert any(one.startswith("--offload parameters: 4-bit QLoRA fits") for one in actions)
-        assert any(one.startswith("experts4bit-qlora") for one in actions) == named
+        assert any(one.startswith("loggetta train Qwen/Qwen3-30B-A3B") for one in actions) == named
 
 
 @pytest.mark.parametrize("words", [["--parallel", "ddp"], ["--parallel", "zero3"], ["--tensor-degree", "2"]])
