@@ -15,7 +15,7 @@ class Precision:
         name: as `TrainSetup.precision` says it.
         weights: data type of weights that are not quantized: "fp32", "bf16" or "fp16".
         autocast: "bf16" or "fp16" under autocast (fp16 with loss scaling), None without.
-        offered: whether a user's setup can have it; the others are how engines compute (`Engine.computes`).
+        offered: whether a plan can have it; the others are other people's, and how engines compute (`Engine.computes`).
         trains_weights: whether full fine-tuning runs: a loss scaler cannot unscale fp16 gradients.
     """
 

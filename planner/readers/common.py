@@ -9,6 +9,7 @@ from planner.choices.adapters import ADAPTERS
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
 from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.choices.precisions import PRECISIONS as PRECISION_ROWS
+from planner.choices.precisions import precision_of
 from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.hardware.kernels import default_attention
@@ -132,6 +133,8 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
         if autocast == "fp16" and method == "full":
             return "fp16-mixed"
         return f"{autocast}-autocast"
+    if method != "full":
+        return precision_of(weights, autocast)
     settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")
     return "bf16-pure"
 

@@ -7,6 +7,8 @@ import pytest
 
 from planner.errors import ConfigError, Undetermined, UsageError
 from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
+from planner.predict import predict
 from planner.readers import FileContext, hydra, read_config, read_text
 from planner.readers.overrides import determined, overrides, parse_sets, parse_versions
 from planner.readers.types import ReadConfig
@@ -935,3 +937,24 @@ def test_a_program_whose_name_holds_condition_is_read_as_any_other(name: str) ->
     found = read(body, name=name)
     assert found.setup.seq_len_tokens == 512
     assert "seq_len_tokens" not in open_fields(found)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "precision"),
+    [("", "bf16-pure"), ("model = get_peft_model(model, LoraConfig(r=8, task_type='CAUSAL_LM'))\n", "fp16-pure")],
+)
+def test_fp16_weights_without_autocast_are_a_precision_beside_adapters(adapt: str, precision: str) -> None:
+    """Trained themselves they are counted as bf16's, the same bytes; a plan has neither."""
+    text = (
+        "import torch\nfrom peft import LoraConfig, get_peft_model\n"
+        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        'model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", torch_dtype=torch.float16)\n'
+        f'{adapt}Trainer(model=model, args=TrainingArguments("out"), train_dataset=None).train()\n'
+    )
+    found = read_text(text, "train.py")
+    assert found.setup.precision == precision
+    card, model = find_gpu("t4"), catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert model is not None
+    if adapt:  # a T4 multiplies bf16 by emulation
+        slow = found.setup.replace(precision="bf16-pure")
+        assert predict(model, card, found.setup).tokens_per_s > 3 * predict(model, card, slow).tokens_per_s
