@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     dataset_tokens: int
     samples: int
     price: float
+    spot: bool
     epochs: float
     lr: float
     images_per_sample: int

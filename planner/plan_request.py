@@ -38,7 +38,7 @@ class PlanRequest:
         memory_gib, headroom_gib: usable memory of a GPU, and the reserve in it that no plan may touch.
         min_rank: LoRA rank never falls below it.
         data: what is known of the data: its numbers, or what was read from a file.
-        price: US dollars per GPU hour.
+        price: US dollars per GPU hour; spot: where none is given, of machines that may be taken back.
         goal: what a search maximizes.
         targets, prefer, num_epochs, learning_rate, absent_packages: as `Workload` has them.
     """
@@ -51,6 +51,7 @@ class PlanRequest:
     min_rank: int | None = None
     data: Data = NO_DATA
     price: float | None = None
+    spot: bool = False
     goal: str = "tokens"
     targets: tuple[str, ...] = ()
     prefer: str = "quality"
@@ -74,7 +75,7 @@ class PlanRequest:
         _check_layers(model, self.fixed)
         fixed = kind_fields(model, self.fixed, several=cluster is not None)
         floor, reason = self._floor(model, fixed, data.epoch_tokens)
-        usd, source = self._price(gpu)
+        usd, source = self._price(gpu, cluster)
         return Workload(
             model=model,
             gpu=gpu,
@@ -151,17 +152,23 @@ class PlanRequest:
             return positive("min-rank", self.min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
         return rank_floor(model, fixed.get("lora_targets", ("all-linear",))[0], epoch_tokens)
 
-    def _price(self, gpu: GpuSpec) -> tuple[float | None, str]:
-        """(US dollars per GPU hour, who says so)."""
+    def _price(self, gpu: GpuSpec, cluster: "Cluster | None") -> tuple[float | None, str]:
+        """(US dollars per GPU hour, who says so): of several machines that of one offer whose network is at least as
+        fast as theirs."""
         if self.price is not None:
             if not (math.isfinite(self.price) and self.price >= 0):
                 raise UsageError(
                     f"--price must be US dollars per GPU hour, got {self.price}", hint="for example --price 1.89"
                 )
             return self.price, PRICE_GIVEN
-        from planner.hardware.prices import price_per_hour
+        from planner.hardware.prices import cluster_offer, price_per_hour
 
-        known = price_per_hour(gpu.key)
+        if cluster is not None and cluster.between is not None:
+            offer = cluster_offer(gpu.key, spot=self.spot, least_bytes_per_s=cluster.between.bytes_per_s)
+            if offer is None:
+                return None, ""
+            return offer.usd_per_h, f"{offer.provider}, {offer.kind}, machines joined by {offer.network}, {offer.as_of}"
+        known = price_per_hour(gpu.key, spot=self.spot)
         if known is None:
             return None, ""
         usd, source, as_of = known

@@ -28,10 +28,10 @@ def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
     prices = joined(("Prices", price_dates(one.workload for one in options), "are indicative"), " ")
     return (
         "Times are training alone: loading, evaluation, saving and failures are not counted.",
-        f"{prices}, the same per GPU hour for any number of them; --price sets your own.",
-        "GPUs of one node talk over NVLink where the card has it, else over PCIe; nodes of eight over 1,600 Gbit/s "
-        "InfiniBand; --interconnect changes it. GeForce, RTX, Quadro and TITAN cards are taken in one node only, "
-        "unless it is given.",
+        f"{prices}: within one node the median of what providers ask for one GPU; --price sets your own.",
+        "GPUs of one node talk over NVLink where the card has it, else over PCIe. Several nodes are one provider's "
+        "offer: its network and its price (the median one); a card that nobody is known to offer so is taken in one "
+        "node only. --interconnect changes it.",
         "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
     )
 

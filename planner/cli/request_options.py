@@ -106,6 +106,7 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
     price: Annotated[float | None, typer.Option(help="US dollars per GPU hour.")] = None
+    spot: Annotated[bool, typer.Option("--spot", help="Spot prices, of machines that may be taken back.")] = False
     lr: Annotated[float | None, typer.Option(help="Learning rate for the launch files instead of the rule's.")] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -159,6 +160,7 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
             min_rank=self.min_rank,
             data=Data(epoch_tokens=self.dataset_tokens, num_samples=self.samples),
             price=self.price,
+            spot=self.spot,
             prefer=self.prefer or "quality",
             num_epochs=self.epochs,
             learning_rate=self.lr,

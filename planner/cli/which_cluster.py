@@ -21,7 +21,7 @@ from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu
-from planner.hardware.prices import keys_on_demand
+from planner.hardware.prices import cluster_offer, keys_on_demand
 from planner.models.spec import ModelSpec
 from planner.option_values import duration_s, positive
 from planner.plan_request import PlanRequest
@@ -32,8 +32,6 @@ from reports.text import job_words
 from reports.which_cluster import ClustersSheet
 
 DEFAULT_MAX_GPUS = 64
-ONE_NODE = ("GeForce", "RTX", "Quadro", "TITAN")
-"""How the names of cards begin that nobody rents with a network between nodes that is fit for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +84,7 @@ class CardOptions:
 
     headroom: options.Headroom = None
     price: Annotated[float | None, typer.Option(help="US dollars per GPU hour, instead of the price table.")] = None
+    spot: Annotated[bool, typer.Option("--spot", help="Spot prices, of machines that may be taken back.")] = False
 
 
 EveryBatch = Annotated[
@@ -169,10 +168,13 @@ def _options(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             for number in numbers:
-                if number > GPUS_PER_NODE and interconnect is None and card.name.startswith(ONE_NODE):
-                    break
-                options.check_vendor(card, number)
                 link = interconnect if number > 1 else None
+                if number > GPUS_PER_NODE and interconnect is None:
+                    offer = cluster_offer(card.key, spot=request.spot)
+                    if offer is None:  # nobody is known to rent several machines of it with a network between them
+                        break
+                    link = offer.network
+                options.check_vendor(card, number)
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = request.workload(spec, card, cluster if number > 1 else None)
                 found += options_of(job, cluster, **limits)

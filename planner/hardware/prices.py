@@ -13,11 +13,19 @@ _PATH = Path(__file__).parents[1] / "data" / "prices.csv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """One published price of one GPU for one hour, a range where the source gives one."""
+    """One published price of one GPU for one hour, a range where the source gives one.
+
+    Attributes:
+        kind: "on-demand ...", "spot", or of a marketplace.
+        network: what joins several machines of this very offer, a key of the links; "" where none is known. Sources:
+            the providers' pages of p4d, p4de, p5, p5en, p6-b200 (AWS), ND A100 v4, ND MI300X v5 (Azure),
+            BM.GPU.A100-v2.8 (Oracle), HGX H100, H200, B200 (CoreWeave, Nebius).
+    """
 
     gpu_key: str
     provider: str
     kind: str
+    network: str
     low_usd_per_h: float
     high_usd_per_h: float
     as_of: str
@@ -33,6 +41,11 @@ class Price:
     def is_on_demand(self) -> bool:
         """Whether a provider rents it to anyone at this price, for as long as it is wanted."""
         return self.kind.startswith("on-demand")
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether the provider may take the machine back at any time."""
+        return self.kind == "spot"
 
 
 @cache
@@ -51,14 +64,26 @@ MOST_NAMED = 4
 """Providers that are named; more are counted."""
 
 
-def price_per_hour(gpu_key: str) -> tuple[float, str, str] | None:
+def cluster_offer(gpu_key: str, *, spot: bool = False, least_bytes_per_s: float = 0.0) -> Price | None:
+    """Of the offers of machines with a network between them (of at least so much per machine) the median one, of two
+    the cheaper: price and network belong to it. None where nobody is known to offer that."""
+    from planner.hardware.cluster import links  # one GPU needs none of it
+
+    known = (price for price in all_prices() if price.gpu_key == gpu_key and price.network)
+    offers = [price for price in known if price.is_spot == spot]
+    offers = [price for price in offers if links()[price.network].bytes_per_s >= least_bytes_per_s]
+    offers.sort(key=lambda price: price.usd_per_h)
+    return offers[(len(offers) - 1) // 2] if offers else None
+
+
+def price_per_hour(gpu_key: str, *, spot: bool = False) -> tuple[float, str, str] | None:
     """US dollars for one GPU for one hour, who asks it, and its date; None where no price is known.
 
-    On-demand prices where there are any, else others (a marketplace's lowest ask). Of several the median counts (a
-    range by its middle), so that one provider's offer or one hyperscaler's list price does not decide; the date is the
-    newest one's.
+    On-demand prices where there are any, else others (a marketplace's lowest ask), or spot prices alone. Of several the
+    median counts (a range by its middle), so that one provider's offer or one hyperscaler's list price does not decide;
+    the date is the newest one's.
     """
-    known = [price for price in all_prices() if price.gpu_key == gpu_key]
+    known = [price for price in all_prices() if price.gpu_key == gpu_key and price.is_spot == spot]
     prices = [price for price in known if price.is_on_demand] or known
     if not prices:
         return None
@@ -71,7 +96,7 @@ def price_per_hour(gpu_key: str) -> tuple[float, str, str] | None:
         return value, f"{prices[0].provider}, {prices[0].kind}", as_of
     low = min(price.low_usd_per_h for price in prices)
     high = max(price.high_usd_per_h for price in prices)
-    kind = "on-demand" if prices[0].is_on_demand else "posted"
+    kind = "on-demand" if prices[0].is_on_demand else "spot" if spot else "posted"
     names = sorted({price.provider for price in prices})
     providers = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} providers"
     return value, f"median of {len(prices)} {kind} prices, {low:.2f} to {high:.2f} USD ({providers})", as_of

@@ -23,10 +23,12 @@ from planner.cli.setup_flags import PARALLELS
 from planner.cli.tables import which_gpu
 from planner.cli.tune import tune
 from planner.errors import UsageError
-from planner.hardware.cluster import links
+from planner.hardware.cluster import links, make_cluster
 from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
 from planner.option_values import duration_s
 from planner.plan import Plan
+from planner.plan_request import PlanRequest
 from planner.setup import TrainSetup
 from planner.setup_fields import PARALLELS as FIELD_VALUES
 from probes.dryrun.cache import default_directory
@@ -472,3 +474,32 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     assert default_directory().name == "dry-run"
     monkeypatch.delenv("FINETUNE_PLANNER_STORE", raising=False)
     assert default_store_path().name == "measurements.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("card", "interconnect", "spot", "expected"),
+    [
+        ("h100-sxm", None, False, (6.155, "CoreWeave, on-demand, machines joined by ib-3200, 2026-10-10")),
+        ("h100-sxm", "efa-400", True, (2.4638, "CoreWeave, spot, machines joined by ib-3200, 2026-10-10")),
+        ("a100-80gb", "ib-3200", False, (None, "")),
+        ("rtx-pro-6000-blackwell", None, False, (None, "")),
+    ],
+)
+def test_the_price_of_several_machines_is_of_an_offer_with_their_network(
+    card: str, interconnect: str | None, spot: bool, expected: tuple[float | None, str]
+) -> None:
+    model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
+    assert model is not None
+    cluster = make_cluster(gpu, 16, interconnect=interconnect)
+    asked = PlanRequest(spot=spot).workload(model, gpu, cluster)
+    assert (asked.price_per_hour, asked.price_source) == expected
+
+
+def test_a_card_that_nobody_joins_over_a_network_is_taken_in_one_node(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["which-cluster", "HuggingFaceTB/SmolLM2-135M", "--dataset-tokens", "1M", "--max-gpus", "16", "--json=full"]
+    found = {}
+    for card in ("rtx-pro-6000-blackwell", "h100-sxm"):
+        assert run([*words, "--gpu", card]) == 0
+        found[card] = {one["num_gpus"] for one in json.loads(capsys.readouterr().out)["options"]}
+    assert max(found["rtx-pro-6000-blackwell"]) == 8
+    assert max(found["h100-sxm"]) == 16

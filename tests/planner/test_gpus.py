@@ -11,7 +11,8 @@ import pytest
 
 import planner.hardware.gpus as gpus
 from planner.errors import EnvironmentProblem, UnknownGpuError
-from planner.hardware.prices import all_prices, keys_on_demand, price_per_hour
+from planner.hardware.cluster import links
+from planner.hardware.prices import all_prices, cluster_offer, keys_on_demand, price_per_hour
 from planner.units import GIB, MIB
 from tests.fake_nvml import Card, nvml_module
 
@@ -425,6 +426,26 @@ def test_a_marketplace_s_lowest_ask_counts_only_where_nobody_rents_on_demand() -
     """A cent of it is a fifth of the price: not rounded to cents."""
     assert price_per_hour("rtx-3060") == (0.0521, "Vast.ai, marketplace, lowest ask", "2026-10-03")
     assert {"rtx-3060"} < {one.gpu_key for one in all_prices()} - keys_on_demand()
+
+
+def test_spot_is_apart_and_a_clusters_price_and_network_are_of_one_offer() -> None:
+    """Golden: CoreWeave and Google on 10 October; of H100 with a network Nebius 4.5, CoreWeave 6.155, AWS 6.88."""
+    spot = price_per_hour("h100-sxm", spot=True)
+    words = "median of 2 spot prices, 2.46 to 6.29 USD (CoreWeave, Google Cloud us-central1)"
+    assert spot == (pytest.approx((2.4638 + 6.2894) / 2, abs=1e-4), words, "2026-10-10")
+    assert price_per_hour("rtx-4090", spot=True) is None
+    offer, slower, cheap = (
+        cluster_offer("h100-sxm"),
+        cluster_offer("a100-80gb", least_bytes_per_s=200e9),
+        cluster_offer("h100-sxm", spot=True),
+    )
+    assert [one and (one.provider, one.network) for one in (offer, slower, cheap)] == [
+        ("CoreWeave", "ib-3200"), ("Oracle", "roce-1600"), ("CoreWeave", "ib-3200"),
+    ]  # fmt: skip
+    assert cluster_offer("rtx-pro-6000-blackwell") is None
+    assert cluster_offer("a100-80gb", least_bytes_per_s=400e9) is None
+    networks = {one.network for one in all_prices() if one.network}
+    assert {links()[network].kind for network in networks} == {"network"}
 
 
 def test_every_price_belongs_to_a_gpu_and_has_a_source() -> None:
