@@ -1,6 +1,6 @@
 """`plan check` against `plan trace` on small programs: where both answer, are they the same?
 
-    python -m benchmarks.check_vs_trace [NAME ...] [--gpu GPU]
+    python -m benchmarks.check_vs_trace [NAME ...] [--gpu GPU] [--llamafactory PYTHON]
 
 Programs of TRL's and transformers' trainers, each with something of its own (PROGRAMS below): written into a folder of
 this run, read by the formula, then run whole by the phantom GPU for two optimizer steps. Told per program: the peaks of
@@ -21,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "data" / "check_vs_trace.json"
@@ -136,6 +138,113 @@ PROGRAMS = {
 """Name -> what follows HEAD; variants of this repository's own test programs and of public ones."""
 
 
+class Case(NamedTuple):
+    """A file that is read, what lies beside it, and what runs it: words behind the interpreter ("" first: behind none),
+    with {file} for the file."""
+
+    file: str
+    text: str
+    command: tuple[str, ...] = ("{file}",)
+    beside: Mapping[str, str] = MappingProxyType({})
+    tool: str = ""
+
+
+ROWS = [{"instruction": "b " * 3000, "input": "", "output": "a " * 3000}] * 32
+LLAMAFACTORY = {
+    "data/rows.json": json.dumps(ROWS),
+    "data/dataset_info.json": json.dumps({"rows": {"file_name": "rows.json"}}),
+    "run.py": (
+        "import sys, types, yaml, transformers\n"
+        "sys.modules.setdefault('torchaudio', types.ModuleType('torchaudio'))  # imported for sound alone\n"
+        "from llamafactory.train.tuner import run_exp\nrun_exp(yaml.safe_load(open(sys.argv[1])))\n"
+    ),
+}
+FACTORY = """# rows of a thousand tokens
+model_name_or_path: Qwen/Qwen2.5-0.5B
+stage: sft
+do_train: true
+finetuning_type: {method}
+dataset: rows
+dataset_dir: data
+template: qwen
+cutoff_len: {length}
+output_dir: out
+per_device_train_batch_size: {micro}   # as many as the card has room for
+gradient_accumulation_steps: 2
+max_steps: 2
+report_to: none
+{more}"""
+TRL_FILE = """model_name_or_path: Qwen/Qwen2.5-0.5B
+dataset_name: trl-lib/Capybara
+output_dir: out
+max_steps: 2
+report_to: none
+max_length: 1024
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+{}"""
+TAKES_WORDS = (
+    "parser = HfArgumentParser(TrainingArguments)\n(args,) = parser.parse_args_into_dataclasses()\n"
+    "Trainer(model=model, args=args, train_dataset=ds).train()\n"
+)
+LAUNCH = """#!/bin/bash
+set -e
+python train.py --output_dir out --max_steps 2 --report_to none --bf16 true \\
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 2 {}
+"""
+
+
+def factory(method: str, more: str, *, micro: int = 4, length: int = 1024) -> Case:
+    """A file of LLaMA-Factory."""
+    text = FACTORY.format(method=method, more=more, micro=micro, length=length)
+    return Case("train.yaml", text, ("run.py", "{file}"), LLAMAFACTORY, "llamafactory")
+
+
+def trl_file(more: str) -> Case:
+    """A file of TRL's command line."""
+    return Case("trl.yaml", TRL_FILE.format(more), ("-m", "trl.scripts.sft", "--config", "{file}"))
+
+
+def launch(words: str, load: str = LOAD.format(more="")) -> Case:
+    """A launch whose program takes the Trainer's arguments from its words."""
+    program = HEAD + TEXTS + CUT + load + TAKES_WORDS
+    return Case("run.sh", LAUNCH.format(words), ("", "bash", "{file}"), {"train.py": program})
+
+
+LORA_FILE = "lora_rank: 16\nlora_target: all\n"
+CASES = {name: Case("train.py", HEAD + body) for name, body in PROGRAMS.items()} | {
+    "lf-lora": factory("lora", LORA_FILE + "bf16: true\n"),
+    "lf-qlora": factory("lora", LORA_FILE + "quantization_bit: 4\nbf16: true\n"),
+    "lf-full": factory("full", "bf16: true\npure_bf16: true\n"),
+    "lf-long": factory("lora", LORA_FILE + "bf16: true\n", micro=1, length=4096),
+    "lf-no-checkpointing": factory("lora", LORA_FILE + "bf16: true\ndisable_gradient_checkpointing: true\n"),
+    "lf-liger": factory("lora", LORA_FILE + "bf16: true\nenable_liger_kernel: true\n"),
+    "trl-yaml-full": trl_file("dtype: bfloat16\n"),
+    "trl-yaml-lora": trl_file("use_peft: true\nlora_r: 16\nlora_target_modules: all-linear\ndtype: bfloat16\n"),
+    "trl-yaml-packed": trl_file("use_peft: true\npacking: true\ndtype: bfloat16\ngradient_checkpointing: false\n"),
+    "launch-full": launch("--optim adamw_torch"),
+    "launch-lora": launch("--optim adamw_torch", adapted()),
+    "launch-fp32": launch("--optim adamw_torch", LOAD.format(more="").replace("bfloat16", "float32")),
+}
+"""Name -> the file; those of a tool's own need an interpreter that has it (`--llamafactory`)."""
+
+
+def written(name: str, folder: Path) -> Case:
+    """A case's files, in a folder."""
+    case = CASES[name]
+    for path, text in {**case.beside, case.file: case.text}.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    return case
+
+
+def traced_file(case: Case, file: str, folder: Path, gpu: list[str], tools: dict[str, str]) -> tuple[Any, str]:
+    """A trace of what runs a file."""
+    words = [word.format(file=file) for word in case.command]
+    start = words[1:] if words[0] == "" else [tools.get(case.tool) or sys.executable, *words]
+    return answered(["trace", *gpu, "--json=full", "-y", "--", *start], folder)
+
+
 def answered(words: list[str], folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The JSON of a command of ours, and its error."""
     command = [str(Path(sys.executable).with_name("plan")), *words]
@@ -144,15 +253,13 @@ def answered(words: list[str], folder: Path) -> tuple[dict[str, Any] | None, str
     return (json.loads(done.stdout) if done.stdout.startswith("{") else None), (errors or [""])[-1][7:300]
 
 
-def row_of(name: str, gpu: str) -> dict[str, Any]:
+def row_of(name: str, gpu: str, tools: dict[str, str]) -> dict[str, Any]:
     """Both answers on one program."""
     with tempfile.TemporaryDirectory() as place:
         folder, start = Path(place), time.monotonic()
-        (folder / "train.py").write_text(HEAD + PROGRAMS[name])
-        read, refused = answered(["check", "train.py", "--gpu", gpu, "--no-dry-run", "--json=full"], folder)
-        traced, failed = answered(
-            ["trace", "--gpu", gpu, "--json=full", "-y", "--", sys.executable, "train.py"], folder
-        )
+        case = written(name, folder)
+        read, refused = answered(["check", case.file, "--gpu", gpu, "--no-dry-run", "--json=full"], folder)
+        traced, failed = traced_file(case, case.file, folder, ["--gpu", gpu], tools)
     row: dict[str, Any] = {"wall_s": round(time.monotonic() - start)}
     if read is None or traced is None:
         return row | {"result": "not read" if read is None else "not traced", "why": refused or failed}
@@ -163,24 +270,24 @@ def row_of(name: str, gpu: str) -> dict[str, Any]:
     return row | {"result": "both", "said": [*read["approximations"], *read["notes"], *read["prediction"]["notes"]]}
 
 
-def fixed(name: str, gpu: str, share: float) -> dict[str, Any]:
+def fixed(name: str, gpu: str, share: float, tools: dict[str, str]) -> dict[str, Any]:
     """What became of a program where the card has a share of what it needs."""
     with tempfile.TemporaryDirectory() as place:
         folder, start = Path(place), time.monotonic()
-        (folder / "train.py").write_text(HEAD + PROGRAMS[name])
-        read, refused = answered(["check", "train.py", "--gpu", gpu, "--json=full"], folder)
+        case = written(name, folder)
+        read, refused = answered(["check", case.file, "--gpu", gpu, "--json=full"], folder)
         if read is None:
             return {"result": "not read", "why": refused}
         needed = read["prediction"]["peak_device_bytes"]
         memory = ["--gpu", gpu, "--memory-gib", f"{share * needed / 2**30 + 0.5:.3f}"]
-        asked, refused = answered(["check", "train.py", *memory, "--fix", "--json=full"], folder)
+        asked, refused = answered(["check", case.file, *memory, "--fix", "--json=full"], folder)
         fix = asked["fix"] if asked is not None else {}
         row: dict[str, Any] = {"needed_bytes": needed, "changes": fix.get("changes", [])}
         if asked is None or not fix.get("path"):
             row |= {"result": "no file", "why": fix.get("refused") or refused, "command": fix.get("command", "")}
             return row
         row |= {"budget_bytes": asked["budget_bytes"], "verdict": fix["verdict"], "diff": fix["diff"]}
-        traced, failed = answered(["trace", *memory, "--json=full", "-y", "--", sys.executable, fix["path"]], folder)
+        traced, failed = traced_file(case, fix["path"], folder, memory, tools)
         again, refused = answered(["check", fix["path"], *memory, "--no-dry-run", "--json=full"], folder)
     row["wall_s"] = round(time.monotonic() - start)
     if traced is None or again is None:
@@ -208,15 +315,17 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--gpu", default="a100-80gb")
     parser.add_argument("--fix", action="store_true", help="run what --fix writes")
+    parser.add_argument("--llamafactory", help="an interpreter that has it (tools/validators/llamafactory.sh)")
     arguments = parser.parse_args()
-    names = arguments.names or list(PROGRAMS)
+    tools = {"llamafactory": arguments.llamafactory}
+    names = arguments.names or [name for name, case in CASES.items() if not case.tool or tools.get(case.tool)]
     for name in names:
         if not arguments.fix:
-            row = row_of(name, arguments.gpu)
+            row = row_of(name, arguments.gpu, tools)
             write(OUT, name, row)
             print(name, row["result"], row.get("allocated_error", row.get("why")), f"{row['wall_s']} s", flush=True)
         for share in SHARES if arguments.fix else ():
-            row = fixed(name, arguments.gpu, share)
+            row = fixed(name, arguments.gpu, share, tools)
             write(FIXES, f"{name} at {share:g}", row)
             shown = [row.get(key) for key in ("result", "untold", "cut_needlessly", "why", "changes")]
             print(name, share, *shown, flush=True)

@@ -1,9 +1,11 @@
 """To how many tokens a program cuts its sequences."""
 
+import ast
 from collections.abc import Iterator
 
 from planner.readers.program import Known, Program, Undecided, Unknown
 from planner.readers.program.reading import LENGTH_NAMES
+from planner.readers.program.source import tree_of
 from planner.readers.values import Settings
 
 TRL_LENGTH = 1024
@@ -11,12 +13,12 @@ TRL_LENGTH = 1024
 
 
 def of_program(
-    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: bool
+    program: Program, name: str, arguments: Settings, loader: Settings, *, by_trainer: bool, text: str
 ) -> tuple[int, str]:
     """(tokens, why they are open, "" where they are known).
 
     Args:
-        by_trainer: whether the trainer cuts by itself, as TRL's does.
+        by_trainer: whether the trainer cuts by itself, as TRL's does; text: the program's.
     """
     for settings in (arguments, loader):
         key = settings.first("max_length", "max_seq_length")
@@ -27,7 +29,8 @@ def of_program(
     prepared = arguments.raw("dataset_kwargs", {})
     untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
     if by_trainer and not arguments.more and not untouched:
-        longest = min(TRL_LENGTH, max((int(value.data) for value in program.cuts), default=TRL_LENGTH))
+        cuts = [*program.cuts, *_prepared(program, name, text)]
+        longest = min(TRL_LENGTH, max((int(value.data) for value in cuts), default=TRL_LENGTH))
         arguments.assume(f"max_length absent: {longest} tokens (TRL's default is {TRL_LENGTH})")
         return longest, ""
     cut = list(told(program))
@@ -63,6 +66,32 @@ def _named(program: Program) -> list[Known]:
         for name, value in names
         if name in LENGTH_NAMES and isinstance(value, Known) and type(value.data) is int and value.data >= 16
     ]
+
+
+def _prepared(program: Program, name: str, text: str) -> Iterator[Known]:
+    """The lengths to which functions of the main file cut what they give back: rows that are tokenized before the
+    trainer gets them, which leaves them as they are."""
+    lines = {f"{name}:{line}" for line in _given_back(text)}
+    for made in program.made:
+        value = made.keywords.get("max_length")
+        cuts = made.where in lines and "truncation" in made.keywords
+        if cuts and isinstance(value, Known) and type(value.data) is int:
+            yield value
+
+
+def _given_back(text: str) -> Iterator[int]:
+    """Lines of the calls whose result a function or lambda gives back."""
+    for function in ast.walk(tree_of(text)):
+        if isinstance(function, ast.Lambda) and isinstance(function.body, ast.Call):
+            yield function.body.lineno
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        inside = list(ast.walk(function))
+        returned = [one.value for one in inside if isinstance(one, ast.Return)]
+        names = {one.id for one in returned if isinstance(one, ast.Name)}
+        made = [one for one in inside if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)]
+        values = [*returned, *(one.value for one in made if one.targets[0].id in names)]  # type: ignore[attr-defined]
+        yield from (one.lineno for one in values if isinstance(one, ast.Call))
 
 
 def told(program: Program) -> Iterator[Known]:

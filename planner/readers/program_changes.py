@@ -169,24 +169,34 @@ def beside(program: Program, found: Training) -> str:
     return ""
 
 
-def loaded_again(program: Program, found: Training) -> tuple[str, str]:
+def loaded_again(program: Program, found: Training, text: str) -> tuple[str, str]:
     """Where and in which type the trained model's base goes to the GPU once more after the training, while the trainer
     holds the first ("" twice: it does not): to merge into it, mostly."""
     trainer = found.trainer
-    held = trainer is not None and program.trained and trainer in program.module.names.values()
-    if trainer is None or not held or "del" in trainer.called or trainer not in program.made:
+    if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.made:
         return "", ""
-    own = plain(named_model(found.loader)) if found.loader is not None else plain(found.model) if found.model else None
+    own = plain(named_model(found.loader)) if found.loader is not None else plain(found.model) if found.model else ""
+    at_hand = trainer in program.module.names.values()
     for one in program.made[program.made.index(trainer) :]:
         if one.name != "from_pretrained" or not (loads_model(one.owner) or one.owner.startswith("AutoPeft")):
             continue
-        base = one.owner.startswith("AutoPeft") or plain(named_model(one)) == own
+        names = (str(name).rpartition("/")[2].lower() for name in (plain(named_model(one)), own))
+        base = one.owner.startswith("AutoPeft") or len(set(names)) == 1
+        if not at_hand and _function(text, one.where) != _function(text, trainer.where):
+            continue
         quantized = one.argument("quantization_config") or one.argument("load_in_4bit") or one.argument("load_in_8bit")
         if base and not quantized and _on_gpu(one, one):
             return one.where, common.DTYPES.get(
                 str(plain(one.argument("dtype") or one.argument("torch_dtype"))), "bf16"
             )
     return "", ""
+
+
+def _function(text: str, where: str) -> str | None:
+    """The function of the main file that a line lies in, None where that is not told."""
+    line = int(where.rpartition(":")[2]) if where.rpartition(":")[2].isdigit() else 0
+    inside = (one for one in ast.walk(tree_of(text)) if isinstance(one, ast.FunctionDef))
+    return next((one.name for one in inside if one.lineno <= line <= (one.end_lineno or 0)), None)
 
 
 def reference(found: Training, method: str, arguments: Settings) -> str:

@@ -313,8 +313,11 @@ def installs(path: Path, packages: Sequence[str]) -> bool:
 
 
 def pinned(path: Path) -> dict[str, str]:
-    """package -> version that a requirements file beside a config pins."""
-    try:
-        return dict(of_requirements(read_bounded(path.parent / "requirements.txt")))
-    except ConfigError:
-        return {}
+    """package -> version that the nearest requirements file or pyproject.toml pins, beside a config or above it within
+    its repository."""
+    for folder in roots_of(path)[:-1]:
+        for name in ("requirements.txt", "pyproject.toml"):
+            with suppress(ConfigError):
+                if found := dict(of_requirements(read_bounded(folder / name))):
+                    return found
+    return {}

@@ -167,7 +167,7 @@ class _Script:
                 self.found.trainer, arguments, measured=measures(self.program, self.found.trainer)
             ),
             eval_logits=evaluating.keeps_logits(self.found.trainer, arguments),
-            loaded_again=program_changes.loaded_again(self.program, self.found),
+            loaded_again=program_changes.loaded_again(self.program, self.found, self.source.text),
         )
 
     def _fields(self) -> dict[str, Any]:
@@ -429,7 +429,9 @@ class _Script:
         if self.aim.rolls_out:
             return 0  # `rollout_fields` says it
         cuts_itself = self.trl and not self.unsloth
-        tokens, why = lengths.of_program(self.program, self.name, self.arguments, self.loader, by_trainer=cuts_itself)
+        tokens, why = lengths.of_program(
+            self.program, self.name, self.arguments, self.loader, by_trainer=cuts_itself, text=self.source.text
+        )
         if why:
             self.missing["seq_len_tokens"] = why
         return tokens

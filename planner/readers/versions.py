@@ -53,7 +53,10 @@ TRL_PREFERENCE_TRAINER_KEYS = {
     "tokenizer": "0.15",
 }
 """Keywords of the trainers of preferences -> the newest TRL that takes them there."""
-TRL_PREFERENCE_CONFIG_KEYS = dict.fromkeys(("max_prompt_length", "max_target_length", "label_pad_token_id"), "0.28")
+TRL_PREFERENCE_CONFIG_KEYS = {
+    **dict.fromkeys(("max_prompt_length", "max_target_length", "label_pad_token_id"), "0.28"),
+    "evaluation_strategy": "0.11",
+}
 """Fields of their configurations -> the newest TRL that has them (DPOConfig; KTO's and GRPO's lost them before)."""
 TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
 """What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""

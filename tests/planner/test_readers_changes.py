@@ -297,7 +297,10 @@ AGAIN = {
     "moved": "merged = AutoModelForCausalLM.from_pretrained(NAME, torch_dtype=torch.float16).to('cuda')\n",
     "by its adapters": "done = AutoPeftModelForCausalLM.from_pretrained('o', dtype='float16', device_map={'': 0})\n",
 }
+INSIDE = "def main():\n" + "".join(f"    {line}\n" for line in (KEPT + AGAIN["moved"]).splitlines()) + "main()\n"
+AGAIN["within a function"] = INSIDE
 ALONE = {
+    "after its function": INSIDE.replace("    merged", "def merge():\n    merged") + "merge()\n",
     "on the host": AGAIN["the base, to merge"].replace("auto", "cpu"),
     "where it is": "base = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float16)\n",
     "after the first is gone": "del trainer, model\n" + AGAIN["moved"],
@@ -308,7 +311,8 @@ ALONE = {
 
 @pytest.mark.parametrize("name", [*AGAIN, *ALONE])
 def test_a_model_that_is_loaded_again_after_the_training_is_told(name: str) -> None:
-    found = read(train=KEPT + (AGAIN | ALONE)[name])
+    body = (AGAIN | ALONE)[name]
+    found = read(train=body if "main()" in body else KEPT + body)
     assert found.missing == ()
     assert (found.loaded_again[1], bool(found.loaded_again[0])) == (("fp16", True) if name in AGAIN else ("", False))
     card, model = find_gpu("a100-80gb"), catalogue.load("Llama-3.1-8B")

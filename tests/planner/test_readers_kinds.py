@@ -577,3 +577,75 @@ TRAINER = "trainer = SFTTrainer(model=model, args=args, train_dataset=ds, eval_d
 )
 def test_an_evaluation_that_the_program_itself_calls_counts(after: str, seqs: int) -> None:
     assert read(LOADED.format("") + SETTINGS + TRAINER + after).eval_seqs == seqs
+
+
+FOUND = "from pathlib import Path\npath = None\n"
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for one in [Path('a'), Path('b')]:\n    if one.exists():\n        path = one\n        break\n",
+        "for one in Path('.').glob('*'):\n    if one.is_file():\n        path = one\n        break\n",
+        "while True:\n    if os.path.exists('x'):\n        path = 'x'\n        break\n",
+        "for one in ('a', 'b'):\n    if not os.path.exists(one):\n        continue\n    path = one\n",
+    ],
+)
+def test_what_a_turn_of_a_loop_sets_before_it_leaves_may_hold_afterwards(loop: str) -> None:
+    guard = "if path is None:\n    print('no data')\n    sys.exit(1)\n"
+    assert read(FOUND + loop + guard + LOADED.format("") + TRAINED).setup.method == "full"
+    sized = "args.per_device_train_batch_size = 1 if path is None else 4\n"
+    assert open_fields(read(FOUND + loop + sized + LOADED.format("") + TRAINED)) == {"micro_batch_seqs"}
+
+
+def test_a_loop_that_certainly_leaves_is_followed() -> None:
+    loop = "size = 0\nfor one in (2, 4, 8):\n    size = one\n    if one == 4:\n        break\n"
+    found = read(loop + "args.per_device_train_batch_size = size\n" + LOADED.format("") + TRAINED)
+    assert (found.setup.micro_batch_seqs, open_fields(found)) == (4, set())
+
+
+BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [
+        ("def cut(row):\n    return tok(row['text'], truncation=True, max_length=256)\nds = ds.map(cut)\n", 256),
+        ("def cut(row):\n    out = tok(row['t'], truncation=True, padding='max_length', max_length=128)\n"
+         "    out['labels'] = out['input_ids']\n    return out\nds = ds.map(cut, batched=True)\n", 128),
+        ("ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=512), batched=True)\n", 512),
+        ("ds = ds.map(lambda row: tok(row['text'], truncation=True, max_length=4096))\n", 1024),
+        ("shown = tok('hello', truncation=True, max_length=64)\n", 1024),
+        ("def say(text):\n    ids = tok(text, truncation=True, max_length=64)\n    print(ids)\nsay('a')\n", 1024),
+    ],
+)  # fmt: skip
+def test_rows_that_are_tokenized_before_trls_trainer_keep_their_length(rows: str, tokens: int) -> None:
+    found = read("tok = AutoTokenizer.from_pretrained(NAME)\n" + BEFORE + LOADED.format("") + rows + TRAINED)
+    assert found.setup.seq_len_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("requirements.txt", "torch\ntrl==0.18.1\n"),
+        ("src/requirements.txt", "trl==0.18.1  # as run\n"),
+        ("pyproject.toml", '[project]\ndependencies = ["trl==0.18.1", "peft"]\n'),
+    ],
+)
+def test_a_version_that_the_repository_pins_holds_below_it(place: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "src" / "train").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / place).write_text(text)
+    file = tmp_path / "src" / "train" / "sft.py"
+    file.write_text(HEAD + LOADED.format("") + TRAINED)
+    assert not read_config(file).setup.checkpointing
+    (tmp_path / place).write_text("torch\n")
+    assert read_config(file).setup.checkpointing
+
+
+@pytest.mark.parametrize("key", ["evaluation_strategy: steps", "max_prompt_length: 128", "label_pad_token_id: -100"])
+def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str) -> None:
+    text = f"model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 1e-5\nbeta: 0.1\nmax_length: 512\n{key}\n"
+    with pytest.raises(NotPlanned, match="whose step is another"):
+        read_text(text, "dpo.yaml")
+    assert read_text(text.replace(key, "eval_strategy: steps"), "dpo.yaml").setup.objective == "dpo"

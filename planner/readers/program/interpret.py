@@ -207,7 +207,7 @@ class Reader(Functions):
             except Leave as leave:
                 left_by.append(leave)
                 if isinstance(leave, Loop) and self.maybe_left:
-                    self.maybe_left[-1] = True
+                    self.maybe_left[-1].append(scope.names)
             finally:
                 self.uncertain -= 1
         if not ends:  # both sides leave
@@ -247,15 +247,18 @@ class Reader(Functions):
             scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
         before = self.copied(scope.names)
         self.uncertain += 1
+        self.maybe_left.append([])
         try:
             self.block(body, scope)
         except Leave:
             pass
         finally:
             self.uncertain -= 1
+            left = self.maybe_left.pop()
         for name, value in scope.names.items():
             if name in before and isinstance(value, Known) and not same(before[name], value):
                 scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
+        self.left_by_turn(left, scope, scope.file)
 
     def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
         over = self.value(node.iter, scope)
@@ -265,7 +268,7 @@ class Reader(Functions):
             self.once(node.body, scope)
             return
         before = self.copied(scope.names)
-        self.maybe_left.append(False)
+        self.maybe_left.append([])
         try:
             for item in items:
                 self.assign(node.target, item, scope)
@@ -276,10 +279,16 @@ class Reader(Functions):
                 except Loop:
                     continue
         finally:
-            skipped = self.maybe_left.pop()
-        for name, value in scope.names.items() if skipped else ():
-            if not same(before.get(name), value) and not isinstance(value, (Function, Class)):
-                scope.names[name] = Unknown(f"{self.place(node, scope)}: which turn of the loop sets {name}")
+            left = self.maybe_left.pop()
+        self.left_by_turn([before, *left] if left else [], scope, self.place(node, scope))
+
+    def left_by_turn(self, left: Sequence[dict[str, Value]], scope: Scope, place: str) -> None:
+        """After a loop that may have been left earlier, with these names: what they make different is not known."""
+        for names in left:
+            for name, value in names.items():
+                now = scope.names.get(name)
+                if not same(now, value) and not isinstance(now, (Function, Class)):
+                    scope.names[name] = Unknown(f"{place}: which turn of the loop sets {name}")
 
     def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
         match target:

@@ -138,7 +138,7 @@ class Reading:
         self.running: list[Any] = []
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
-        self.maybe_left: list[bool] = []
+        self.maybe_left: list[list[dict[str, Value]]] = []
 
     def step(self) -> None:
         """One more statement or expression.
