@@ -107,6 +107,8 @@ def _of_hf_names(values: dict[str, Any], keys: set[str]) -> str:
     if others & own.SPOKEN and own.is_training(values):
         return own.FORMAT  # another program's names, no slips of the pen
     strangers = len(others)
+    if keys <= schema.accepted("transformers") and own.is_training(values):
+        return own.FORMAT  # the Trainer's arguments alone: of what, the program says that reads them
     if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
         return trl.FORMAT
     if own.is_training(values):

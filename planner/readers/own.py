@@ -266,8 +266,8 @@ def _precision(settings: Settings, method: str) -> str:
     autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
     mixed = str(settings.raw("mixed", "")).lower()
     autocast = autocast or (mixed if mixed in ("bf16", "fp16") else None)
-    if word not in common.DTYPES and autocast is None:
-        settings.ask("precision", " names no data type; the program that reads it may")
+    if word not in common.DTYPES and (autocast is None or method != "qlora"):
+        settings.ask("precision", " names no data type of the weights; the program that reads it may")
     return common.precision(settings, common.DTYPES.get(word, "bf16"), autocast, method)
 
 

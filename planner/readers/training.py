@@ -93,6 +93,8 @@ def find(program: Program, name: str) -> Training:
         raise _other_objective(name, aim, "a trainer of its own")
     if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
         raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
+    if on_host := _on_host(found.arguments):
+        raise NotATraining(f"{name} trains on the CPU ({on_host})", hint="give a training on a GPU")
     _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None, name)
     if found.loader is None and found.model is None:
         _only_loader(found, program)
@@ -203,6 +205,12 @@ def _asked_to_train(arguments: Made | None) -> bool | None:
         return None
     value = arguments.argument("do_train")
     return plain(value) if isinstance(value, Known) else False
+
+
+def _on_host(arguments: Made | None) -> str:
+    """The argument that keeps a training off the GPU, "" where none does."""
+    given = {key: arguments.argument(key) for key in ("use_cpu", "no_cuda")} if arguments is not None else {}
+    return next((key for key, value in given.items() if isinstance(value, Known) and value.data is True), "")
 
 
 def _of_transformers(trainer: Made) -> bool:

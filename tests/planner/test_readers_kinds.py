@@ -206,7 +206,8 @@ def test_a_launch_that_only_tries_does_not_hide_the_one_that_trains(tmp_path: Pa
 
 
 OWN_YAML = "model_name: Qwen/Qwen3-0.6B\nuse_lora: true\nlora_r: 8\ntarget_modules: all-linear\nbatch_size: 1\n" + (
-    "grad_accum: 2\nmax_seq_length: 512\ngradient_checkpointing: true\nbf16: true\nload_in_4bit: false\n"
+    "grad_accum: 2\nmax_seq_length: 512\ngradient_checkpointing: true\nbf16: true\ntorch_dtype: bfloat16\n"
+    "load_in_4bit: false\n"
 )
 
 
@@ -448,7 +449,10 @@ def test_own_settings_that_evaluate_who_knows_how_many_ask(said: str) -> None:
     ],
 )
 def test_mixed_precision_of_own_settings_is_read(said: str, precision: str) -> None:
-    assert read_text(OWN_YAML.replace("bf16: true\n", "") + said, "conf.yaml").setup.precision == precision
+    assert (
+        read_text(OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "") + said, "conf.yaml").setup.precision
+        == precision
+    )
 
 
 @pytest.mark.parametrize("key", ["base_model_path", "model: {base_model_path", "sft_base_model_path"])
@@ -649,3 +653,33 @@ def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str)
     with pytest.raises(NotPlanned, match="whose step is another"):
         read_text(text, "dpo.yaml")
     assert read_text(text.replace(key, "eval_strategy: steps"), "dpo.yaml").setup.objective == "dpo"
+
+
+@pytest.mark.parametrize("said", ["bf16: true\n", "trainer: {fp16: true}\n", "mixed_precision: bf16\n"])
+def test_the_type_of_own_settings_weights_is_not_that_of_their_autocast(said: str) -> None:
+    bare = OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "")
+    assert open_fields(read_text(bare + said, "conf.yaml")) == {"precision"}
+    quantized = bare.replace("load_in_4bit: false", "load_in_4bit: true")
+    assert open_fields(read_text(quantized + said, "conf.yaml")) == set()
+
+
+ARGUMENTS_ALONE = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1e-3\nfp16: true\n"
+
+
+@pytest.mark.parametrize("more", ["", "optim: adamw_torch\nsave_steps: 5\n", "warmup_ratio: 0.1\noutput_dir: out\n"])
+def test_the_trainers_arguments_alone_are_no_file_of_trl(more: str) -> None:
+    found = read_text(ARGUMENTS_ALONE + more, "trainer.yaml")
+    assert found.format == "own settings"
+    assert {"model", "method", "seq_len_tokens", "checkpointing"} <= open_fields(found)
+    of_trl = read_text(ARGUMENTS_ALONE + more + "model_name_or_path: Qwen/Qwen3-0.6B\n", "trainer.yaml")
+    assert (of_trl.format, open_fields(of_trl)) == ("trl", set())
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["args.use_cpu = True\n", "args = SFTConfig('o', no_cuda=True)\n", "args = SFTConfig(**{'use_cpu': True})\n"],
+)
+def test_a_training_on_the_host_is_none_on_a_gpu(said: str) -> None:
+    with pytest.raises(NotATraining, match="trains on the CPU"):
+        read(said + LOADED.format("") + TRAINED)
+    assert read(said.replace("True", "False") + LOADED.format("") + TRAINED).setup.method == "full"
