@@ -17,6 +17,7 @@ triton beside what the tests need, both without their dependencies.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -247,8 +248,9 @@ def traced_file(case: Case, file: str, folder: Path, gpu: list[str], tools: dict
 
 def answered(words: list[str], folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The JSON of a command of ours, and its error."""
-    command = [str(Path(sys.executable).with_name("plan")), *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    tools = Path(sys.executable).parent
+    command, here = [str(tools / "plan"), *words], {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=here)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     return (json.loads(done.stdout) if done.stdout.startswith("{") else None), (errors or [""])[-1][7:300]
 

@@ -683,3 +683,12 @@ def test_a_training_on_the_host_is_none_on_a_gpu(said: str) -> None:
     with pytest.raises(NotATraining, match="trains on the CPU"):
         read(said + LOADED.format("") + TRAINED)
     assert read(said.replace("True", "False") + LOADED.format("") + TRAINED).setup.method == "full"
+
+
+@pytest.mark.parametrize("package", ["yaml", "tomllib", "numpy as np", "transformers"])
+def test_what_transformers_brings_is_not_asked_for(package: str) -> None:
+    name = package.rpartition(" ")[2]
+    guard = f"try:\n    import {package}\nexcept ImportError:\n    {name} = None\n    args.max_length = 64\n"
+    assert open_fields(read(guard + LOADED.format("") + TRAINED)) == set()
+    other = guard.replace(package, "liger_kernel").replace(f"    {name} = None\n", "")
+    assert open_fields(read(other + LOADED.format("") + TRAINED)) == {"seq_len_tokens"}

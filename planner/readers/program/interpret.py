@@ -54,6 +54,8 @@ from planner.readers.program.values import (
 
 MAX_FRAMES = 6000
 """Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
+BROUGHT = ("torch", "transformers", "yaml", "numpy", "tqdm", "packaging", "regex", "huggingface_hub", "accelerate")
+"""What is there wherever transformers trains. Source: transformers 5.23's metadata."""
 
 
 def run(text: str, name: str, outside: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
@@ -223,7 +225,8 @@ class Reader(Functions):
         if imports and without is not None and changes([*node.body, *without]):
             place = self.place(node, scope)
             package = ast.unparse(imports[0]).split()[1].partition(".")[0]
-            absent = self.decided(ast.Name(f"{package} is installed"), place)
+            if package not in BROUGHT and package not in sys.stdlib_module_names:
+                absent = self.decided(ast.Name(f"{package} is installed"), place)
         taken = without or [] if absent is False else [*node.body, *node.orelse]
         self.block([*taken, *node.finalbody], scope)
 
