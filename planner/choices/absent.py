@@ -10,8 +10,8 @@ _FP8 = (
     "checkpointing or small matrices, and has no backward for LoRA on a stored fp8 base"
 )
 _FP4 = (
-    "transformers trains such a base only unpacked to 16 bits; Axolotl keeps gpt-oss packed, of which no figure is "
-    "published"
+    "transformers trains such a base only unpacked to 16 bits; Axolotl's SonicMoE and ScatterMoE kernels train LoRA "
+    "beside packed experts (published: Qwen3-30B-A3B in NVFP4, 2,048 tokens in 31 GiB), whose step nothing here predicts"
 )
 _OTHER_UPDATE = "changes what is optimized: its memory and its learning rates are not AdamW's, and no run was compared"
 _IN_BACKWARD = "steps inside the backward and so has neither accumulation nor gradient clipping, which every plan has"
@@ -23,7 +23,7 @@ _MEGATRON = (
 _RL = "it runs generation and training as one program of its own (Ray, vLLM or SGLang): nothing here predicts its step"
 _EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
 _TORCHAO = "it steps through torch.compile, which nothing here runs; its 8-bit states take the bytes of adamw-8bit's"
-_FUSED_EXPERTS = "nothing here predicts its experts' step; Axolotl's gpt-oss in it was published without a figure"
+_FUSED_EXPERTS = "nothing here predicts its experts' step, of which memory alone was published"
 _NO_REFERENCE = "TRL's experimental CPOTrainer is not predicted here; as ORPO's, its loss asks no reference model"
 _NF4 = "nf4-double, or int8"
 _SPLITS = "--target trl with --parallel fsdp2, --tensor-degree, --pipeline-degree or --expert-degree"
@@ -42,6 +42,10 @@ ABSENT: Mapping[str, tuple[str, str]] = {
         ("scattermoe", "sonicmoe", "split-lora", "megablocks", "fused-moe"),
         (_FUSED_EXPERTS, "liger, or fused where the tool has it; --quantize-experts holds the experts in 4 bits"),
     ),
+    **dict.fromkeys(
+        ("cce", "cut-cross-entropy"), ("it holds no logits, as Liger's fused loss, and as that it is read", "liger")
+    ),
+    "fp16-pure": ("nothing scales the gradients of fp16 adapters; `plan check` reads it", "fp16-autocast"),
     **dict.fromkeys(
         ("tiled-mlp", "alst"), ("nothing here predicts an MLP cut into pieces of the sequence", "--context-degree")
     ),
