@@ -324,7 +324,7 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
     return [
         Line("output_dir", shown_path(request.output_dir)),
         *common.batch_lines(SCRIPT, setup),
-        Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
+        Line("bf16", setup.autocast_dtype == "bf16", "autocast" if setup.autocast_dtype else "no autocast"),
         Line("fp16", setup.autocast_dtype == "fp16"),
         Line(
             checkpointing_key(setup),

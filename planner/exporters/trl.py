@@ -236,7 +236,7 @@ def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]
 def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
     setup = request.setup
     return [
-        Line("bf16", runs.autocast_dtype == "bf16", "autocast"),
+        Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
         Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
         *_checkpointing(setup),
         Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
