@@ -2,18 +2,20 @@
 
     python -m benchmarks.brute_force [--pairs 20] [--global-batch 32]
 
-For each (model, card): the plan's choice, the fastest setup of its class that surely fits (where none does: that may),
-found by `predict_memory` and the speed model over the plain product of the dimensions (ranks and targets as the plan
-fixes them), their ratio, and for which preferences the difference was given. A ratio below 0.97, or a difference
-without a preference, is a fault.
+For each (model, card): the plan's choice, the fastest setup of its class that its program runs (benchmarks/fence.py
+compares programs) and that surely fits (where none does: that may), found by `predict_memory` and the speed model over
+the plain product of the dimensions (ranks and targets as the plan fixes them), their ratio, and for which preferences
+the difference was given. A ratio below 0.97, or a difference without a preference, is a fault.
 """
 
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from planner.choices.stacks import DEFAULT
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.node import node_of_setup
 from planner.decision.tie_break import tie_break
@@ -96,11 +98,14 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     plan = plan_workload(request)
     if not isinstance(plan, Plan):
         return None
-    node = node_of_setup(plan.chosen.setup)
+    chosen = plan.chosen.setup
+    node = node_of_setup(chosen)
+    targets = () if chosen.stack == DEFAULT else (chosen.stack,)
+    of_program = replace(request, targets=targets, fixed={**request.fixed, "compile": (chosen.compile,)})
     pairs = [(micro, request.global_batch_seqs // micro) for micro in micro_batches(request.global_batch_seqs)]
     speeds = [
         (at(*pair)[1], family, pair)
-        for family in families(request, node)
+        for family in families(of_program, node)
         for at in (speed_profile(request.model, request.gpu, family).at,)
         for pair in pairs
     ]

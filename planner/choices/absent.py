@@ -11,7 +11,7 @@ _FP8 = (
 )
 _FP4 = (
     "transformers trains such a base only unpacked to 16 bits; Axolotl's SonicMoE and ScatterMoE kernels train LoRA "
-    "beside packed experts (published: Qwen3-30B-A3B in NVFP4, 2,048 tokens in 31 GiB), whose step nothing here predicts"
+    "beside packed experts (published: Qwen3-30B-A3B in NVFP4, 2,048 tokens in 31 GiB); nothing here predicts that step"
 )
 _OTHER_UPDATE = "changes what is optimized: its memory and its learning rates are not AdamW's, and no run was compared"
 _IN_BACKWARD = "steps inside the backward and so has neither accumulation nor gradient clipping, which every plan has"
