@@ -228,7 +228,10 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
         why = "no fused kernel takes this dtype, card and head layout"
-        notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices"))
+        packed = setup.replace_trusted(packing=setup.aim.packs)
+        fused = "math" not in attention_kernels(model, gpu, packed) and packs_apart(model, setup.attention)
+        way = "; of packed rows it gets a mask, which a fused one takes (--packing)" if fused else ""
+        notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
     missing = missing_kernels(model, gpu, setup)

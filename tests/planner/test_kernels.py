@@ -19,6 +19,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.plan_request import PlanRequest
 from planner.planning.space import dimension_values
+from planner.predict import predict
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 
@@ -166,3 +167,15 @@ def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: s
                 entry.model_id,
                 attention,
             )
+
+
+@pytest.mark.parametrize(("card", "told"), [("t4", True), ("apple-m2-ultra", False)])
+def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings(card: str, told: bool) -> None:
+    """Llama-3.1-8B QLoRA by Axolotl on a T4: 478 tokens/s, of packed rows 638 (`python -m benchmarks.rivals`)."""
+    model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
+    assert model is not None
+    notes = predict(model, gpu, TrainSetup(precision="fp16-autocast")).notes
+    fallback = next(note for note in notes if "math kernel" in note)
+    assert ("--packing" in fallback) == told
+    packed = predict(model, gpu, TrainSetup(precision="fp16-autocast", packing=True)).notes
+    assert any("math kernel" in note for note in packed) != told
