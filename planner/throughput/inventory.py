@@ -1,5 +1,7 @@
 """What one token passes through, counted once per model: matrices, norms, attention, elementwise widths."""
 
+from dataclasses import replace
+
 from planner.memory.traits import traits_of
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 from planner.records import dataclass
@@ -150,17 +152,23 @@ def _tensors(linear: LinearSpec) -> int:
     return (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
 
 
+def _through_all(layer: LayerSpec) -> LayerSpec:
+    """A layer whose every token passes through every expert."""
+    mlp = layer.mlp and replace(layer.mlp, num_active_experts=layer.mlp.num_experts)
+    return replace(layer, linears=tuple(replace(one, num_active=one.num) for one in layer.linears), mlp=mlp)
+
+
 def _count(model: ModelSpec) -> Inventory:
-    tally = _Tally()
+    tally, traits = _Tally(), traits_of(model)
     for layer, repeats in model.layer_counts:
-        tally.add_layer(layer, repeats, model.hidden_size)
+        tally.add_layer(_through_all(layer) if traits.dense_experts else layer, repeats, model.hidden_size)
     width, num = tally.width, tally.num
     for norm in model.outer_norms:
         width[norm.kind] += norm.size * norm.rows_per_token
         num[norm.kind] += 1
     num_layers = model.num_layers - num["apart"]
     # after attention, cross-attention and MLP, and of the embeddings
-    dropouts = 2 * num_layers + num["crossed"] + 1 if traits_of(model).residual_dropout else 0
+    dropouts = 2 * num_layers + num["crossed"] + 1 if traits.residual_dropout else 0
     return Inventory(
         groups=tally.groups(),
         outer=model.outer_linears,
