@@ -16,8 +16,10 @@ import time
 
 from planner.memory.profile_store import SCHEMA, SHIPPED, config_digest, load_profiles, profiles_of, save_profiles
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.packed import read_packed, write_packed
+from planner.speed.resized import VOCABULARY_TILE, sizes_of, structure_of
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
 from probes.tracing.check import deviations
@@ -78,6 +80,46 @@ def build_programs(names: list[str], minutes: float) -> None:
         print(f"{name}: {len(found)} programs, {size:,} bytes, {spent:.0f} CPU s{why}", flush=True)
 
 
+def build_structures(names: list[str], minutes: float) -> None:
+    """Builds the programs of the structures of these models, each from a model of sizes that share no factor."""
+    end, built = time.monotonic() + 60 * minutes, set[str]()
+    for name in names:
+        model = catalogue.load(name)
+        structure = structure_of(model) if model is not None else None
+        if model is None or structure is None or structure in built or time.monotonic() > end:
+            continue
+        built.add(structure)
+        like = apart(model)
+        if structure_of(like) != structure:
+            print(f"{name}: another structure at other sizes")
+            continue
+        started, builder = time.process_time(), ProgramBuilder(like)
+        found = builder.all(asked_programs(like))
+        path = PROGRAMS / f"{structure}.json.gz"
+        save_programs(path, builder.tables, found, versions(), sizes_of(like))
+        spent = time.process_time() - started
+        why = f"; {len(builder.failures)} without: {sorted({*builder.failures.values()})[:2]}" * bool(builder.failures)
+        print(
+            f"{name}: {structure} {len(found)} programs, {path.stat().st_size:,} bytes, {spent:.0f} CPU s{why}",
+            flush=True,
+        )
+
+
+def apart(model: ModelSpec) -> ModelSpec:
+    """A model of the same layers whose sizes have each an odd factor of their own."""
+    attention = model.layer_kinds[0].attention
+    assert attention is not None
+    whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
+    heads = 7 if attention.num_heads > attention.num_kv_heads else 35
+    config = {
+        **model.config, "hidden_size": 3080, "intermediate_size": 7424, "moe_intermediate_size": 7424,
+        "num_attention_heads": 35, "num_key_value_heads": heads, "num_hidden_layers": 37, "max_window_layers": 37,
+        "head_dim": 104 if attention.head_dim <= 128 else 208,
+        "vocab_size": whole * VOCABULARY_TILE + (31_744 if rest else 0),
+    }  # fmt: skip
+    return spec_from_config(config, model_id=f"{model.model_type}-apart", source="sizes apart")
+
+
 def check(num: int, seed: int) -> int:
     """How many of some kept structures differ from fresh runs; each is printed."""
     draw, wrong = random.Random(seed), 0
@@ -116,6 +158,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
+    parser.add_argument("--structures", action="store_true", help="programs of their structures, for any size")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
     parser.add_argument("--confirm", type=int, default=0, metavar="N", help="compare N structures of each model")
     parser.add_argument("--seed", type=int, default=1)
@@ -125,6 +168,8 @@ def main() -> int:
     names = args.names or list(catalogue.names())
     if args.confirm:
         confirm(names, args.confirm, args.seed)
+    elif args.structures:
+        build_structures(names, args.minutes)
     elif args.programs:
         build_programs([one for one in names if args.names or profiled(one)], args.minutes)
     else:

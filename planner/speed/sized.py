@@ -213,7 +213,8 @@ class Sized:
                 if one is None:
                     one = known[place] = self._found(place, courses)
                 own.append(one)
-            found = courses.blocks[id(block)] = (composed(own) if len(own) > 1 else own[0]).times(times)
+            one = composed(own) if len(own) > 1 else own[0]
+            found = courses.blocks[id(block)] = one if times == 1 else one.times(times)
         return found
 
     def _found(self, place: int, courses: "_Courses") -> Course:
@@ -491,12 +492,12 @@ class ScaledSpeed:
 
 
 def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
-    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie, in
-    their spacing, or in which matrices are adapted."""
+    """`program_speed`; where there is none, the formula's beside a structure that differs in where checkpoints lie or
+    in which matrices are adapted."""
     found = program_speed(model, gpu, setup)
     if found is not None or programs_of(model) is None:
         return found
-    changed: dict[str, Any] = {"activation_offload": False, "checkpointing": min(1, setup.checkpointing)}
+    changed: dict[str, Any] = {"activation_offload": False}
     if setup.method != "full":
         changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0}
     like = program_speed(model, gpu, setup.replace_trusted(**changed))
@@ -511,5 +512,10 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
     programs = programs_of(model)
-    program = programs.get(structure_key(model, gpu, setup)) if programs is not None else None
-    return ProgramSpeed(model, gpu, setup, programs, program) if programs is not None and program is not None else None
+    if programs is None:
+        return None
+    program, apart = programs.get(structure_key(model, gpu, setup)), setup.checkpointing
+    if program is None and apart > 1:
+        none, every = (structure_key(model, gpu, setup.replace_trusted(checkpointing=one)) for one in (0, 1))
+        program = programs.spaced((none, every), apart, model.num_layers)
+    return ProgramSpeed(model, gpu, setup, programs, program) if program is not None else None

@@ -15,6 +15,7 @@ from planner.memory.profile_store import config_digest, library_versions, user_d
 from planner.memory.step_profile import Form
 from planner.models.spec import ModelSpec
 from planner.packed import read_packed, write_packed
+from planner.speed.resized import resized_programs
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "data" / "programs"
@@ -110,6 +111,7 @@ class ModelPrograms:
         self.worked_out: dict[object, Any] = {}
         self._raw = raw
         self._found: dict[str, StepProgram] = {}
+        self._spaced: dict[tuple[str, str, int], StepProgram | None] = {}
         self._known_blocks: dict[Block, Block] = {}
         self._known_courses: dict[Blocks, Blocks] = {}
         forms = [tuple((index, float(factor)) for index, factor in one) for one in raw["forms"]]
@@ -154,11 +156,53 @@ class ModelPrograms:
         )
         return found
 
+    def spaced(self, keys: tuple[str, str], apart: int, num_layers: int) -> StepProgram | None:
+        """The program with every so many layers checkpointed, of the structures with none and with every one."""
+        known = *keys, apart
+        if known not in self._spaced:
+            none, every = map(self.get, keys)
+            found = spaced(none, every, apart, num_layers) if none is not None and every is not None else None
+            if found is not None:
+                ahead, behind = (self._blocks(one) for one in (found.ahead, found.behind))
+                found = found._replace(ahead=ahead, behind=behind)
+            self._spaced[known] = found
+        return self._spaced[known]
+
     def _blocks(self, values: Sequence[Any]) -> Blocks:
         """Equal ones are one object, each block too."""
         one = self._known_blocks.setdefault
         found = tuple([one(block, block) for block in [(tuple(places), times) for places, times in values]])
         return self._known_courses.setdefault(found, found)
+
+
+def flat(blocks: Blocks) -> list[int]:
+    """Stretches one after another."""
+    return [one for places, times in blocks for _ in range(times) for one in places]
+
+
+def spaced(none: StepProgram, every: StepProgram, apart: int, num_layers: int) -> StepProgram | None:
+    """The program that checkpoints the first of every `apart` layers, of those that checkpoint none and every one; None
+    where their layers do not stand side by side."""
+    ahead, behind = (
+        _spaced(none.ahead, every.ahead, apart, num_layers),
+        _spaced(none.behind, every.behind, apart, num_layers, backward=True),
+    )
+    return every._replace(ahead=ahead, behind=behind) if ahead and behind else None
+
+
+def _spaced(none: Blocks, every: Blocks, apart: int, num_layers: int, *, backward: bool = False) -> Blocks:
+    plain, again = flat(none), flat(every)
+    differ = [at for at, (one, two) in enumerate(zip(plain, again, strict=False)) if one != two]
+    if len(plain) != len(again) or len(differ) != num_layers or differ[-1] - differ[0] != num_layers - 1:
+        return ()
+    first, end = differ[0], differ[-1] + 1
+    start = first + (num_layers - 1) % apart if backward else first
+    plain[start:end:apart] = again[start:end:apart]
+    turns = (num_layers - 2) // apart  # what the first and the last layer do is their own
+    period, rest = plain[first + 1 : first + 1 + apart], first + 1 + turns * apart
+    if turns < 2 or plain[first + 1 : rest] != period * turns:
+        return ((tuple(plain), 1),)
+    return (tuple(plain[: first + 1]), 1), (tuple(period), turns), (tuple(plain[rest:]), 1)
 
 
 class Tables:
@@ -177,8 +221,18 @@ class Tables:
         return self.stretches.setdefault(one, len(self.stretches))
 
 
-def save_programs(path: Path, tables: Tables, programs: Mapping[str, StepProgram], versions: Mapping[str, str]) -> None:
-    """Writes the programs of a model; the same ones give the same bytes."""
+def save_programs(
+    path: Path,
+    tables: Tables,
+    programs: Mapping[str, StepProgram],
+    versions: Mapping[str, str],
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Writes the programs of a model; the same ones give the same bytes.
+
+    Args:
+        sizes: of a model that stands for all of its structure (`planner.speed.resized`).
+    """
     shared: dict[str, dict[Any, int]] = {"names": {}, "forms": {}, "layouts": {}, "steps": {}}
 
     def number(table: str, value: Any) -> int:
@@ -205,7 +259,8 @@ def save_programs(path: Path, tables: Tables, programs: Mapping[str, StepProgram
         for key, one in sorted(programs.items())
     }
     raw = {
-        "schema": SCHEMA, "versions": dict(versions), "operators": operators, "stretches": stretches,
+        "schema": SCHEMA, "versions": dict(versions), "sizes": dict(sizes or {}), "operators": operators,
+        "stretches": stretches,
         **{name: [*table] for name, table in shared.items()}, "programs": found,
     }  # fmt: skip
     write_packed(path, raw)
@@ -227,7 +282,10 @@ def _read_programs(model: ModelSpec) -> ModelPrograms | None:
         kept = load_programs(path)
         if kept is not None and {name: kept.versions.get(name) for name in library_versions()} == library_versions():
             return kept
-    return load_programs(SHIPPED / f"{digest}.json.gz")
+    shipped = load_programs(SHIPPED / f"{digest}.json.gz")
+    if shipped is None and (raw := resized_programs(model, SHIPPED, SCHEMA)) is not None:
+        return ModelPrograms(raw)
+    return shipped
 
 
 @lru_cache(maxsize=8)

@@ -30,6 +30,7 @@ from planner.speed.step_program import (
     SizedStretch,
     StepProgram,
     Tables,
+    flat,
 )
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.full_step import OptimizerRun, Whole
@@ -140,11 +141,14 @@ def numbers_of(config: Any) -> Iterator[int]:
 
 
 def asked_programs(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
-    """What plans of this model walk, and eager kernels, which people's own files ask, with all layers checkpointed or
-    none."""
+    """What plans of this model walk, and what people's own files ask (eager kernels, full fine-tuning all in 16 bits),
+    with all layers checkpointed or none: of which any other spacing is put together."""
     found: dict[str, tuple[TrainSetup, GpuSpec]] = {}
-    asked = [one for one in asked_structures(model, cards).values() if not one[0].activation_offload]
-    eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in asked if setup.checkpointing < 2]
+    every = asked_structures(model, cards).values()
+    asked = [one for one in every if not one[0].activation_offload and one[0].checkpointing < 2]
+    mixed = [one for one in asked if one[0].method == "full" and one[0].precision == "bf16-mixed"]
+    asked += [(setup.replace_trusted(precision="bf16-pure"), gpu) for setup, gpu in mixed]
+    eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in asked]
     for setup, gpu in (*asked, *eager):
         found.setdefault(structure_key(model, gpu, setup), (setup, gpu))
     return found
@@ -213,16 +217,17 @@ class ProgramBuilder:
         if own is None or base is None or like is None or loss == first:
             return None
         swaps: dict[int, int] = {}
-        for mine, others in zip(_flat(base), _flat(own), strict=False):
+        flat_base, flat_own, flat_like = (flat((*one.ahead, *one.behind)) for one in (base, own, like))
+        for mine, others in zip(flat_base, flat_own, strict=False):
             if swaps.setdefault(mine, others) != others:
                 return None
         stretches = [*self.tables.stretches]
         changed = {one for one, other in swaps.items() if one != other}
-        if len(_flat(base)) != len(_flat(own)) or any(
-            stretches[one].phase == "loss" and one not in swaps for one in _flat(like)
+        if len(flat_base) != len(flat_own) or any(
+            stretches[one].phase == "loss" and one not in swaps for one in flat_like
         ):
             return None
-        if any(stretches[one].phase != "loss" and one not in _flat(like) for one in changed):
+        if any(stretches[one].phase != "loss" and one not in flat_like for one in changed):
             return None
 
         def swapped(blocks: Blocks) -> Blocks:
@@ -372,7 +377,7 @@ class _Sized:
         if not self._step:
             return self._primes.form(size, tile)
         rank = self._primes.rank  # sums over all parameters: the rank of adapters alone is a variable
-        if self._adapted and size > rank and size % rank == 0:
+        if self._adapted and size and size % rank == 0:
             return ((MONOMIALS.index((0, 0, 1, 0)), size / rank),)
         return ((0, float(size)),) if size else ()
 
@@ -453,11 +458,6 @@ def _after(names: Sequence[tuple[str, int]], body: Sequence[tuple[str, int]], be
             return 0
         at += 1
     return at
-
-
-def _flat(program: StepProgram) -> list[int]:
-    """Its stretches one after another."""
-    return [one for places, times in (*program.ahead, *program.behind) for _ in range(times) for one in places]
 
 
 def _repeated(order: Sequence[int]) -> Blocks:

@@ -1,0 +1,198 @@
+"""The step programs of a structure of layers, for a model of any size that has it.
+
+A decoder whose sizes share no factor is run once (`tools.build_profiles --structures`): every dimension of its
+operators then says which sizes it is a product of, and is worked out anew for another model.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.models.spec import ModelSpec
+from planner.packed import read_packed
+
+VOCABULARY_TILE = 32_768
+"""Columns of the head that TRL's chunked loss multiplies at once: as many turns are one structure."""
+MOST_BESIDE_LAYERS = 16
+"""Modules, tensors in lists or calls that come beside those of every layer."""
+ROLES = {"attention": ("q", "k", "v", "o"), "queries and values": ("q", "v")}
+Sizes = dict[str, int]
+
+
+class NoSize(ValueError):
+    """A number is no product of a model's sizes."""
+
+
+def structure_of(model: ModelSpec) -> str | None:
+    """16 hexadecimal digits that stand for a model's layers whatever their sizes; None where they are not all alike, or
+    are none of plain attention and one MLP or as many experts."""
+    if len(model.layer_kinds) != 1 or model.num_layers < 2:
+        return None
+    layer = model.layer_kinds[0]
+    attention, mlp = layer.attention, layer.mlp
+    if (
+        attention is None
+        or attention.kind != "softmax"
+        or mlp is None
+        or mlp.shared_intermediate_size
+        or layer.cross_attention
+    ):
+        return None
+    if (
+        attention.window_tokens
+        or attention.softcap
+        or attention.sinks
+        or attention.value_head_dim != attention.head_dim
+    ):
+        return None
+    whole, rest = divmod(model.vocab_size, VOCABULARY_TILE)
+    config = model.config
+    said = [
+        model.model_type, config.get("tie_word_embeddings"), whole, rest > 0, mlp.kind, mlp.activation,
+        attention.num_heads > attention.num_kv_heads, attention.rotary, attention.rotary_fraction,
+        attention.head_dim <= 128, layer.parallel_residual, layer.path, config.get("attention_dropout", 0) or 0,
+        [(one.name, one.role, one.bias, one.num) for one in layer.linears],
+        [(one.name, one.kind, one.bias, one.weight) for one in layer.norms],
+    ]  # fmt: skip
+    said += [mlp.num_experts, mlp.num_active_experts, mlp.gated_experts] if mlp.num_experts else []
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def sizes_of(model: ModelSpec) -> Sizes:
+    """What a structure's numbers are products and sums of."""
+    layer = model.layer_kinds[0]
+    attention, mlp = layer.attention, layer.mlp
+    assert attention is not None
+    assert mlp is not None
+    adapted = {"all": [one.in_features + one.out_features for one in layer.linears]}
+    for name, roles in ROLES.items():
+        adapted[name] = [one.in_features + one.out_features for one in layer.linears if one.role in roles]
+    heads, groups = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
+    return {
+        "hidden": model.hidden_size, "intermediate": mlp.intermediate_size, "head": attention.head_dim,
+        "kv heads": heads, "groups": groups, "vocabulary": model.vocab_size, "layers": model.num_layers,
+        "rest": model.vocab_size % VOCABULARY_TILE, "weights": model.num_params,
+        **{f"adapters: {name}": model.num_layers * sum(each) for name, each in adapted.items()},
+    }  # fmt: skip
+
+
+_SUMS = ("weights", "vocabulary", "rest", *(f"adapters: {name}" for name in ("all", *ROLES)))
+_LEAST = 14
+"""Powers of two that the smallest share of a size is below it."""
+_FACTORS = ("hidden", "intermediate", "head", "kv heads", "groups")
+
+
+def _odd(number: int) -> int:
+    while number and number % 2 == 0:
+        number //= 2
+    return number
+
+
+class Resizer:
+    """Numbers of one model as another's.
+
+    Args:
+        own: sizes of the model that was run, each with an odd factor that no other has; of one group there is none.
+    """
+
+    def __init__(self, own: Mapping[str, int], other: Mapping[str, int]) -> None:
+        self._own, self._other = own, other
+        self._tags = [(name, _odd(own[name])) for name in _FACTORS if _odd(own[name]) > 1]
+
+    def size(self, number: float) -> float:
+        """A dimension, or the factor of one."""
+        for name in _SUMS:
+            if own := self._own[name]:
+                ratio = number / own
+                if 2**-_LEAST <= ratio <= 8 and _is_power(ratio):
+                    return self._other[name] * ratio
+        rest, found = number * 2**_LEAST, 1.0  # also of packed weights, two of them a byte, and of scales
+        for name, tag in self._tags:
+            while rest % tag == 0:
+                rest, found = rest / tag, found * self._other[name] * tag / self._own[name]
+        return rest * found / 2**_LEAST if _is_power(rest) else number
+
+    def count(self, number: int) -> int:
+        """How many there are of something in all layers and beside them."""
+        layers = self._own["layers"]
+        each = round(number / layers)
+        beside = number - each * layers
+        if abs(beside) > MOST_BESIDE_LAYERS:
+            raise NoSize(f"{number} of {layers} layers")
+        return each * self._other["layers"] + beside
+
+
+def _is_power(ratio: float) -> bool:
+    """Of two."""
+    numerator, denominator = float(ratio).as_integer_ratio()
+    return numerator & (numerator - 1) == 0 and denominator & (denominator - 1) == 0
+
+
+def resized(raw: Mapping[str, Any], other: Mapping[str, int]) -> dict[str, Any]:
+    """The tables of a model's programs (`planner.speed.step_program`) as those of one with other sizes.
+
+    Raises:
+        NoSize: a count is none of layers.
+    """
+    to = Resizer(raw["sizes"], other)
+    forms: dict[Any, int] = {}
+    layouts: dict[Any, int] = {}
+    sizes: dict[tuple[float, int], float] = {}
+    places: dict[tuple[int, int], int] = {}
+
+    def size(factor: float, listed: int) -> float:
+        found = sizes.get((factor, listed))
+        if found is None:
+            found = sizes[factor, listed] = _listed(factor, listed, to)
+        return found
+
+    def layout(number: int, listed: int) -> int:
+        found = places.get((number, listed))
+        if found is None:
+            shape, *rest = raw["layouts"][number]
+            own = []
+            for one in shape:
+                form = tuple([(index, size(factor, listed)) for index, factor in raw["forms"][one]])
+                own.append(forms.setdefault(form, len(forms)))
+            row = tuple(own), *(tuple(one) if isinstance(one, list) else one for one in rest)
+            found = places[number, listed] = layouts.setdefault(row, len(layouts))
+        return found
+
+    operators = []
+    for name, inputs, outputs, numbers, listed in raw["operators"]:
+        own = [[layout(one, listed) for one in side] for side in (inputs, outputs)]
+        if raw["names"][name].startswith("trainer."):
+            numbers = [to.count(one) for one in numbers]
+        operators.append((name, *own, numbers, to.count(listed) if listed else 0))
+
+    def counts(pairs: Any, count: Callable[[int], int]) -> Any:
+        return [(one, count(times)) for one, times in pairs]
+
+    programs = {
+        key: (counts(ahead, to.count), counts(behind, to.count), added, steps, to.count(modules), checkpointed)
+        for key, (ahead, behind, added, steps, modules, checkpointed) in raw["programs"].items()
+    }
+    return {
+        **raw, "forms": [*forms], "layouts": [*layouts], "operators": operators, "programs": programs,
+        "steps": [counts(one, to.count) for one in raw["steps"]],
+    }  # fmt: skip
+
+
+def _listed(factor: float, listed: int, to: Resizer) -> float:
+    """A factor of an operator over so many tensors in lists."""
+    for lists in range(1, 6):
+        if listed and factor * lists == listed:
+            return float(to.count(int(factor)))
+    return to.size(factor)
+
+
+def resized_programs(model: ModelSpec, directory: Path, schema: int) -> dict[str, Any] | None:
+    """The tables of a model whose structure was run at other sizes; None where it was not."""
+    structure = structure_of(model)
+    raw = read_packed(directory / f"{structure}.json.gz", schema, shipped=True) if structure else None
+    try:
+        return resized(raw, sizes_of(model)) if raw else None
+    except NoSize:
+        return None
