@@ -100,7 +100,12 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Ver
 def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improved:
     """What one level of predictions finds."""
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
-        again = _improved(_without_evaluation(result, model, predict), model, predict)
+        step = _without_evaluation(result, model, predict)
+        if step.verdict is Verdict.FITS:  # a smaller evaluation suffices
+            search = _Search(step, model, including(predict, step.config, model, result.gpu))
+            again = search.ending(_Tried(search.start, ()))
+        else:
+            again = _improved(step, model, predict)
         labels = (evaluation_label(again.setup), *again.labels)
         return replace(again, labels=labels, eval_seqs=again.setup.micro_batch_seqs)
     search = _Search(result, model, including(predict, result.config, model, result.gpu))

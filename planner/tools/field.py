@@ -94,10 +94,8 @@ class Tool:
 
     def fixes(self, before: TrainSetup, after: TrainSetup) -> bool:
         """Whether `--fix` can write a changed setup into a file that says the first."""
-        for of in changed_fields(before, after):
+        for of in _said(before, after):
             field = self.field(of)
-            if of == "adapter_dtype":
-                continue  # follows from the others
             if field is None or not field.fix or (field.fixes and getattr(after, of) not in field.fixes):
                 return False
         return self.runs(before, after)
@@ -112,10 +110,8 @@ class Tool:
             ConfigError: a field that cannot be changed in place.
         """
         found: dict[str, Any] = {}
-        for of in changed_fields(before, after):
+        for of in _said(before, after):
             field = self.field(of)
-            if of == "adapter_dtype":
-                continue
             if field is None or not field.fix:
                 raise ConfigError(
                     f"{file}: {of} cannot be changed in a {self.name} file",
@@ -124,6 +120,14 @@ class Tool:
             key = keys.get(of, field.key)
             found |= field.edit(key, before, after) if field.edit else {key: field.said(getattr(after, of))}
         return found
+
+
+def _said(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:
+    """The changed fields that a file has to say: others follow from them, as checkpointing that is switched on or off
+    has its version's own form."""
+    switched = bool(before.checkpointing) != bool(after.checkpointing)
+    follow = ("adapter_dtype", *["reentrant_checkpointing"] * switched)
+    return tuple(one for one in changed_fields(before, after) if one not in follow)
 
 
 def changed_fields(before: TrainSetup, after: TrainSetup) -> tuple[str, ...]:

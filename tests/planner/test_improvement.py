@@ -276,3 +276,42 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     found = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
     written = fixed_text(tmp_path / "t.py", config_read, found, MODEL)
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
+
+
+OLDER = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from peft import LoraConfig, get_peft_model
+block_size = 2048
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B", torch_dtype="bfloat16")
+model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+args = TrainingArguments("o", per_device_train_batch_size=1, bf16=True, {})
+Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows).train()
+"""
+
+
+def ended(more: str, budget_gib: float) -> tuple[CheckResult, Improved]:
+    """What `--fix` finds for a program of the Trainer's, on a card of so much memory."""
+    assert MODEL is not None
+    found = read_text(OLDER.format(more), "train.py", model=MODEL)
+    result = check(found, MODEL, GPU, round(budget_gib * GIB), predicted)
+    return result, improve(result, MODEL, predicted)
+
+
+@pytest.mark.parametrize("old", ["evaluation_strategy='no'", "overwrite_output_dir=True", "logging_dir='l'"])
+def test_checkpointing_of_an_older_version_is_one_setting(old: str) -> None:
+    result, found = ended(f"{old}, optim='adamw_torch', use_liger_kernel=True", 8)
+    assert result.verdict is not Verdict.FITS
+    assert (found.labels, found.verdict, found.elsewhere) == (("checkpoint every layer",), Verdict.FITS, False)
+    assert found.setup.reentrant_checkpointing
+    assert edits_of(result.config, found) == {"gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize("key", ["eval_strategy='steps'", "eval_strategy='epoch'", "do_eval=True"])
+def test_a_smaller_evaluation_alone_is_what_is_changed_where_it_suffices(key: str) -> None:
+    more = f"gradient_checkpointing=True, {key}, per_device_eval_batch_size=32"
+    result, found = ended(more, 20)
+    assert result.verdict is not Verdict.FITS
+    assert (found.labels, found.verdict) == (("evaluation of 1 at once",), Verdict.FITS)
+    assert found.setup == result.config.setup
+    assert edits_of(result.config, found) == {"per_device_eval_batch_size": 1}
+    assert len(ended(more, 7)[1].labels) > 1  # where the step itself is too large more is changed
