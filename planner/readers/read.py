@@ -78,11 +78,16 @@ def read_text(
     if around is not None and not found.older and found.format in TRAINERS:
         running = versions.transformers(around.versions.get("transformers"), (), None)
         found = replace(found, older=running.older, lacks=running.lacks)
+    if name.endswith(shell.SUFFIXES):
+        found = replace(found, lacks=(*found.lacks, *NO_WORDS))
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
 
 
+NO_WORDS = ("liger_kernel_config",)
+"""Settings that no word of a command line sets: transformers 5.23 `HfArgumentParser` takes no text for a dictionary
+that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
 HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
 STACK_OF = {name: name for name in STACKS} | {
     llamafactory_v1.FORMAT: llamafactory.FORMAT,

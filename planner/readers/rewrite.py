@@ -43,23 +43,40 @@ def rewrite(
 
 
 def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
-    """The flags of a launch that stand in the script as they are; new ones go behind the first of these."""
+    """The flags of a launch that stand in the script as they are; new ones go behind the last of these, or behind one
+    that its trainer takes as well."""
     places: dict[str, tuple[int, int]] = {}
     for key in edits:
-        said = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
-        found = [one.span(1) for one in said if "#" not in text[text.rfind("\n", 0, one.start()) + 1 : one.start()]]
+        found = _flags(text, key)
         if len(found) > 1 or any("$" in text[start:end] for start, end in found):
             raise ConfigError(f"{name}: --{key} stands in no one place", hint="make the changes by hand")
         places |= dict.fromkeys((key,), found[0]) if found else {}
-    if not places:
+    beside = [found[0] for key in TRAINERS_WORDS if len(found := _flags(text, key)) == 1 and _ends(text, found[0])]
+    if not places and not beside:
         raise ConfigError(f"{name} says none of {', '.join(edits)} itself", hint="make the changes by hand")
-    last = max(places.values())
+    last = max(places.values()) if places else beside[0]
     more = "".join(f" --{key} {_word(value)}" for key, value in edits.items() if key not in places)
+    text = f"{text[: last[1]]}{more}{text[last[1] :]}"
     for key, (start, end) in sorted(places.items(), key=lambda one: one[1], reverse=True):
-        added = more if (start, end) == last else ""
         between = "=" if text[start:end].startswith("=") else " "
-        text = f"{text[:start]}{between}{_word(edits[key])}{added}{text[end:]}"
+        text = f"{text[:start]}{between}{_word(edits[key])}{text[end:]}"
     return text
+
+
+TRAINERS_WORDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "learning_rate")
+"""Words that transformers' Trainer takes, beside which a launch may say another one."""
+
+
+def _ends(text: str, place: tuple[int, int]) -> bool:
+    """Whether a word ends where a flag's value does: it goes on behind a quoted part, and in a command put in."""
+    start, end = place
+    return end - start > 1 and not text[end : end + 1].strip() and not re.search(r"\$\(|`", text[start:end])
+
+
+def _flags(text: str, key: str) -> list[tuple[int, int]]:
+    """Where the values of a flag stand in a script, outside comments."""
+    said = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
+    return [one.span(1) for one in said if "#" not in text[text.rfind("\n", 0, one.start()) + 1 : one.start()]]
 
 
 _FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|(?=\s|$))"""

@@ -157,6 +157,65 @@ def test_a_change_carries_only_what_the_versions_of_the_file_know(more: str) -> 
     assert not old or not {"activation_checkpointing", "liger_kernel_config"} & written
 
 
+MODEL_WORDS = "trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --max_length 512"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("run.sh", f"{MODEL_WORDS} --output_dir out"),
+        ("run.slurm", f"#!/bin/bash\n#SBATCH -N 1\nsrun {MODEL_WORDS} --output_dir out"),
+        ("run.sh", "python -m trl.scripts.sft --model_name_or_path Qwen/Qwen2.5-0.5B --output_dir out"),
+    ],
+)
+def test_no_word_is_written_for_a_dictionary_that_the_parser_does_not_take(file: str, text: str) -> None:
+    """transformers 5.23: `--liger_kernel_config '{}'` is no valid dictionary."""
+    found = read_text(text, file)
+    assert not found.allows(found.setup.replace(kernels="liger"), in_place=True)
+
+
+def test_what_liger_does_by_itself_needs_no_dictionary(tmp_path: Path) -> None:
+    takes = "words = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]\n"
+    program = (
+        f"from transformers import HfArgumentParser\n{HEAD}{LOAD}{takes}Trainer(model=model, args=words).train()\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "run.sh").write_text("python train.py --output_dir out --bf16 true\n")
+    found = read_config(tmp_path / "run.sh", model=MODEL)
+    whole = found.setup.replace(kernels="liger", loss="liger")
+    assert found.allows(whole, in_place=True)
+    told = Improved(setup=whole, labels=("x",), after=predicted(whole), verdict=Verdict.FITS)
+    assert "out --use_liger_kernel True --bf16" in fixed_text(tmp_path / "run.sh", found, told, MODEL)
+
+
+def test_a_file_takes_the_dictionary() -> None:
+    found = read_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 512\nuse_peft: true\n", "trl.yaml")
+    assert found.allows(found.setup.replace(kernels="liger"), in_place=True)
+
+
+def test_a_word_that_the_program_does_not_take_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_WORDS)
+    file = tmp_path / "run.sh"
+    file.write_text("python train.py --per_device_train_batch_size 4\n")
+    found = read_config(file)
+    after = found.setup.replace(checkpointing=1)
+    with pytest.raises(ConfigError):
+        fixed_text(
+            file, found, Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS), MODEL
+        )
+
+
+OWN_WORDS = """import argparse
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--per_device_train_batch_size", type=int)
+words = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype="bfloat16")
+args = TrainingArguments("out", per_device_train_batch_size=words.per_device_train_batch_size, bf16=True)
+Trainer(model=model, args=args).train()
+"""
+
+
 def test_todays_versions_take_every_setting() -> None:
     config = read_text(HEAD + LOAD + CALL.format(batch=4, steps=1, more="bf16=True"), "t.py", model=MODEL)
     assert config.lacks == ()

@@ -352,6 +352,28 @@ def test_a_flag_that_stands_in_no_one_place_is_left(launch: str) -> None:
         rewrite(launch, "run.sh", {"optim": "sgd"})
 
 
+MODEL_WORDS = "trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --max_length 512"
+
+
+@pytest.mark.parametrize(
+    ("launch", "written"),
+    [
+        (f"{MODEL_WORDS} --learning_rate 1e-4 --bf16\n", "--learning_rate 1e-4 --optim sgd --bf16"),
+        (f"{MODEL_WORDS} --output_dir=out", "--output_dir=out --optim sgd"),
+        (f"{MODEL_WORDS} --output_dir $DIR \\\n  --bf16", "--output_dir $DIR --optim sgd \\\n  --bf16"),
+        (
+            f"{MODEL_WORDS} --output_dir $DIR/'a b'/c --learning_rate 1",
+            "--output_dir $DIR/'a b'/c --learning_rate 1 --optim",
+        ),
+        (f"{MODEL_WORDS} --output_dir $(date +%s) --learning_rate 1", "$(date +%s) --learning_rate 1 --optim sgd"),
+    ],
+)
+def test_a_word_that_no_launch_says_goes_beside_one_of_its_trainers(launch: str, written: str) -> None:
+    fixed = rewrite(launch, "run.sh", {"optim": "sgd"})
+    assert written in fixed
+    assert read_text(f"DIR=out\n{fixed}", "run.sh").setup.optimizer == "sgd"
+
+
 PICTURES = (
     "model_name_or_path: google/gemma-3-4b-it\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: a\n"
     "cutoff_len: 2048\nper_device_train_batch_size: 1\nbf16: true\nimage_max_pixels: 262144\n"
