@@ -28,8 +28,8 @@ class NoSize(ValueError):
 def structure_of(model: ModelSpec) -> str | None:
     """16 hexadecimal digits that stand for a model's layers whatever their sizes; None where they are not all alike, or
     are none of plain attention and one MLP or as many experts."""
-    if len(model.layer_kinds) != 1 or model.num_layers < 2:
-        return None
+    if len(model.layer_kinds) != 1 or model.num_layers < 2 or model.config.get("quantization_config"):
+        return None  # also where weights are stored packed
     layer = model.layer_kinds[0]
     attention, mlp = layer.attention, layer.mlp
     if (

@@ -113,6 +113,8 @@ def test_other_layers_are_another_structure() -> None:
     windowed = replace(layer, attention=replace(layer.attention, window_tokens=4096))
     assert structure_of(replace(model, layer_kinds=(windowed,) * model.num_layers)) is None
     assert structure_of(loaded("google/gemma-2-2b")) is None
+    packed = {**model.config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert structure_of(replace(model, config=packed)) is None
 
 
 def test_checkpoints_of_any_spacing_stand_between_none_and_every() -> None:
