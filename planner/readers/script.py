@@ -118,6 +118,9 @@ class _Script:
             named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
         )
         self.computing = {} if self.unsloth else versions.computing(named)
+        for key in training.ON_HOST:
+            if key in self.arguments.unknown:
+                self.arguments.assume(f"trains on the GPU: {key} is not known ({self.arguments.unknown[key]})")
         if self.trl and not self.unsloth and self.defaults.assumed:
             self.arguments.assume(self.defaults.taken)
 

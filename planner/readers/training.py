@@ -207,9 +207,13 @@ def _asked_to_train(arguments: Made | None) -> bool | None:
     return plain(value) if isinstance(value, Known) else False
 
 
+ON_HOST = ("use_cpu", "no_cuda")
+"""Arguments that keep a training off the GPU."""
+
+
 def _on_host(arguments: Made | None) -> str:
     """The argument that keeps a training off the GPU, "" where none does."""
-    given = {key: arguments.argument(key) for key in ("use_cpu", "no_cuda")} if arguments is not None else {}
+    given = {key: arguments.argument(key) for key in ON_HOST} if arguments is not None else {}
     return next((key for key, value in given.items() if isinstance(value, Known) and value.data is True), "")
 
 

@@ -685,6 +685,20 @@ def test_a_training_on_the_host_is_none_on_a_gpu(said: str) -> None:
     assert read(said.replace("True", "False") + LOADED.format("") + TRAINED).setup.method == "full"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "import json\nargs = SFTConfig('o', use_cpu=json.load(open('x'))['cpu'])\n",
+        "import json\nargs = SFTConfig('o', no_cuda=json.load(open('x'))['cpu'])\n",
+        "import json\nargs = SFTConfig('o')\nargs.use_cpu = json.load(open('x'))['cpu']\n",
+    ],
+)
+def test_a_training_that_may_be_on_the_host_is_taken_to_be_on_the_gpu_and_that_is_said(said: str) -> None:
+    assert any(one.startswith("trains on the GPU: ") for one in read(said + LOADED.format("") + TRAINED).assumptions)
+    known = said.replace("json.load(open('x'))['cpu']", "not torch.cuda.is_available()")
+    assert not any("on the GPU" in one for one in read(known + LOADED.format("") + TRAINED).assumptions)
+
+
 @pytest.mark.parametrize("package", ["yaml", "tomllib", "numpy as np", "transformers"])
 def test_what_transformers_brings_is_not_asked_for(package: str) -> None:
     name = package.rpartition(" ")[2]
