@@ -240,13 +240,14 @@ def _library_class(args: Any) -> type:
 
 
 def _said(args: Any) -> dict[str, Any]:
-    """The arguments that are not their defaults, as far as they are plain values."""
+    """The arguments that are not their defaults, as far as they are plain values; what is asked is a card's, also of a
+    run that is rehearsed on the CPU."""
     found = {}
     for one in fields(args):
         default = one.default if one.default is not MISSING else None
         value = getattr(args, one.name, None)
         value = getattr(value, "value", value)  # of an enumeration
-        if one.init and value != default and _is_plain(value):
+        if one.init and value != default and _is_plain(value) and one.name not in ("use_cpu", "no_cuda"):
             found[one.name] = value
     return found
 

@@ -283,7 +283,7 @@ def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
     text += "gradient_checkpointing: true\n"
     found = read_text(text, "dpo.yaml")
     assert (found.format, found.setup.objective, found.setup.packing) == ("own settings", "dpo", False)
-    assert [one.field for one in found.missing] == ["loss"]
+    assert [one.field for one in found.missing] == ["precision", "loss"]
     assert "objective" in {one.field for one in read_text(text, "run.yaml").missing}
     with pytest.raises(NotPlanned, match="grpo"):
         read_text(text + "task: grpo\n", "run.yaml")
